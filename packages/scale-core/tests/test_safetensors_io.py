@@ -1,15 +1,28 @@
+import os
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from scale_core.snapshot.safetensors_io import DTYPES, TensorEntry, read_rows, write_tensors
+from scale_core.snapshot import safetensors_io
+from scale_core.snapshot.checksums import checksum
+from scale_core.snapshot.safetensors_io import (
+    DTYPES,
+    TensorEntry,
+    WrittenFile,
+    memory_of,
+    opened,
+    read_into,
+    read_metadata,
+    write_tensors,
+)
 
 
-def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
+def write(path: Path, tensors: dict[str, Tensor]) -> WrittenFile:
     entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    return write_tensors(path, entries, list(tensors.values()).__getitem__)
+    return write_tensors(path, entries, list(tensors.values()).__getitem__, {"save": "this one"})
 
 
 def random_of(dtype: torch.dtype) -> Tensor:
@@ -19,10 +32,19 @@ def random_of(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_is_written_and_read_alike(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = random_of(dtype)
-    (begin, end) = write(tmp_path / "file", {"a": tensor})["a"]
-    read = read_rows(tmp_path / "file", begin, TensorEntry("a", dtype, (3, 5)), 1, 2)
-    assert end - begin == tensor.nbytes
+    written = write(tmp_path / "file", {"a": tensor})
+    read = torch.empty(2, 5, dtype=dtype)
+    with opened(tmp_path / "file") as descriptor:
+        read_into(descriptor, [memory_of(read)], written.begins[0] + 5 * dtype.itemsize)
     assert torch.equal(read.view(torch.uint8), tensor[1:3].contiguous().view(torch.uint8))
+
+
+def test_the_checksums_are_those_of_all_bytes_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", 100)
+    written = write(tmp_path / "file", {"a": torch.arange(60), "b": torch.arange(7)})
+    data = (tmp_path / "file").read_bytes()
+    assert (written.num_bytes, written.block_bytes) == (len(data), 100)
+    assert written.checksums == [checksum(data[begin : begin + 100]) for begin in range(0, len(data), 100)]
 
 
 def test_the_safetensors_library_reads_what_was_written(tmp_path: Path) -> None:
@@ -50,7 +72,7 @@ def test_a_tensor_is_produced_only_when_its_turn_comes(tmp_path: Path) -> None:
         return torch.full((1 << 20,), float(index))
 
     entries = [TensorEntry(f"t{index}", torch.float32, (1 << 20,)) for index in range(3)]
-    write_tensors(tmp_path / "file", entries, produce)
+    write_tensors(tmp_path / "file", entries, produce, {})
     assert held == [0, 1, 2]
 
 
@@ -60,12 +82,55 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
         write(tmp_path / "file", {"a": torch.zeros(2)})
 
 
-def test_a_file_that_ends_early_names_the_tensor_and_both_lengths(tmp_path: Path) -> None:
-    begin, end = write(tmp_path / "file", {"layers.3.weight": torch.ones(4, 4)})["layers.3.weight"]
-    (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[: end - 8])
-    entry = TensorEntry("layers.3.weight", torch.float32, (4, 4))
-    with pytest.raises(EOFError, match=r"file ends inside layers.3.weight: 32 bytes expected, 24 found"):
-        read_rows(tmp_path / "file", begin, entry, 2, 2)
+def test_neighbours_are_read_in_one_go_into_their_places(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 20
+    (tmp_path / "file").write_bytes(data)
+    buffers = [bytearray(3) for _ in range(1500)]
+    with opened(tmp_path / "file") as descriptor:
+        read_into(descriptor, [memoryview(buffer) for buffer in buffers], 7)
+    assert b"".join(buffers) == data[7 : 7 + 4500]
+
+
+def test_a_file_that_ends_early_says_where(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(10))
+    with opened(tmp_path / "file") as descriptor, pytest.raises(EOFError, match="it ends at byte 10, before what was"):
+        read_into(descriptor, [memoryview(bytearray(8))], 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no safetensors file: 0 bytes are too short"),
+        (b"\x80\x02}q\x00(X\x06\x00\x00" * 9, "no safetensors file: a header of"),
+        (struct.pack("<Q", 4) + b"{}  more", None),
+        (struct.pack("<Q", 4) + b"[1] more", "its header can't be read .AttributeError"),
+        (struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc", "its header can't be read .UnicodeDecodeError"),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, "its header can't be read .RecursionError"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, data: bytes, message: str | None) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with opened(tmp_path / "file") as descriptor:
+        if message is None:
+            assert read_metadata(descriptor, len(data)) == {}
+        else:
+            with pytest.raises(ValueError, match=message):
+                read_metadata(descriptor, len(data))
+
+
+def test_the_metadata_of_a_file_is_read(tmp_path: Path) -> None:
+    written = write(tmp_path / "file", {"a": torch.ones(2)})
+    with opened(tmp_path / "file") as descriptor:
+        assert read_metadata(descriptor, written.num_bytes) == {"save": "this one"}
+
+
+def test_links_and_pipes_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        with pytest.raises(OSError, match=r"symbolic links|not a regular file"), opened(tmp_path / name):
+            pass
 
 
 def test_a_dtype_that_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:

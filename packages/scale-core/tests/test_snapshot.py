@@ -2,8 +2,10 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,17 @@ from torch import Tensor
 
 import scale_core.snapshot.snapshot
 from scale_core.comm.group import Group
-from scale_core.snapshot import Snapshot, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.snapshot import (
+    DamagedSnapshotError,
+    NewerSnapshotError,
+    Snapshot,
+    SnapshotError,
+    latest_snapshot,
+    load_snapshot,
+    safetensors_io,
+    save_snapshot,
+)
+from scale_core.snapshot.checksums import checksum
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.chunks import LocalShard
 from scale_core.state.validation import StateMismatch
@@ -176,8 +188,8 @@ def two_snapshots(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "manifest.json").unlink(), "has no manifest.json: it was never finished"),
-        (lambda path: (path / "manifest.json").write_text("{"), "can't be read: JSONDecodeError"),
+        (lambda path: (path / "manifest.json").unlink(), "has no manifest.json: it is no whole snapshot"),
+        (lambda path: (path / "manifest.json").write_text("{"), "its first line is not that of a manifest"),
         (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
         (lambda path: os.truncate(path / "rank-00000.safetensors", 100), "has 100 bytes, .* were written"),
     ],
@@ -192,10 +204,125 @@ def test_a_damaged_snapshot_is_passed_over_with_a_warning(tmp_path: Path, damage
     assert latest_snapshot(tmp_path) == tmp_path / "step-00000002"
 
 
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_passed_over_with_a_warning_and_its_step_can_be_saved_again(tmp_path: Path) -> None:
+    flip_last_bit(two_snapshots(tmp_path) / "rank-00000.safetensors")
+    with pytest.warns(UserWarning, match=r"passing over .*step-00000002 is damaged: the checksum of .* \(a\)"):
+        assert load_snapshot(tmp_path, {"a": torch.zeros(4, 4), "note": None}).step == 1
+    with pytest.warns(UserWarning, match="it is now step-00000002.damaged"):
+        save_snapshot(tmp_path, 2, {"a": torch.zeros(4, 4)})
+    assert load_snapshot(tmp_path, {"a": torch.zeros(4, 4)}).step == 2
+
+
+def test_a_damaged_step_that_was_asked_for_is_refused_and_the_newest_older_whole_one_named(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_snapshot(tmp_path, step, {"a": torch.full((4, 4), float(step))})
+    flip_last_bit(tmp_path / "step-00000003" / "rank-00000.safetensors")
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    target = {"a": torch.zeros(4, 4)}
+    with pytest.raises(DamagedSnapshotError, match=r"that is whole is step-00000001: load it with step=1"):
+        load_snapshot(tmp_path, target, step=3)
+    assert not target["a"].any()
+
+
+def test_where_nothing_is_whole_the_error_says_so(tmp_path: Path) -> None:
+    flip_last_bit(save_snapshot(tmp_path, 1, {"a": torch.ones(1)}) / "rank-00000.safetensors")
+    with (
+        pytest.warns(UserWarning, match="passing over"),
+        pytest.raises(SnapshotError, match="there is no whole snapshot in"),
+    ):
+        load_snapshot(tmp_path, {"a": torch.ones(1)})
+
+
+def test_a_snapshot_of_a_newer_version_is_left_alone_and_no_older_step_is_taken(tmp_path: Path) -> None:
+    path = two_snapshots(tmp_path)
+    first = b'{"format": "scale-snapshot", "version": 3, "checksum": "%s",\n'
+    rest = b'"of a form": "that nobody knows yet"}'
+    (path / "manifest.json").write_bytes(first % checksum(first % b"", rest).encode() + rest)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    calls: list[Callable[[], object]] = [
+        lambda: load_snapshot(tmp_path, {"a": torch.zeros(4, 4), "note": None}),
+        lambda: load_snapshot(tmp_path, {"a": torch.zeros(4, 4), "note": None}, step=2),
+        lambda: latest_snapshot(tmp_path),
+        lambda: save_snapshot(tmp_path, 2, {"a": torch.zeros(4, 4), "note": None}),
+    ]
+    for call in calls:
+        with pytest.raises(NewerSnapshotError, match=r"2 was written by a newer scale-core, format version 3"):
+            call()
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert load_snapshot(tmp_path, {"a": torch.zeros(4, 4), "note": None}, step=1).step == 1
+
+
+def load_a_part_of_what_is_damaged(directory: Path) -> tuple[str, float]:
+    half = torch.zeros(8)
+    with pytest.raises(DamagedSnapshotError) as caught:
+        load_snapshot(directory, {"a": LocalShard(half, (16,), 8 * dist.get_rank(), 8 * dist.get_rank() + 8)}, step=1)
+    return str(caught.value), float(half.sum())
+
+
+def test_damage_that_one_rank_sees_is_an_error_on_all_before_any_tensor_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", 16)
+    flip_last_bit(save_snapshot(tmp_path, 1, {"a": torch.ones(16)}) / "rank-00000.safetensors")
+    first, second = run_ranks(load_a_part_of_what_is_damaged, 2, tmp_path)
+    assert first == second
+    assert "the checksum of rank-00000.safetensors differs in bytes" in first[0] and first[1] == 0
+
+
+def test_shards_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
+    state = {"a": torch.ones(4)}
+    for step in (1, 2):
+        save_snapshot(tmp_path, step, state)
+    name = "rank-00000.safetensors"
+    shutil.copyfile(tmp_path / "step-00000001" / name, tmp_path / "step-00000002" / name)
+    with pytest.raises(DamagedSnapshotError, match="it is of another save"):
+        load_snapshot(tmp_path, {"a": torch.zeros(4)}, step=2)
+
+
+def differ(directory: Path) -> list[str]:
+    rank, texts = dist.get_rank(), []
+    state = {"a": torch.zeros(4)}
+    calls: list[Callable[[], object]] = [
+        lambda: save_snapshot(directory, 3 + rank // 2, state),
+        lambda: save_snapshot(directory / f"{min(rank, 1)}", 3, state),
+        lambda: load_snapshot(directory, state, step=3 if rank else None),
+        lambda: load_snapshot(directory, state, strict=rank == 1),
+    ]
+    for call in calls:
+        with pytest.raises(SnapshotError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_ranks_that_save_or_load_different_things_all_hear_it_with_each_ones_value(tmp_path: Path) -> None:
+    first, second, third = run_ranks(differ, 3, tmp_path)
+    assert first == second == third
+    assert first[0].startswith("save_snapshot: step differs between the ranks: 3 on ranks 0, 1; 4 on rank 2. Pass the")
+    assert "directory differs between the ranks" in first[1]
+    assert "load_snapshot: step differs between the ranks: None on rank 0; 3 on ranks 1, 2" in first[2]
+    assert "strict differs between the ranks: False on ranks 0, 2; True on rank 1" in first[3]
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "3"])
+def test_a_step_is_a_number_from_0_on(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ValueError, match="expected a step of at least 0, got"):
+        save_snapshot(tmp_path, step, {"a": torch.ones(1)})
+    with pytest.raises(ValueError, match="expected a step of at least 0, got"):
+        load_snapshot(tmp_path, {}, step=step)
+
+
 def test_one_step_can_be_asked_for(tmp_path: Path) -> None:
     two_snapshots(tmp_path)
     assert load_snapshot(tmp_path, {"a": torch.zeros(4, 4), "note": None}, step=1).step == 1
-    with pytest.raises(SnapshotError, match=r"step-00000007 has no manifest.json"):
+    with pytest.raises(SnapshotError, match=r"there is no .*7; the newest there are: step-00000002, step-00000001"):
         load_snapshot(tmp_path, {}, step=7)
 
 
@@ -224,8 +351,8 @@ def test_what_a_killed_process_left_behind_is_removed_and_what_a_living_one_writ
     [
         ({"a": torch.zeros(4, 5), "note": None}, r"a: the saved shape is \(4, 4\), expected \(4, 5\)"),
         ({"a": torch.zeros(4, 4).half(), "note": None}, "a: the saved dtype is torch.float32, expected torch.float16"),
-        ({"a": torch.zeros(4, 4), "b": torch.zeros(1), "note": None}, "b is missing in it"),
-        ({"a": torch.zeros(4, 4)}, "note is unexpected in it"),
+        ({"a": torch.zeros(4, 4), "b": torch.zeros(1), "note": None}, "1 missing in it: b"),
+        ({"a": torch.zeros(4, 4)}, "1 unexpected in it: note"),
         ({"a": torch.zeros(4, 4), "note": torch.zeros(1)}, "note: no tensor was saved, where one is expected"),
         ({"a": None, "note": None}, "a: a tensor was saved, where none is expected"),
     ],
@@ -238,12 +365,41 @@ def test_another_state_is_refused_before_anything_is_read(tmp_path: Path, target
     assert not any(value.any() for value in target.values() if isinstance(value, Tensor))
 
 
-def test_keys_that_may_differ_are_left_alone(tmp_path: Path) -> None:
-    save_snapshot(tmp_path, 1, {"model.a": torch.ones(2), "random.0": torch.ones(1)})
-    target = {"model.a": torch.zeros(2), "random.1": torch.zeros(1)}
-    loaded = load_snapshot(tmp_path, target, may_differ=("random.",))
-    assert loaded.state.keys() == target.keys()
-    assert [target["model.a"][0].item(), target["random.1"][0].item()] == [1, 0]
+def test_all_that_differs_is_listed_at_once_with_counts(tmp_path: Path) -> None:
+    save_snapshot(
+        tmp_path, 1, {f"old.{n}": torch.ones(1) for n in range(12)} | {"a": torch.ones(2), "b": torch.ones(2)}
+    )
+    with pytest.raises(SnapshotError) as caught:
+        load_snapshot(tmp_path, {"new": torch.zeros(1), "a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.float64)})
+    text = str(caught.value)
+    assert "1 missing in it: new; 12 unexpected in it: old.0, " in text and "old.9 and 2 more; " in text
+    assert "1 of another shape: a: the saved shape is (2,), expected (3,)" in text
+    assert "1 of another dtype: b: the saved dtype is torch.float32, expected torch.float64" in text
+    assert text.endswith("or load what fits with strict=False")
+
+
+def test_a_lenient_load_takes_what_fits_and_warns_with_the_rest(tmp_path: Path) -> None:
+    save_snapshot(tmp_path, 1, {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "note": 7, "old": 1})
+    target: dict[str, Any] = {
+        "a": torch.zeros(2),
+        "b": torch.zeros(3),
+        "c": torch.zeros(2).double(),
+        "d": torch.zeros(1),
+        "note": 0,
+    }
+    with pytest.warns(UserWarning, match="in part, as strict=False says: 1 missing in it: d; 1 unexpected in it: old"):
+        loaded = load_snapshot(tmp_path, target, strict=False)
+    assert loaded.state.keys() == target.keys() and loaded.state["note"] == 7
+    assert [float(target[key].sum()) for key in "abcd"] == [2, 0, 0, 0]
+
+
+def test_dtypes_are_converted_only_when_asked(tmp_path: Path) -> None:
+    save_snapshot(tmp_path, 1, {"a": torch.full((300, 300), 1.5)})
+    target = torch.zeros(300, 300, dtype=torch.bfloat16)
+    with pytest.raises(SnapshotError, match="build the model in that dtype, or convert with cast=True"):
+        load_snapshot(tmp_path, {"a": target})
+    load_snapshot(tmp_path, {"a": target}, cast=True)
+    assert torch.equal(target, torch.full((300, 300), 1.5, dtype=torch.bfloat16))
 
 
 def load_another_model(directory: Path) -> str:
@@ -330,7 +486,7 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def load_where_only_rank_0_sees(directory: Path) -> tuple[int, bool]:
     if dist.get_rank() == 1:
-        vars(scale_core.snapshot.snapshot)["_newest"] = lambda _directory: None
+        vars(scale_core.snapshot.snapshot)["_finished"] = lambda _directory: []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return load_snapshot(directory, {"a": torch.zeros(4, 4), "note": None}).step, True

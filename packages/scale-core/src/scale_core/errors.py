@@ -7,6 +7,8 @@
     |   `-- StepError              another rank failed, so all gave the step up; training can go on
     |-- TransferError              one collective failed or timed out; above it, a ScaleDistributedError says why
     `-- SnapshotError              saving or loading failed on all ranks alike
+        |-- DamagedSnapshotError   what is on the disk is not what was written
+        `-- NewerSnapshotError     a newer version of scale-core wrote it
 
 A wrong argument is a `ValueError` or a `TypeError`, as anywhere in Python. The text of a transport (gloo, NCCL) is the
 cause of such an error, never its message.
@@ -77,3 +79,11 @@ class TransferError(ScaleError):
 
 class SnapshotError(ScaleError):
     """Saving or loading failed, on every rank alike; `__cause__` is what was raised where it failed."""
+
+
+class DamagedSnapshotError(SnapshotError):
+    """A snapshot is not what was written: a checksum, a length or a file differs; nothing was loaded from it."""
+
+
+class NewerSnapshotError(SnapshotError):
+    """A newer version of scale-core wrote the snapshot, in a format that this one does not know; it is left alone."""

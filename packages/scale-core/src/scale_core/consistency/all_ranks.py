@@ -49,7 +49,8 @@ class CollectiveCall:
             first = outcomes[failed[0]].error
             others = f" (and so did ranks {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
             where = f" on rank {failed[0]} of {self.group.size}{others}" if self.group.size > 1 else ""
-            raise self.error(f"{self.doing} failed{where}: {type(first).__name__}: {first}") from first
+            kind = type(first) if isinstance(first, self.error) else self.error  # One of its subclasses says more.
+            raise kind(f"{self.doing} failed{where}: {type(first).__name__}: {first}") from first
         return [outcome.result for outcome in outcomes]
 
     def each_rank(self, act: Callable[[], T]) -> T:

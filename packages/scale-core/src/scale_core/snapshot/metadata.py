@@ -1,7 +1,9 @@
 """The manifest of a snapshot: a JSON file, written last, that makes a directory a snapshot.
 
-It may come from a stranger, so it is data and never code, and is checked before use: file names can't leave the
-directory, and the files must have the recorded lengths.
+Its first line is the same in every version of the format, and has the checksum of all the rest. So damage is told from
+a newer version, which is left alone. A manifest may come from a stranger: it is data and never code, and is checked
+before use. File names can't leave the directory, nothing is larger than the files, and each tensor's chunks are proved
+to be the tensor.
 """
 
 from __future__ import annotations
@@ -10,12 +12,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from scale_core.snapshot.safetensors_io import DTYPES, NAMES
+from scale_core.errors import DamagedSnapshotError, NewerSnapshotError, SnapshotError
+from scale_core.snapshot.checksums import checksum, num_blocks
+from scale_core.snapshot.coverage import check_coverage
+from scale_core.snapshot.safetensors_io import DTYPES, NAMES, is_damage, opened, read_bytes
 from scale_core.state.chunks import Chunk
 from scale_core.state.validation import SavedTensor
 
@@ -23,9 +30,18 @@ JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | 
 
 FILE = "manifest.json"
 FORMAT = "scale-snapshot"
-VERSION = 1
+VERSION = 2
+LIMIT_BYTES = 256 << 20
+"""No manifest is larger: read, it takes some 20 times its length."""
 
-_TENSOR_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+_TENSOR_FILE = re.compile(r"rank-\d{5,9}\.safetensors")
+_FIRST_LINE = re.compile(
+    rb'\{"format": "scale-snapshot", "version": ([1-9][0-9]{0,8}), "checksum": "([0-9a-f]{32})",\n', re.ASCII
+)
+_UNPUBLISHED = b'{"format": "scale-snapshot", "version": 1, '
+_SAVE = re.compile(r"[0-9a-f]{32}")
+_DIMS = 64
+_LARGEST = 2**63
 
 
 @dataclass(frozen=True)
@@ -38,43 +54,77 @@ class SavedChunk:
 
 
 @dataclass(frozen=True)
+class SavedFile:
+    """A file of a snapshot: its length in bytes, and the checksum of each block of it."""
+
+    num_bytes: int
+    checksums: list[str]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The content of a snapshot."""
 
+    save: str  # 32 hexadecimal digits that no other save has; each file has them too
     step: int  # The training step that it was taken after
-    world_size: int  # How many ranks wrote it
     tensors: Mapping[str, SavedTensor]  # Each tensor's shape and dtype
     # Where the chunks of each tensor lie; together they are the tensor, each element once.
     chunks: Mapping[str, list[SavedChunk]]
     values: Mapping[str, Any]  # What is no tensor
     extra: Any  # What the caller added
-    sizes: Mapping[str, int]  # The length of each file in bytes
+    files: Mapping[str, SavedFile]  # One for each rank that wrote it
+    block_bytes: int  # Of the checksums
 
     @property
     def saved(self) -> dict[str, Any]:
         """Each key with its `SavedTensor`, or with its value where that is no tensor."""
         return {**self.tensors, **self.values}
 
+    def tensors_within(self, file: str, begin: int, end: int) -> Iterator[str]:
+        """The tensors that have data in these bytes of a file."""
+        for key, chunks in self.chunks.items():
+            size = self.tensors[key].dtype.itemsize
+            if any(
+                at.file == file and at.begin < end and begin < at.begin + math.prod(at.chunk.sizes) * size
+                for at in chunks
+            ):
+                yield key
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Checks that each tensor has all its elements, once each, within the files; a ValueError names what has not."""
+    for key, saved in manifest.tensors.items():
+        for at in manifest.chunks[key]:
+            end = at.begin + math.prod(at.chunk.sizes) * saved.dtype.itemsize
+            if end > manifest.files[at.file].num_bytes:
+                raise ValueError(
+                    f"{key}: needs {at.file} up to byte {end}, which has {manifest.files[at.file].num_bytes}"
+                )
+        check_coverage(key, saved.shape, [at.chunk for at in manifest.chunks[key]])
+    for name, file in manifest.files.items():
+        expected = num_blocks(file.num_bytes, manifest.block_bytes)
+        if len(file.checksums) != expected:
+            raise ValueError(f"{name}: {len(file.checksums)} checksums of {expected} blocks")
+
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Writes a manifest and returns when it is on the disk."""
+    names = {name: index for index, name in enumerate(manifest.files)}
     document = {
-        "format": FORMAT,
-        "version": VERSION,
+        "save": manifest.save,
         "step": manifest.step,
-        "world_size": manifest.world_size,
-        "files": dict(manifest.sizes),
+        "block_bytes": manifest.block_bytes,
+        "files": [
+            {"name": name, "bytes": file.num_bytes, "checksums": file.checksums}
+            for name, file in manifest.files.items()
+        ],
         "tensors": {
             key: {
                 "dtype": NAMES[saved.dtype],
                 "shape": list(saved.shape),
-                "boxes": [
-                    {
-                        "offsets": list(at.chunk.offsets),
-                        "sizes": list(at.chunk.sizes),
-                        "file": at.file,
-                        "begin": at.begin,
-                    }
+                # offsets, sizes, the number of the file, the byte at which the data begins
+                "chunks": [
+                    [list(at.chunk.offsets), list(at.chunk.sizes), names[at.file], at.begin]
                     for at in manifest.chunks[key]
                 ],
             }
@@ -83,96 +133,160 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         "values": dict(manifest.values),
         "extra": manifest.extra,
     }
-    with (directory / FILE).open("x", encoding="utf-8") as file:
-        json.dump(document, file, allow_nan=False)
+    rest = json.dumps(document, allow_nan=False)[1:].encode() + b"\n"
+    first = _first_line(VERSION, checksum(_first_line(VERSION, ""), rest))
+    if len(first) + len(rest) > LIMIT_BYTES:
+        raise ValueError(
+            f"the manifest has {len(first) + len(rest):,} bytes, and {LIMIT_BYTES:,} are the limit: "
+            "put large values into tensors"
+        )
+    with (directory / FILE).open("xb") as file:
+        file.write(first)
+        file.write(rest)
         file.flush()
         os.fsync(file.fileno())
 
 
+def _first_line(version: int, digits: str) -> bytes:
+    return f'{{"format": "{FORMAT}", "version": {version}, "checksum": "{digits}",\n'.encode()
+
+
 def read_manifest(directory: Path) -> Manifest:
-    """Reads a snapshot's manifest and checks the files beside it; ValueError names what is wrong."""
+    """Reads a snapshot's manifest and compares the lengths of the files beside it; their data is not read.
+
+    Raises:
+        DamagedSnapshotError: What is there is not what was written.
+        NewerSnapshotError: It was written by a newer version.
+        SnapshotError: It was written by a version that was never released, or it is too large.
+        OSError: It can't be read at present: permissions, too many open files.
+    """
+    path = directory / FILE
+    document = _checked_document(directory, _read_document(path))
     try:
-        document = json.loads((directory / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{directory} has no {FILE}: it was never finished") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{directory / FILE} can't be read: {type(error).__name__}: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"{directory / FILE} is no manifest: expected the format {FORMAT!r}")
-    if document.get("version") != VERSION:
-        raise ValueError(
-            f"{directory} is of version {document.get('version')}, this program reads version {VERSION}: "
-            "install the version of scale-core that wrote it"
-        )
-    try:
-        manifest = _parsed(document)
-        check_coverage(manifest)
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{directory / FILE} is damaged: {type(error).__name__}: {error}") from error
-    _check_files(directory, manifest)
+        manifest = _parsed(_load_json(document))
+        check_manifest(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError, RecursionError) as error:
+        raise DamagedSnapshotError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    check_files(directory, manifest)
     return manifest
 
 
+def _read_document(path: Path) -> bytes:
+    try:
+        with opened(path) as descriptor:
+            num_bytes = os.fstat(descriptor).st_size
+            if num_bytes > LIMIT_BYTES:
+                raise SnapshotError(f"{path} has {num_bytes:,} bytes, and {LIMIT_BYTES:,} are the limit of a manifest")
+            return read_bytes(descriptor, num_bytes, 0)
+    except FileNotFoundError:
+        raise DamagedSnapshotError(f"{path.parent} has no {FILE}: it is no whole snapshot") from None
+    except (OSError, EOFError) as error:
+        if not is_damage(error):
+            raise
+        raise DamagedSnapshotError(f"{path} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _checked_document(directory: Path, data: bytes) -> bytes:
+    """The JSON in a manifest, when checksum and version are right."""
+    found = _FIRST_LINE.match(data)
+    if found is None:
+        if data.startswith(_UNPUBLISHED):
+            raise SnapshotError(
+                f"{directory} is of format version 1, which was never released; this scale-core reads version "
+                f"{VERSION}: write it anew with the program that wrote it"
+            )
+        raise DamagedSnapshotError(f"{directory / FILE} is damaged: its first line is not that of a manifest")
+    version = int(found[1])
+    if checksum(_first_line(version, ""), memoryview(data)[found.end() :]) != found[2].decode():
+        raise DamagedSnapshotError(f"{directory / FILE} is damaged: its checksum differs")
+    if version > VERSION:
+        raise NewerSnapshotError(
+            f"{directory} was written by a newer scale-core, format version {version}; this one reads version "
+            f"{VERSION}: upgrade scale-core"
+        )
+    if version < VERSION:
+        raise SnapshotError(f"{directory} is of format version {version}; this scale-core reads version {VERSION}")
+    return data
+
+
+def _load_json(data: bytes) -> Any:
+    return json.loads(data, object_pairs_hook=_without_duplicates, parse_float=_finite, parse_constant=_refuse_constant)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} stands twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return value
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no finite number")
+
+
 def _parsed(document: Mapping[str, Any]) -> Manifest:
-    tensors = {
-        key: SavedTensor(_naturals(entry["shape"]), DTYPES[entry["dtype"]])
-        for key, entry in document["tensors"].items()
-    }
-    chunks = {
-        key: [
-            SavedChunk(Chunk(_naturals(at["offsets"]), _naturals(at["sizes"])), at["file"], _natural(at["begin"]))
-            for at in entry["boxes"]
+    files: dict[str, SavedFile] = {}
+    for entry in document["files"]:
+        if not _TENSOR_FILE.fullmatch(entry["name"]) or entry["name"] in files:
+            raise ValueError(f"it names the file {entry['name']!r}, which no snapshot has, or twice")
+        files[entry["name"]] = SavedFile(_natural(entry["bytes"]), [str(digits) for digits in entry["checksums"]])
+    names = list(files)
+    tensors, chunks = {}, {}
+    for key, entry in document["tensors"].items():
+        tensors[key] = SavedTensor(_naturals(entry["shape"]), DTYPES[entry["dtype"]])
+        chunks[key] = [
+            SavedChunk(Chunk(_naturals(offsets), _naturals(sizes)), names[_natural(number)], _natural(begin))
+            for offsets, sizes, number, begin in entry["chunks"]
         ]
-        for key, entry in document["tensors"].items()
-    }
+    values = document["values"]
+    if not isinstance(values, dict) or values.keys() & tensors.keys():
+        raise ValueError("its values are not a dict, or have the names of tensors")
+    if not _SAVE.fullmatch(document["save"]):
+        raise ValueError(f"the identity of the save is {document['save']!r}")
+    block_bytes = _natural(document["block_bytes"])
+    if block_bytes < 1:
+        raise ValueError("blocks of 0 bytes")
     return Manifest(
+        save=document["save"],
         step=_natural(document["step"]),
-        world_size=_natural(document["world_size"]),
         tensors=tensors,
         chunks=chunks,
-        values=dict(document["values"]),
+        values=values,
         extra=document["extra"],
-        sizes={str(name): _natural(size) for name, size in document["files"].items()},
+        files=files,
+        block_bytes=block_bytes,
     )
 
 
-def check_coverage(manifest: Manifest) -> None:
-    """Checks that the chunks of each tensor lie within it and have as many elements as it has."""
-    # (That no two of them overlap, the planner proves when they are written.)
-    for key, saved in manifest.tensors.items():
-        volume = 0
-        for at in manifest.chunks[key]:
-            if len(at.chunk.offsets) != len(saved.shape) or len(at.chunk.sizes) != len(saved.shape):
-                raise ValueError(
-                    f"{key}: a chunk of {len(at.chunk.sizes)} dimensions in a tensor of shape {saved.shape}"
-                )
-            if any(o + s > n for o, s, n in zip(at.chunk.offsets, at.chunk.sizes, saved.shape, strict=True)):
-                raise ValueError(f"{key}: the chunk {at.chunk} lies outside the shape {saved.shape}")
-            end = at.begin + math.prod(at.chunk.sizes) * saved.dtype.itemsize
-            if end > manifest.sizes[at.file]:
-                raise ValueError(f"{key}: needs {at.file} up to byte {end}, which has {manifest.sizes[at.file]}")
-            volume += math.prod(at.chunk.sizes)
-        if volume != math.prod(saved.shape):
-            raise ValueError(f"{key}: {volume} elements were saved of {math.prod(saved.shape)}")
-
-
-def _check_files(directory: Path, manifest: Manifest) -> None:
-    for name, size in manifest.sizes.items():
-        if not _TENSOR_FILE.fullmatch(name):
-            raise ValueError(f"{directory / FILE} names the file {name!r}, which no snapshot has")
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Compares the lengths of the files with the recorded ones."""
+    for name, file in manifest.files.items():
+        path = directory / name
         try:
-            found = (directory / name).stat().st_size
+            found = path.lstat()
         except OSError as error:
-            raise ValueError(f"{directory / name} is missing: {error.strerror}") from error
-        if found != size:
-            raise ValueError(f"{directory / name} has {found} bytes, {size} were written")
+            raise DamagedSnapshotError(f"{path} is missing: {error.strerror}") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedSnapshotError(f"{path} is a link or no file: put the file itself there")
+        if found.st_size != file.num_bytes:
+            raise DamagedSnapshotError(f"{path} has {found.st_size} bytes, {file.num_bytes} were written")
 
 
 def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"expected a number of at least 0, got {value!r}")
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise TypeError(f"expected a whole number from 0 up to 2^63, got {str(value)[:40]}")
     return value
 
 
 def _naturals(values: Any) -> tuple[int, ...]:
+    if len(values) > _DIMS:
+        raise ValueError(f"{len(values)} dimensions")
     return tuple(_natural(value) for value in values)

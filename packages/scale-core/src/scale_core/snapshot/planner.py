@@ -2,7 +2,7 @@
 
 Ranks hold what their sharding gave them, some of it twice, and the next run may shard otherwise. The planner of
 `torch.distributed.checkpoint` decides who writes what, checks that no element is written twice, and intersects what is
-saved with what is held; this file gives it flat states with `LocalShard`s, and moves the bytes.
+saved with what is held; this file gives it flat states with `LocalShard`s, and proves what it plans.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from scale_core.comm.group import Group
-from scale_core.snapshot.metadata import JSON, Manifest, SavedChunk, check_coverage
-from scale_core.snapshot.safetensors_io import TensorEntry, read_rows, write_tensors
+from scale_core.snapshot.coverage import check_coverage, slices_of
+from scale_core.snapshot.metadata import JSON, Manifest, SavedChunk, SavedFile, check_manifest
+from scale_core.snapshot.reads import Read
+from scale_core.snapshot.safetensors_io import TensorEntry, write_tensors
 from scale_core.state.chunks import Chunk, LocalShard
 from scale_core.state.validation import SavedTensor
 
@@ -86,14 +88,16 @@ class GlobalPlan:
         plans, _ = _SavePlanner().create_global_plan(_by_first_holders([plan for plan, _ in owned]))
         return GlobalPlan(plans, tensors, values)
 
-    def manifest(self, step: int, written: list[WriteResult], extra: JSON) -> Manifest:
+    def manifest(self, save: str, step: int, written: list[WriteResult], extra: JSON) -> Manifest:
         chunks: dict[str, list[SavedChunk]] = {key: [] for key in self.tensors}
         for rank, part in enumerate(written):
             for item, begin in zip(self.plans[rank].items, part.begins, strict=True):
                 chunks[item.index.fqn].append(SavedChunk(_chunk_of(item), part.file, begin))
-        sizes = {part.file: part.num_bytes for part in written}
-        manifest = Manifest(step, len(written), self.tensors, chunks, self.values, extra, sizes)
-        check_coverage(manifest)
+        files = {part.file: SavedFile(part.num_bytes, part.checksums) for part in written}
+        manifest = Manifest(
+            save, step, self.tensors, chunks, self.values, extra, files, block_bytes=written[0].block_bytes
+        )
+        check_manifest(manifest)
         return manifest
 
 
@@ -111,17 +115,19 @@ def _by_first_holders(plans: list[SavePlan]) -> list[SavePlan]:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """One rank's file: its name, where the data of each chunk begins, and its length in bytes."""
+    """One rank's file: its name, length and checksums, and where the data of each chunk begins."""
 
     file: str
-    begins: list[int]
     num_bytes: int
+    block_bytes: int
+    checksums: list[str]
+    begins: list[int]
 
 
 def write_part(
-    unfinished: Path, own: LocalPlan, plan: SavePlan, group: Group, at_stage: Callable[[str, Path], None]
+    unfinished: Path, save: str, own: LocalPlan, plan: SavePlan, group: Group, at_stage: Callable[[str, Path], None]
 ) -> WriteResult:
-    """Writes this rank's chunks into its own file, one tensor at a time; calls `reached` for each."""
+    """Writes this rank's chunks into its own file, one tensor at a time; calls `at_stage` for each."""
     if not unfinished.is_dir():
         raise FileNotFoundError(f"{unfinished} can't be seen from this rank: all ranks must share the directory")
     plan = own.planner.finish_plan(plan)
@@ -134,9 +140,9 @@ def write_part(
         return tensor
 
     path = unfinished / f"rank-{group.rank:05d}.safetensors"
-    ranges = write_tensors(path, entries, produce)
+    written = write_tensors(path, entries, produce, {"format": "scale-snapshot", "save": save})
     at_stage("written", unfinished)
-    return WriteResult(path.name, [ranges[entry.name][0] for entry in entries], path.stat().st_size)
+    return WriteResult(path.name, *written)
 
 
 def is_tensor(value: Any) -> bool:
@@ -156,9 +162,7 @@ def _chunk_of(item: WriteItem) -> Chunk:
 
 def _label(item: WriteItem) -> str:
     """The name of a chunk in the file, as a Python slice: `model.weight[2:4, 0:8]`."""
-    chunk = _chunk_of(item)
-    slices = ", ".join(f"{offset}:{offset + size}" for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    return f"{item.index.fqn}[{slices}]"
+    return f"{item.index.fqn}[{slices_of(_chunk_of(item))}]"
 
 
 def _check_equal(key: str, first: object, other: object, rank: int) -> None:
@@ -190,27 +194,34 @@ class _LoadPlanner(DefaultLoadPlanner):
         return found.detach()
 
 
-def read_parts(path: Path, manifest: Manifest, target: State) -> None:
-    """Reads into each tensor of `target` its saved elements, wherever they were saved."""
+def plan_reads(manifest: Manifest, target: State) -> list[Read]:
+    """What to read into the tensors of `target`: each element of each of them exactly once, which is proved here."""
     tensors = {key: place for key, place in target.items() if key in manifest.tensors}
     planner = _LoadPlanner(tensors, _as_metadata(manifest))
     places = {(key, at.chunk.offsets): at for key, chunks in manifest.chunks.items() for at in chunks}
+    reads: list[Read] = []
+    filled: dict[tuple[str, tuple[int, ...]], list[Chunk]] = {
+        (key, chunk.offsets): [] for key, place in tensors.items() for chunk in _chunks_held(place)
+    }
     for item in planner.create_local_plan().items:
-        key, offset = item.storage_index.fqn, item.storage_index.offset
-        at = places[key, tuple(offset or ())]
-        planner.resolve_tensor(item).copy_(
-            _read_part(path, at, TensorEntry(key, manifest.tensors[key].dtype, at.chunk.sizes), item)
+        key = item.storage_index.fqn
+        at = places[key, tuple(item.storage_index.offset or ())]
+        into = Chunk(tuple(item.dest_offsets), tuple(item.lengths))
+        filled[key, tuple(item.dest_index.offset or ())].append(into)
+        part = Chunk(tuple(item.storage_offsets), tuple(item.lengths))
+        reads.append(
+            Read(at.file, at.begin, at.chunk.sizes, part, manifest.tensors[key].dtype, planner.resolve_tensor(item))
         )
+    for key, place in tensors.items():
+        for chunk in _chunks_held(place):
+            check_coverage(f"reading {key}", chunk.sizes, filled[key, chunk.offsets])
+    return reads
 
 
-def _read_part(path: Path, at: SavedChunk, entry: TensorEntry, item: ReadItem) -> Tensor:
-    """The part of a saved chunk that a read asks for; only its rows are read."""
-    if not entry.shape:
-        return read_rows(path / at.file, at.begin, entry, 0, 1)
-    part = read_rows(path / at.file, at.begin, entry, item.storage_offsets[0], item.lengths[0])
-    for dim in range(1, part.ndim):
-        part = part.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
-    return part
+def _chunks_held(place: Tensor) -> list[Chunk]:
+    if isinstance(place, LocalShard):
+        return list(place.chunks)
+    return [Chunk((0,) * place.ndim, tuple(place.shape))]
 
 
 def _as_metadata(manifest: Manifest) -> Metadata:

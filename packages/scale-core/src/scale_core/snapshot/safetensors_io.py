@@ -1,23 +1,29 @@
-"""Tensors in a safetensors file, written and read one at a time.
+"""Safetensors files: written one tensor at a time, with checksums of all bytes, and read in place.
 
 The format is eight bytes with the length of a JSON header, the header (name → dtype, shape, byte range), and the data.
-It is written here, by its documented layout, because a checkpoint must not need twice the memory of what it saves, nor
-execute what it reads, nor trust what it reads: every length is checked against the file.
+It is written here, by its documented layout, because a checkpoint must not need twice the memory of what it saves. What
+is read goes by the manifest; of the header, only the save that it belongs to is read, and nothing in it is trusted.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import math
 import os
+import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from scale_core.snapshot.checksums import BLOCK_BYTES, BlockChecksums
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -39,6 +45,10 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_PIECE_BYTES = 1 << 20  # of what is hashed and written at once
+_BUFFERS_AT_ONCE = 512  # The system takes 1024.
+_HEADER_LIMIT_BYTES = 100_000_000  # The limit of the safetensors library.
+
 
 class TensorEntry(NamedTuple):
     """The header entry of a tensor, known before its values."""
@@ -52,54 +62,112 @@ class TensorEntry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class WrittenFile(NamedTuple):
+    """What a file has in it: its length, the checksum of each block, and where the data of each tensor begins."""
+
+    num_bytes: int
+    block_bytes: int
+    checksums: list[str]
+    begins: list[int]
+
+
 def write_tensors(
-    path: Path, entries: Sequence[TensorEntry], produce: Callable[[int], Tensor]
-) -> dict[str, tuple[int, int]]:
+    path: Path, entries: Sequence[TensorEntry], produce: Callable[[int], Tensor], metadata: Mapping[str, str]
+) -> WrittenFile:
     """Writes a safetensors file and returns when it is on the disk."""
-    header, ranges, position = {}, {}, 0
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    begins, position = [], 0
     for entry in entries:
         if entry.dtype not in NAMES:
             raise TypeError(
                 f"{entry.name}: {entry.dtype} can't be written, expected one of {', '.join(NAMES.values())}"
             )
-        ranges[entry.name] = (position, position + entry.num_bytes)
+        end = position + entry.num_bytes
         header[entry.name] = {
             "dtype": NAMES[entry.dtype],
             "shape": list(entry.shape),
-            "data_offsets": list(ranges[entry.name]),
+            "data_offsets": [position, end],
         }
-        position += entry.num_bytes
+        begins.append(position)
+        position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+    hashed = BlockChecksums(BLOCK_BYTES)
+    with path.open("xb", buffering=_PIECE_BYTES) as file:
+
+        def write(data: memoryview) -> None:
+            for begin in range(0, len(data), _PIECE_BYTES):  # What was hashed is still in the processor's cache.
+                piece = data[begin : begin + _PIECE_BYTES]
+                hashed.update(piece)
+                file.write(piece)
+
+        write(memoryview(struct.pack("<Q", len(text)) + text))
         for index, entry in enumerate(entries):
             tensor = produce(index).detach().to("cpu").contiguous()
             if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
                 raise AssertionError(f"{entry} was announced, {tensor.dtype} {tuple(tensor.shape)} came")
-            file.write(_bytes_of(tensor))
+            write(memory_of(tensor))
         file.flush()
         os.fsync(file.fileno())
     start = 8 + len(text)
-    return {name: (start + begin, start + end) for name, (begin, end) in ranges.items()}
+    return WrittenFile(start + position, BLOCK_BYTES, hashed.digests(), [start + begin for begin in begins])
 
 
-def read_rows(path: Path, begin: int, entry: TensorEntry, first: int, count: int) -> Tensor:
-    """Reads the rows `[first, first + count)` of a tensor; a 0-dim tensor has one row."""
-    shape = (count, *entry.shape[1:]) if entry.shape else ()
-    tensor = torch.empty(shape, dtype=entry.dtype)
-    row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-    with path.open("rb", buffering=0) as file:
-        file.seek(begin + first * row_bytes)
-        buffer, filled = memoryview(_bytes_of(tensor)), 0
-        while filled < len(buffer):
-            got = file.readinto(buffer[filled:])
-            if not got:
-                raise EOFError(f"{path.name} ends inside {entry.name}: {len(buffer)} bytes expected, {filled} found")
-            filled += got
-    return tensor
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A file that is read: its descriptor. Links and what is no file (a pipe would wait for a writer) are refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """The memory of a contiguous CPU tensor; numpy's way would need numpy, which is no dependency."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+def is_damage(error: OSError | EOFError) -> bool:
+    """Whether what was raised says that a file is not what was written, and not that this process can't read it now."""
+    return isinstance(error, EOFError) or error.errno in (errno.EIO, errno.ENOENT, errno.ELOOP, errno.EINVAL)
+
+
+def read_into(descriptor: int, buffers: Sequence[memoryview], begin: int) -> None:
+    """Fills the buffers one after the other with what stands in the file from the byte `begin` on."""
+    waiting, position = deque(buffers), begin
+    while waiting:
+        got = os.preadv(descriptor, [waiting[index] for index in range(min(len(waiting), _BUFFERS_AT_ONCE))], position)
+        if not got:
+            raise EOFError(f"it ends at byte {position}, before what was to be read from byte {begin} on")
+        position += got
+        while waiting and got >= len(waiting[0]):
+            got -= len(waiting.popleft())
+        if got:
+            waiting[0] = waiting[0][got:]
+
+
+def read_metadata(descriptor: int, num_bytes: int) -> dict[str, str]:
+    """The metadata in the header of a file of this length; a ValueError says why it is no safetensors file."""
+    if num_bytes < 8:
+        raise ValueError(f"no safetensors file: {num_bytes} bytes are too short")
+    length = struct.unpack("<Q", read_bytes(descriptor, 8, 0))[0]
+    if length > min(num_bytes - 8, _HEADER_LIMIT_BYTES):
+        raise ValueError(f"no safetensors file: a header of {length} bytes in {num_bytes}")
+    try:
+        header = json.loads(read_bytes(descriptor, length, 8).decode())
+        metadata = header.get("__metadata__", {})
+        return {str(key): str(value) for key, value in metadata.items()}
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise ValueError(f"no safetensors file: its header can't be read ({type(error).__name__}: {error})") from error
+
+
+def read_bytes(descriptor: int, num_bytes: int, begin: int) -> bytes:
+    """These bytes of a file."""
+    data = bytearray(num_bytes)
+    read_into(descriptor, [memoryview(data)], begin)
+    return bytes(data)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor; numpy's way would need numpy, which is no dependency."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,14 +1,17 @@
-"""Checkpoints on disk that are complete or not there.
+"""Checkpoints on disk that are complete or not there, and verified before anything is loaded.
 
 A job is killed at any moment, a disk fills up, one rank fails alone. So all ranks write a snapshot in a temporary
 directory that no reader looks at; when every byte is on the disk, rank 0 writes the manifest and renames the directory.
-A saved snapshot is never changed. Nothing is pickled: tensors are in safetensors files, each chunk by itself,
-everything else is JSON; so a snapshot is read by any number of ranks, whose chunks are planned anew by
-`torch.distributed.checkpoint`.
+A saved snapshot is never changed. Disks and networks change bytes without a word: so every byte has a checksum, and
+all ranks have verified what is there before the first of them overwrites a tensor. Nothing is pickled: tensors are in
+safetensors files, each chunk by itself, everything else is JSON; so a snapshot is read by any number of ranks, whose
+chunks are planned anew by `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import re
 import shutil
@@ -17,16 +20,26 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.consistency.flight_recorder import set_last_snapshot
-from scale_core.errors import SnapshotError
-from scale_core.snapshot.metadata import JSON, Manifest, read_manifest, write_manifest
-from scale_core.snapshot.planner import GlobalPlan, LocalPlan, State, is_tensor, read_parts, write_part
-from scale_core.state.validation import StateMismatch, check_alike, check_keys
+from scale_core.errors import DamagedSnapshotError, SnapshotError
+from scale_core.snapshot.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
+from scale_core.snapshot.planner import GlobalPlan, LocalPlan, State, plan_reads, write_part
+from scale_core.snapshot.reads import blocks_of, read_tensors
+from scale_core.snapshot.verification import (
+    BlockRanges,
+    describe_damage,
+    find_damage,
+    share_of_unread,
+    united,
+    verify_snapshot,
+)
+from scale_core.state.validation import StateDifferences, StateMismatch, compare_states
 
 _FINISHED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
@@ -72,16 +85,18 @@ def save_snapshot(
             that JSON knows. The snapshots that were there still are.
     """
     group = group_of(group)
+    _check_arguments(group, "save_snapshot", directory=os.fspath(directory), step=step)
     place = Path(directory) / f"step-{step:08d}"
     together = CollectiveCall(group, f"saving {place}", SnapshotError)
     made: list[Path] = []  # on rank 0: what must not stay if anything fails
     try:
-        unfinished = together.rank0(lambda: _make_room(place, made))
+        unfinished, save = together.rank0(lambda: (_make_room(place, made), uuid.uuid4().hex))
         own = together.each_rank(lambda: LocalPlan.of(state, group))
         plans = together.all_ranks(lambda: (own.plan, own.values))
         everyones = together.each_rank(lambda: GlobalPlan.of(plans))
-        written = together.all_ranks(lambda: write_part(unfinished, own, everyones.plans[group.rank], group, at_stage))
-        together.rank0(lambda: _commit(unfinished, place, everyones.manifest(step, written, extra)))
+        plan = everyones.plans[group.rank]
+        written = together.all_ranks(lambda: write_part(unfinished, save, own, plan, group, at_stage))
+        together.rank0(lambda: _commit(unfinished, place, everyones.manifest(save, step, written, extra)))
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
@@ -95,43 +110,122 @@ def load_snapshot(
     group: Group | None = None,
     *,
     step: int | None = None,
-    may_differ: tuple[str, ...] = (),
+    strict: bool = True,
+    cast: bool = False,
 ) -> Snapshot:
     """Reads the newest whole snapshot of a directory into a state, at any number of ranks.
 
-    To be called on every rank of the group. Rank 0 decides which snapshot it is. Damaged and unfinished ones are
-    passed over with a warning. All keys, shapes and dtypes are compared before the first tensor is written.
+    To be called on every rank of the group. Rank 0 decides which snapshot it is. All keys, shapes and dtypes are
+    compared, and all files verified against their checksums, before the first tensor is overwritten. Without `step`,
+    damaged and unfinished snapshots are passed over with a warning, those of a newer version are not.
 
     Args:
         directory: As given to `save_snapshot`.
         state: What to read into: `LocalShard`s and tensors are overwritten in place, other values are returned. Or a
-            function that returns it when it is given, for each saved key, a `SavedTensor` or the saved value.
+            function that returns it when it is given, for each saved key, a `SavedTensor` or the saved value; it is
+            called again for the next snapshot where one is passed over.
         group: The ranks that hold the state together; the default group if None.
         step: This snapshot and no other.
-        may_differ: Beginnings of keys that may be missing on either side.
+        strict: False loads what fits, leaves the rest as it is, and warns with a list of what does not.
+        cast: Whether floating-point numbers and integers are converted to the dtypes of `state`.
 
     Raises:
+        DamagedSnapshotError: On every rank: the snapshot of `step` is not what was written. The error names the newest
+            older one that is.
+        NewerSnapshotError: On every rank: a newer version of scale-core wrote the one that was to be loaded.
         SnapshotError: On every rank: there is no whole snapshot (`FileNotFoundError` is the cause), or it is that of
-            another model (`StateMismatch` is the cause; it names the first key that differs, and both values).
+            another model (`StateMismatch` is the cause; it lists all that differs); or the ranks were given different
+            arguments.
     """
     group = group_of(group)
-    path, manifest = CollectiveCall(group, f"loading from {directory}", SnapshotError).rank0(
-        lambda: _choose(Path(directory), step)
-    )
+    _check_arguments(group, "load_snapshot", directory=os.fspath(directory), step=step, strict=strict, cast=cast)
+    folder, rules = Path(directory), (strict, cast)
+    looking = CollectiveCall(group, f"loading from {folder}", SnapshotError)
+    paths = looking.rank0(lambda: _finished(folder))
+    if step is not None:
+        path = folder / f"step-{step:08d}"
+        try:
+            return _load(path, state, group, *rules)
+        except DamagedSnapshotError as error:
+            raise DamagedSnapshotError(f"{error}. {_offer_older(path, paths, group)}") from error
+    for path in paths:
+        try:
+            return _load(path, state, group, *rules)
+        except DamagedSnapshotError as error:
+            if group.rank == 0:
+                warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
+    missing = FileNotFoundError(f"there is no whole snapshot in {folder}")
+    raise SnapshotError(f"{looking.doing} failed: {missing}") from missing
+
+
+def _load(path: Path, state: State | Callable[[State], State], group: Group, strict: bool, cast: bool) -> Snapshot:
     together = CollectiveCall(group, f"loading {path}", SnapshotError)
+    manifest = together.rank0(lambda: _read_manifest_of(path))
     target = together.each_rank(lambda: dict(state(manifest.saved) if callable(state) else state))
-    everyones = {key for keys in together.all_ranks(lambda: list(target)) for key in keys}
-    together.each_rank(lambda: _check(manifest, target, everyones, may_differ))
-    together.each_rank(lambda: read_parts(path, manifest, target))
-    values = {key: value for key, value in manifest.values.items() if key in target}
+    compared = together.all_ranks(lambda: compare_states(target, manifest.saved))
+    differences = StateDifferences.of_ranks(compared)
+    if cast:
+        differences.other_dtype.clear()
+    if differences and strict:
+        mismatch = StateMismatch(differences.refusal())
+        raise SnapshotError(f"{together.doing} failed: {mismatch}") from mismatch
+    fits = {key: place for key, place in target.items() if key not in differences.keys}
+    reads = together.each_rank(lambda: plan_reads(manifest, fits))
+    _verify(together, path, manifest, blocks_of(reads, manifest.block_bytes))
+    if differences and group.rank == 0:
+        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=3)
+    overwriting = CollectiveCall(group, f"loading {path}, which has overwritten a part of the state,", SnapshotError)
+    overwriting.each_rank(lambda: read_tensors(path, reads))
+    values = {key: value for key, value in manifest.values.items() if key in fits}
     set_last_snapshot(str(path))
     return Snapshot(path, manifest.step, {**target, **values}, manifest.extra)
 
 
+def _read_manifest_of(path: Path) -> Manifest:
+    if not path.is_dir():
+        found = ", ".join(other.name for other in _finished(path.parent)[:5])
+        raise FileNotFoundError(f"there is no {path}; the newest there are: {found or 'none'}")
+    return read_manifest(path)
+
+
+def _verify(together: CollectiveCall, path: Path, manifest: Manifest, blocks: BlockRanges) -> None:
+    """Each rank verifies the blocks that it is going to read, and all together the rest."""
+    group = together.group
+    everyones = together.all_ranks(lambda: blocks)
+    mine = united(blocks, share_of_unread(manifest, everyones, group.rank, group.size))
+    found = together.all_ranks(lambda: find_damage(path, manifest, mine))
+    if any(found):
+        raise DamagedSnapshotError(describe_damage(path, list(dict.fromkeys(itertools.chain(*found)))))
+
+
+def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
+    """What to load in place of a damaged snapshot: an older one, of which every byte was verified."""
+    for older in paths[paths.index(path) + 1 :] if path in paths else ():
+        together = CollectiveCall(group, f"verifying {older}", SnapshotError)
+        try:
+            _verify(together, older, together.rank0(partial(read_manifest, older)), {})
+        except SnapshotError:
+            continue
+        return f"The newest older snapshot that is whole is {older.name}: load it with step={_step_of(older)}"
+    return "No older snapshot is whole"
+
+
 def latest_snapshot(directory: str | os.PathLike[str]) -> Path | None:
-    """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none."""
-    found = _newest(Path(directory))
-    return None if found is None else found[0]
+    """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none.
+
+    Manifest and lengths of files are checked; `verify_snapshot` reads all of it.
+
+    Raises:
+        NewerSnapshotError: A newer version of scale-core wrote the newest.
+    """
+    for path in _finished(Path(directory)):
+        try:
+            read_manifest(path)
+        except DamagedSnapshotError as error:
+            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
+        else:
+            return path
+    return None
 
 
 def at_stage(point: str, directory: Path) -> None:
@@ -169,9 +263,10 @@ def _is_alive(pid: int) -> bool:
 
 
 def _set_aside_or_refuse(place: Path) -> None:
+    """Makes room where a damaged snapshot is, such as one that was passed over, so that its step can be saved again."""
     try:
-        read_manifest(place)
-    except ValueError as error:
+        verify_snapshot(place)
+    except DamagedSnapshotError as error:
         aside = place.with_name(f"{place.name}.damaged-{uuid.uuid4().hex}")
         place.rename(aside)
         warnings.warn(f"{error}; it is now {aside.name}", stacklevel=2)
@@ -180,10 +275,16 @@ def _set_aside_or_refuse(place: Path) -> None:
 
 
 def _commit(unfinished: Path, place: Path, manifest: Manifest) -> None:
+    check_files(unfinished, manifest)
     write_manifest(unfinished, manifest)
     _sync_directory(unfinished)
     at_stage("manifest", unfinished)
-    unfinished.rename(place)
+    try:
+        unfinished.rename(place)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise FileExistsError(f"{place} was saved by another program meanwhile, and stays as it is") from error
+        raise
     _sync_directory(place.parent)
     at_stage("renamed", place)
 
@@ -197,35 +298,32 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _choose(directory: Path, step: int | None) -> tuple[Path, Manifest]:
-    if step is not None:
-        path = directory / f"step-{step:08d}"
-        return path, read_manifest(path)
-    found = _newest(directory)
-    if found is None:
-        raise FileNotFoundError(f"there is no whole snapshot in {directory}")
-    return found
-
-
-def _newest(directory: Path) -> tuple[Path, Manifest] | None:
+def _finished(directory: Path) -> list[Path]:
+    """The snapshots of a directory by name, the newest first; what is in them is not looked at."""
     if not directory.is_dir():
-        return None
-    finished = [(int(match[1]), path) for path in directory.iterdir() if (match := _FINISHED.fullmatch(path.name))]
-    for _, path in sorted(finished, reverse=True):
-        try:
-            return path, read_manifest(path)
-        except ValueError as error:
-            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
-    return None
+        return []
+    return sorted((path for path in directory.iterdir() if _FINISHED.fullmatch(path.name)), key=_step_of, reverse=True)
 
 
-def _check(manifest: Manifest, target: State, everyones: set[str], may_differ: tuple[str, ...]) -> None:
-    saved = {key: value for key, value in manifest.saved.items() if not key.startswith(may_differ)}
-    expected = [*target, *sorted(everyones - target.keys())]
-    check_keys({key: None for key in expected if not key.startswith(may_differ)}, saved)
-    for key, place in target.items():
-        if key in manifest.tensors and is_tensor(place):
-            check_alike(key, manifest.tensors[key], place)
-        elif key in manifest.tensors or (key in manifest.values and is_tensor(place)):
-            kinds = ("a tensor", "none") if key in manifest.tensors else ("no tensor", "one")
-            raise StateMismatch(f"{key}: {kinds[0]} was saved, where {kinds[1]} is expected")
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _check_arguments(group: Group, call: str, **given: Any) -> None:
+    """Refuses arguments that differ between the ranks, and steps that are none."""
+    together = CollectiveCall(group, f"{call} with {given}", SnapshotError)
+    everyones = together.all_ranks(lambda: given)
+    for name in given:
+        ranks: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyones):
+            ranks.setdefault(repr(theirs.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            values = "; ".join(f"{value} on {_ranks_text(of)}" for value, of in ranks.items())
+            raise SnapshotError(f"{call}: {name} differs between the ranks: {values}. Pass the same on all of them")
+    step = given["step"]
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"{call}: expected a step of at least 0, got {step!r}")
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -5,8 +5,8 @@ Only names, shapes and dtypes are compared, since a snapshot is compared before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,86 @@ class SavedTensor:
 
 
 class StateMismatch(ValueError):
-    """A saved state is that of another model or optimizer; the message names the first entry that differs."""
+    """A saved state is that of another model or optimizer; the message lists what differs."""
+
+
+@dataclass
+class StateDifferences:
+    """What of two states differs, by key: in words, where names alone don't say it."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: dict[str, str] = field(default_factory=dict)
+    other_dtype: dict[str, str] = field(default_factory=dict)
+    other_kind: dict[str, str] = field(default_factory=dict)  # a tensor here, another value there
+
+    def __bool__(self) -> bool:
+        return any((self.missing, self.unexpected, self.misshapen, self.other_dtype, self.other_kind))
+
+    def __str__(self) -> str:
+        texts = (
+            ("missing in it", self.missing),
+            ("unexpected in it", self.unexpected),
+            ("of another shape", self.misshapen.values()),
+            ("of another dtype", self.other_dtype.values()),
+            ("of another kind", self.other_kind.values()),
+        )
+        return "; ".join(f"{len(found)} {what}: {_some(list(found))}" for what, found in texts if found)
+
+    def refusal(self) -> str:
+        """Why the state is refused, and what helps."""
+        way = "build model and optimizer as they were, or load what fits with strict=False"
+        if self.keys == self.other_dtype.keys():
+            way = "build the model in that dtype, or convert with cast=True"
+        return f"the state is that of another model or optimizer ({self}): {way}"
+
+    @classmethod
+    def of_ranks(cls, found: Iterable[StateDifferences]) -> StateDifferences:
+        """What differs on any rank; unexpected is what none of them expects."""
+        every = list(found)
+        everywhere = set.intersection(*(set(each.unexpected) for each in every))
+        together = cls(
+            missing=list(dict.fromkeys(key for each in every for key in each.missing)),
+            unexpected=[key for key in every[0].unexpected if key in everywhere],
+        )
+        for each in every:
+            together.misshapen.update(each.misshapen)
+            together.other_dtype.update(each.other_dtype)
+            together.other_kind.update(each.other_kind)
+        return together
+
+    @property
+    def keys(self) -> set[str]:
+        """All keys that differ."""
+        return {*self.missing, *self.unexpected, *self.misshapen, *self.other_dtype, *self.other_kind}
+
+
+def compare_states(own: Mapping[str, Any], given: Mapping[str, Any]) -> StateDifferences:
+    """Compares two states, of which tensors are compared by shape and dtype.
+
+    Args:
+        own: What is here: tensors or `SavedTensor`s, and other values.
+        given: The saved one.
+    """
+    found = StateDifferences(
+        missing=[key for key in own if key not in given], unexpected=[key for key in given if key not in own]
+    )
+    for key, place in own.items():
+        if key not in given:
+            continue
+        saved = given[key]
+        if _is_tensor(saved) != _is_tensor(place):
+            kinds = ("a tensor", "none") if _is_tensor(saved) else ("no tensor", "one")
+            found.other_kind[key] = f"{key}: {kinds[0]} was saved, where {kinds[1]} is expected"
+        elif _is_tensor(saved) and tuple(saved.shape) != tuple(place.shape):
+            found.misshapen[key] = f"{key}: the saved shape is {tuple(saved.shape)}, expected {tuple(place.shape)}"
+        elif _is_tensor(saved) and saved.dtype != place.dtype:
+            found.other_dtype[key] = f"{key}: the saved dtype is {saved.dtype}, expected {place.dtype}"
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor | SavedTensor)
 
 
 def check_keys(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:

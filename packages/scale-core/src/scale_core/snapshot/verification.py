@@ -1,0 +1,150 @@
+"""Verifies the files of a snapshot by the checksums in its manifest, in little memory, before anything is loaded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from scale_core.errors import DamagedSnapshotError
+from scale_core.snapshot.checksums import BlockChecksums, ranges_of
+from scale_core.snapshot.metadata import Manifest, read_manifest
+from scale_core.snapshot.safetensors_io import is_damage, opened, read_into, read_metadata
+
+_PIECE_BYTES = 256 << 10  # Read and hashed at once: both ends stay in the processor's cache.
+_NAMED = 10
+
+BlockRanges = Mapping[str, Iterable[tuple[int, int]]]
+"""Of each file the blocks `[first, last)`."""
+
+
+def verify_snapshot(path: str | Path, progress: Callable[[int], None] = lambda num_bytes: None) -> Manifest:
+    """Reads all of a snapshot and compares it with the checksums that were taken when it was written.
+
+    Args:
+        path: Its directory.
+        progress: Called with the number of bytes that were verified since the last call.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        DamagedSnapshotError: What is there is not what was written; the error names files, bytes and tensors.
+        NewerSnapshotError: It was written by a newer version.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    found = find_damage(path, manifest, all_blocks(manifest), progress)
+    if found:
+        raise DamagedSnapshotError(describe_damage(path, found))
+    return manifest
+
+
+def all_blocks(manifest: Manifest) -> dict[str, list[tuple[int, int]]]:
+    """The blocks of all files."""
+    return {name: [(0, len(file.checksums))] for name, file in manifest.files.items()}
+
+
+def find_damage(
+    path: Path, manifest: Manifest, blocks: BlockRanges, progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """Verifies these blocks and returns what is wrong with them, in words."""
+    found = []
+    for name, ranges in blocks.items():
+        try:
+            damage = _damage_of(path, name, manifest, ranges, progress)
+        except (OSError, EOFError) as error:
+            if not is_damage(error):
+                raise
+            damage = f"{name} can't be read: {type(error).__name__}: {error}"
+        if damage:
+            found.append(damage)
+    return found
+
+
+def describe_damage(path: Path, found: list[str]) -> str:
+    """One sentence for all damage of a snapshot."""
+    more = f"; and {len(found) - _NAMED} more files" if len(found) > _NAMED else ""
+    return f"{path} is damaged: {'; '.join(found[:_NAMED])}{more}"
+
+
+def _damage_of(
+    path: Path, name: str, manifest: Manifest, ranges: Iterable[tuple[int, int]], progress: Callable[[int], None]
+) -> str:
+    num_bytes, checksums = manifest.files[name].num_bytes, manifest.files[name].checksums
+    with opened(path / name) as descriptor:
+        bad: list[int] = []
+        refusal = ""
+        for first, last in ranges:
+            begin, end = first * manifest.block_bytes, min(last * manifest.block_bytes, num_bytes)
+            digests = _checksums(descriptor, begin, end, manifest.block_bytes, progress)
+            bad += [block for block, digest in enumerate(digests, first) if digest != checksums[block]]
+            if first == 0:
+                refusal = _identity_refusal(descriptor, num_bytes, manifest.save)
+    if not bad:
+        return refusal and f"{name} {refusal}"
+    places = [(a * manifest.block_bytes, min(b * manifest.block_bytes, num_bytes)) for a, b in ranges_of(bad)]
+    keys = list(dict.fromkeys(key for begin, end in places for key in manifest.tensors_within(name, begin, end)))
+    held = ", ".join(keys[:_NAMED]) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
+    bytes_text = ", ".join(f"{begin} to {end}" for begin, end in places[:_NAMED])
+    return f"the checksum of {name} differs in bytes {bytes_text} ({held or 'its header'})" + (
+        refusal and f"; it {refusal}"
+    )
+
+
+def _checksums(descriptor: int, begin: int, end: int, block_bytes: int, progress: Callable[[int], None]) -> list[str]:
+    hashed = BlockChecksums(block_bytes)
+    piece = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
+    for position in range(begin, end, _PIECE_BYTES):
+        part = piece[: end - position]
+        read_into(descriptor, [part], position)
+        hashed.update(part)
+        progress(len(part))
+    return hashed.digests()
+
+
+def _identity_refusal(descriptor: int, num_bytes: int, save: str) -> str:
+    """Why this is no file of this save, whatever its checksums are; "" if it is one."""
+    try:
+        found = read_metadata(descriptor, num_bytes).get("save")
+    except ValueError as error:
+        return f"is {error}"
+    return "" if found == save else f"is of another save: it has the identity {found}, and the manifest {save}"
+
+
+def share_of_unread(
+    manifest: Manifest, read: Iterable[BlockRanges], rank: int, size: int
+) -> dict[str, list[tuple[int, int]]]:
+    """This rank's share of the blocks that no rank reads, which are verified as well."""
+    taken: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
+    for ranges in read:
+        for name, blocks in ranges.items():
+            taken[name] += blocks
+    left: list[tuple[str, int, int]] = []
+    for name, file in manifest.files.items():
+        position = 0
+        for first, last in [*sorted(taken[name]), (len(file.checksums), len(file.checksums))]:
+            if position < first:
+                left.append((name, position, first))
+            position = max(position, last)
+    return _cut(left, rank, size)
+
+
+def _cut(left: list[tuple[str, int, int]], rank: int, size: int) -> dict[str, list[tuple[int, int]]]:
+    """The part of a list of ranges that is the rank's, by number of blocks."""
+    total = sum(last - first for _, first, last in left)
+    begin, end = total * rank // size, total * (rank + 1) // size
+    mine: dict[str, list[tuple[int, int]]] = {}
+    before = 0
+    for name, first, last in left:
+        low, high = max(begin - before, 0), min(end - before, last - first)
+        if low < high:
+            mine.setdefault(name, []).append((first + low, first + high))
+        before += last - first
+    return mine
+
+
+def united(one: BlockRanges, other: BlockRanges) -> dict[str, list[tuple[int, int]]]:
+    """The blocks of both, which have none in common."""
+    names = dict.fromkeys(itertools.chain(one, other))
+    return {name: sorted([*one.get(name, ()), *other.get(name, ())]) for name in names}

@@ -1,0 +1,97 @@
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scale_core.errors import DamagedSnapshotError
+from scale_core.snapshot import load_snapshot, save_snapshot, verify_snapshot
+from scale_core.snapshot import safetensors_io as io
+from scale_core.snapshot.metadata import read_manifest
+from scale_core.snapshot.verification import all_blocks, share_of_unread, united
+
+NAME = "rank-00000.safetensors"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(io, "BLOCK_BYTES", 128)
+    return save_snapshot(tmp_path, 1, {f"layers.{n}": torch.full((32,), float(n)) for n in range(4)})
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def test_a_whole_snapshot_is_verified_to_the_last_byte(place: Path) -> None:
+    seen: list[int] = []
+    manifest = verify_snapshot(place, seen.append)
+    assert sum(seen) == (place / NAME).stat().st_size == manifest.files[NAME].num_bytes
+
+
+def test_any_flipped_bit_of_a_file_is_found(place: Path) -> None:
+    data = (place / NAME).read_bytes()
+    for position in range(len(data)):
+        flip(place / NAME, position, bit=position % 8)
+        with pytest.raises(DamagedSnapshotError, match=f"step-00000001 is damaged: the checksum of {NAME} differs in"):
+            verify_snapshot(place)
+        (place / NAME).write_bytes(data)
+    verify_snapshot(place)
+
+
+def test_the_error_names_file_bytes_and_tensors(place: Path) -> None:
+    manifest = read_manifest(place)
+    flip(place / NAME, manifest.chunks["layers.2"][0].begin + 70)
+    with pytest.raises(DamagedSnapshotError, match=rf"checksum of {NAME} differs in bytes \d+ to \d+ \(.*layers.2"):
+        verify_snapshot(place)
+    flip(place / NAME, manifest.chunks["layers.2"][0].begin + 70)
+    flip(place / NAME, 20)
+    with pytest.raises(DamagedSnapshotError, match=r"in bytes 0 to 128 \(its header\)"):
+        verify_snapshot(place)
+
+
+def test_a_file_of_another_save_is_refused_by_its_identity(place: Path) -> None:
+    other = save_snapshot(place.parent, 2, {f"layers.{n}": torch.full((32,), float(n)) for n in range(4)})
+    shutil.copyfile(other / NAME, place / NAME)
+    own, others = read_manifest(place).save, read_manifest(other).save
+    with pytest.raises(DamagedSnapshotError, match=f"it is of another save: .* {others}, and the manifest {own}"):
+        verify_snapshot(place)
+
+
+def as_torch_save(path: Path, length: int) -> None:
+    torch.save({"a": torch.ones(4)}, path)
+    data = path.read_bytes()[:length]
+    path.write_bytes(data + bytes(length - len(data)))
+
+
+@pytest.mark.parametrize("write", [as_torch_save, lambda path, length: path.write_bytes(b"\x80\x04" * (length // 2))])
+def test_a_file_of_the_right_length_that_is_no_safetensors_file_is_refused(place: Path, write: Any) -> None:
+    write(place / NAME, (place / NAME).stat().st_size)
+    with pytest.raises(DamagedSnapshotError, match="it is no safetensors file"):
+        verify_snapshot(place)
+
+
+def test_nothing_is_loaded_from_a_damaged_file(place: Path) -> None:
+    flip(place / NAME, (place / NAME).stat().st_size - 1)
+    target = {f"layers.{n}": torch.full((32,), -1.0) for n in range(4)}
+    with pytest.raises(DamagedSnapshotError, match=r"layers.3\)\. No older snapshot is whole"):
+        load_snapshot(place.parent, target, step=1)
+    assert all((tensor == -1).all() for tensor in target.values())
+
+
+def test_what_no_rank_reads_is_shared_out_evenly(place: Path) -> None:
+    manifest = read_manifest(place)
+    (((_, total),),) = all_blocks(manifest).values()
+    read: list[dict[str, list[tuple[int, int]]]] = [{NAME: [(1, 3)]}, {}, {NAME: [(2, 4)]}]
+    shares = [share_of_unread(manifest, read, rank, 3) for rank in range(3)]
+    blocks = sorted(block for share in shares for a, b in share.get(NAME, ()) for block in range(a, b))
+    assert blocks == [0, *range(4, total)]
+    counts = [sum(b - a for a, b in share.get(NAME, ())) for share in shares]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_blocks_of_two_plans_are_united() -> None:
+    assert united({"a": [(2, 3)], "b": [(0, 1)]}, {"a": [(0, 1)]}) == {"a": [(0, 1), (2, 3)], "b": [(0, 1)]}
