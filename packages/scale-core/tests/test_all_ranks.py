@@ -1,12 +1,16 @@
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
+from scale_core.errors import ScaleDistributedError, set_last_snapshot
 from scale_core.testing import run_ranks
+from scale_core.testing.ranks import scaled_by_load
 
 
 class BakingError(RuntimeError):
@@ -64,6 +68,47 @@ def test_an_error_that_does_not_unpickle_travels_as_its_text() -> None:
     other, own = run_ranks(fail_on, 2, [1], True)
     assert other == ("baking failed on rank 1 of 2: RuntimeError: Burnt: bread after 1 minutes", "RuntimeError")
     assert own == ("baking failed on rank 1 of 2: Burnt: bread after 1 minutes", "Burnt")
+
+
+def bake_other_things() -> str:
+    group = group_of()
+    with pytest.raises(ScaleDistributedError) as caught:
+        CollectiveCall(group, f"baking loaf {group.rank}", BakingError).all_ranks(lambda: None)
+    dist.barrier()  # The group still works.
+    return str(caught.value)
+
+
+def lose_a_rank(folder: Path) -> ScaleDistributedError | None:
+    """The last rank leaves in the middle of what all do together."""
+    group = group_of()
+    set_last_snapshot("runs/1/step-00000012")
+    call = CollectiveCall(group, "saving runs/1/step-00000013", BakingError, limit_seconds=2.0)
+    call.all_ranks(lambda: None)
+    if group.rank == group.size - 1:
+        while len(list(folder.iterdir())) < group.size - 1:
+            time.sleep(0.02)
+        return None
+    began = time.monotonic()
+    with pytest.raises(ScaleDistributedError) as caught:
+        call.all_ranks(lambda: None)
+    assert time.monotonic() - began < scaled_by_load(30)
+    (folder / str(group.rank)).touch()
+    return caught.value
+
+
+def test_ranks_that_do_different_things_hear_what() -> None:
+    told = "the ranks do different things: rank 0: baking loaf 0; rank 1: baking loaf 1. All ranks have to make this"
+    assert all(message.startswith(told) for message in run_ranks(bake_other_things, 2))
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> None:
+    survivor = run_ranks(lose_a_rank, 2, tmp_path)[0]
+    assert survivor is not None
+    first, *records, last = str(survivor).splitlines()
+    assert first == "saving runs/1/step-00000013 failed: exchange with rank 1 failed: no answer within 2 s"
+    assert any(line.startswith("  rank 1: no flight record") for line in records)
+    assert last.endswith("start from the last checkpoint, runs/1/step-00000012")
+    assert (survivor.rank, survivor.peer, survivor.op) == (0, 1, "saving runs/1/step-00000013")
 
 
 def test_a_world_of_one_needs_no_torch_distributed() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scale_core import errors
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency import flight_recorder as last_words
 from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint
@@ -65,7 +66,7 @@ def test_without_a_store_nobody_has_left_a_word_and_nobody_waits() -> None:
 def test_the_way_on_is_the_last_snapshot_that_was_written_or_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_words, "_snapshots", [])
+    monkeypatch.setattr(errors, "_snapshots", [])
     assert recovery_hint().endswith("start from the last checkpoint")
     for step in (1, 2):
         save_snapshot(tmp_path, step, {"x": torch.zeros(2)})

@@ -123,8 +123,8 @@ def test_a_finished_handle_keeps_no_buffer_but_its_result() -> None:
 
 
 def test_a_transfer_error_can_be_sent_to_another_process() -> None:
-    error = pickle.loads(pickle.dumps(TransferError("all_gather", 1, "closed by peer")))
-    assert str(error) == "all_gather with rank 1 failed: closed by peer"
+    error = pickle.loads(pickle.dumps(TransferError("all_gather", 1, "Connection closed by peer", rank=0)))
+    assert str(error).startswith("all_gather with rank 1 failed: it has closed the connection, as a process does that")
     assert (error.op, error.peer) == ("all_gather", 1)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from scale_core.comm.group import Group, group_of
+from scale_core.launch import StopSignal
 from scale_core.testing import run_ranks
 from scale_train.data import read_text
 from scale_train.errors import Interrupted, TrainingDiverged
@@ -14,7 +15,7 @@ from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Opt
 from scale_train.training import trainer as loop
 from scale_train.training.reporters import EvaluationRecord, Reporter, StepRecord
 from scale_train.training.state import TrainState, build_state
-from scale_train.training.trainer import StopSignal, forward_backward, save_if_finite, seed_step, train
+from scale_train.training.trainer import forward_backward, save_if_finite, seed_step, train
 
 
 class Diary(Reporter):
@@ -73,7 +74,7 @@ def test_micro_batches_have_the_gradient_of_the_whole_batch(options):
 
 def test_a_signal_ends_the_training_after_the_step_and_its_save(options, monkeypatch):
     training, entries = start(options)
-    monkeypatch.setattr(StopSignal, "received_by_any_rank", lambda self, group: 2 if training.step == 3 else 0)
+    monkeypatch.setattr(StopSignal, "on_any_rank", lambda self, group: 2 if training.step == 3 else 0)
     with pytest.raises(Interrupted, match="stopped after step 3, which is saved") as caught:
         train(training, lambda now: entries.append(f"save {now.step}"))
     assert caught.value.exit_code == 130

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
@@ -31,7 +32,7 @@ from scale_adascale.validation import (
     no_step_error,
 )
 from scale_core import uneven_inputs
-from scale_core.comm.group import GroupLike, check_initialized
+from scale_core.comm.group import Group, GroupLike
 from scale_core.state.param_ownership import ParamSlice
 
 
@@ -103,8 +104,8 @@ class AdaScale(Optimizer):
         preconditioned: bool | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        if process_group is None and world_size is None:
-            check_initialized()
+        if process_group is None and world_size is not None and not dist.is_initialized():
+            process_group = Group()  # Somebody else reduces the gradients.
         check_optimizer(optimizer, AdaScale)
         data = data_group_of(optimizer, process_group)
         check_numbers(data, world_size, num_gradients_to_accumulate, power, smoothing)

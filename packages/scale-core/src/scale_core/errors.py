@@ -1,14 +1,30 @@
 """The errors that scale raises of its own accord while a program runs, in one tree.
 
-    ScaleError
-    |-- LaunchError                the ranks did not find each other
+    ScaleError (a RuntimeError)
+    |-- LaunchError                the ranks did not find each other, or do not belong together
     |-- ScaleDistributedError      the ranks run different things, or can't reach each other
     |   |-- ContractError          they run, or are about to run, different things
-    |   `-- StepError              another rank failed, so all gave the step up; training can go on
-    |-- TransferError              one collective failed or timed out; above it, a ScaleDistributedError says why
-    `-- SnapshotError              saving or loading failed on all ranks alike
-        |-- DamagedSnapshotError   what is on the disk is not what was written
-        `-- NewerSnapshotError     a newer version of scale-core wrote it
+    |   |-- StepError              another rank failed, so all gave the step up; training can go on
+    |   |   `-- StageError         scale_pipe: the same, with the stage and the micro-batch that failed
+    |   `-- TransferError          one collective failed or timed out
+    |       `-- P2PError           scale_pipe: one message between two stages failed or timed out
+    |-- SnapshotError              saving or loading failed on all ranks alike; the group still works
+    |   |-- DamagedSnapshotError what is on the disk is not what was written
+    |   `-- NewerSnapshotError   a newer version of scale-core wrote it
+    |-- StateMismatch              a state does not fit the model; also a ValueError
+    |-- UseAfterReleaseError       scale_core.simulate: memory was read after it had been freed
+    |-- RankError                  scale_core.testing: a rank ended without a result
+    |-- RecomputationError         scale_checkpoint: the recomputed forward differs from the first one
+    |-- BudgetError                scale_checkpoint: no plan fits the memory; also a ValueError
+    |-- ScheduleError              scale_pipe: a schedule can't run; also a ValueError
+    |   |-- DeadlockError          its ranks would wait for each other
+    |   `-- MemoryCapError         it holds more micro-batches than allowed
+    |-- SplitError                 scale_pipe: a model can't be cut into stages there
+    |-- PlaceholderTensorError     scale_pipe: a value was asked of a tensor that another stage computes
+    |-- InputError                 scale_train, exit code 2: what was asked for can't be done; also a ValueError
+    |-- Interrupted                scale_train, exit code 128 + n: signal n asked to stop, and all is saved
+    |-- TrainingDiverged           scale_train, exit code 1: the loss or the weights are not finite
+    `-- RanksLost                  scale_train, exit code 1: another rank ended, or can't be reached
 
 A wrong argument is a `ValueError` or a `TypeError`, as anywhere in Python. The text of a transport (gloo, NCCL) is the
 cause of such an error, never its message.
@@ -17,31 +33,75 @@ cause of such an error, never its message.
 from __future__ import annotations
 
 import re
-
-# All errors of a transport are of one type; only their texts differ.
-_CLOSED_BY_PEER = re.compile("(closed|reset) by peer")
+from typing import Any
 
 
 class ScaleError(RuntimeError):
-    """The base of all of them."""
+    """The base of all of them; each can be pickled, with its attributes and notes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(kind: type[ScaleError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ScaleError:
+    error = kind.__new__(kind, *args)  # Without __init__, whose arguments are others than the text.
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class LaunchError(ScaleError):
-    """The ranks did not find each other; the message lists the variables that this rank saw."""
+    """The ranks did not find each other, or do not belong together; the message lists the variables that this rank saw.
+
+    Also raised where a launcher has started several ranks and a function is called before their process group exists.
+    """
+
+
+_snapshots: list[str] = []
+
+
+def set_last_snapshot(path: str) -> None:
+    """Records the last complete snapshot, which every later `ScaleDistributedError` names."""
+    _snapshots[:] = [path]
+
+
+def recovery_hint() -> str:
+    """What to do when the group is broken, for errors."""
+    end = "end this process and start from the last checkpoint"
+    return f"{end}, {_snapshots[0]}" if _snapshots else end
 
 
 class ScaleDistributedError(ScaleError):
     """The ranks of a group run different things, or can't reach each other.
 
+    Ranks are numbers in the group that took part. What is not known is None, 0 or "".
+
     Attributes:
+        rank: The rank that found it; in a `StepError` that names one, the rank that failed.
+        peer: The rank that was waited for.
         step: The pass in which it was seen, counted from 1.
-        unit: The unit at which it was seen.
+        unit: The unit (module, bucket, stage) at which it was seen.
+        op: What was done together, such as "all_gather" or "saving runs/1/step-00000012".
+        last_snapshot: The last complete snapshot that this process has written or read, to start again from.
     """
 
-    def __init__(self, message: str, *, step: int = 0, unit: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int = 0,
+        unit: str = "",
+        rank: int | None = None,
+        peer: int | None = None,
+        op: str = "",
+    ) -> None:
         super().__init__(message)
+        self.rank = rank
+        self.peer = peer
         self.step = step
         self.unit = unit
+        self.op = op
+        self.last_snapshot = _snapshots[0] if _snapshots else None
 
 
 class ContractError(ScaleDistributedError):
@@ -56,25 +116,39 @@ class StepError(ScaleDistributedError):
     """
 
 
-class TransferError(ScaleError):
-    """A collective failed or timed out.
+# All errors of a transport are of one type; only their texts differ.
+_CLOSED_BY_PEER = re.compile("(closed|reset) by peer|broken pipe", re.IGNORECASE)
+_GIVEN_UP = re.compile("pair closure", re.IGNORECASE)
+_TIMED_OUT = re.compile(r"timed? ?out(?: waiting (\d+) ?ms)?", re.IGNORECASE)
+
+
+class TransferError(ScaleDistributedError):
+    """A collective failed or timed out; the group can't be used any more.
 
     Attributes:
-        op: The collective, such as "all_gather".
-        peer: The rank of the group that was waited for, or None where the transport does not say.
-        gone: The same, where that rank has closed the connection, as it does by ending; otherwise None.
+        gone: `peer`, where that rank has closed the connection, as it does by ending; otherwise None.
+        fact: The message without what to do next.
     """
 
-    def __init__(self, op: str, peer: int | None, cause: str) -> None:
-        whom = "the group" if peer is None else f"rank {peer}"
-        super().__init__(f"{op} with {whom} failed: {cause}")
-        self.op = op
-        self.peer = peer
+    def __init__(self, op: str, peer: int | None, cause: str, *, rank: int | None = None) -> None:
+        whom, who = ("the group", "a rank") if peer is None else (f"rank {peer}", "it")
+        reason, is_broken = _reason_of(cause, who)
+        self.fact = f"{op} with {whom} failed: {reason}"
+        next_thing = f". The process group can't be used any more: {recovery_hint()}" if is_broken else ""
+        super().__init__(self.fact + next_thing, op=op, peer=peer, rank=rank)
         self.gone = peer if _CLOSED_BY_PEER.search(cause) else None
-        self._cause = cause
 
-    def __reduce__(self) -> tuple[type[TransferError], tuple[str, int | None, str]]:
-        return type(self), (self.op, self.peer, self._cause)
+
+def _reason_of(cause: str, who: str) -> tuple[str, bool]:
+    """What a transport's text says, and whether it is one: the group is of no use then."""
+    if _CLOSED_BY_PEER.search(cause):
+        return f"{who} has closed the connection, as a process does that ends or gives up a wait", True
+    if _GIVEN_UP.search(cause):
+        return "an earlier wait in this process group was too long and was given up, which closed its connections", True
+    if found := _TIMED_OUT.search(cause):
+        limit = f"{int(found[1]) / 1000:g} s" if found[1] else "the limit"
+        return f"no answer within {limit}", True
+    return cause, False
 
 
 class SnapshotError(ScaleError):

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
-from scale_core.comm.collectives import broadcast, subgroup_of
-from scale_core.comm.group import Group, GroupLike, check_initialized, group_of
+from scale_core.comm.collectives import broadcast, new_group_limit, subgroup_of
+from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.flat.buffer import ShardGroups
 
 
@@ -72,8 +72,6 @@ def resolve_mesh_info(process_group: GroupLike) -> MeshInfo:
             )
         replicas, shard = (group_of(process_group.get_group(axis)) for axis in (0, 1))
         return MeshInfo(shard, replicas, group_of(compat.flatten_mesh(process_group)))
-    if process_group is None:
-        check_initialized()
     group = group_of(process_group)
     return MeshInfo(group, Group(), group)
 
@@ -84,5 +82,5 @@ def _neighbour_group(group: Group, size: int) -> Group:
     runs = [list(group.ranks[first : first + size]) for first in range(0, group.size, size)]
     mine = group.rank // size
     if group.size == dist.get_world_size():
-        return group_of([dist.new_group(run) for run in runs][mine])
+        return group_of([dist.new_group(run, timeout=new_group_limit(group)) for run in runs][mine])
     return subgroup_of(group, runs[mine])  # Others than these ranks know nothing of it.

@@ -1,6 +1,7 @@
 """The command `scale-train`: checks its options, and joins the ranks that torchrun started or starts its own.
 
-Exit codes: 0 done, 1 the training failed, 2 wrong input, 130 stopped by Ctrl-C.
+Exit codes: 0 done, 1 the training failed, 2 wrong input, 130 stopped by Ctrl-C, 143 stopped by SIGTERM. After the last
+two the last step is saved.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 One exception per exit code, so that the command line maps them in one place and everything below raises what it means:
 
-    Exception
+    ScaleError
     +-- InputError          2    what was asked for cannot be done; its text is one line that says what to change
-    +-- Interrupted       128+n  a signal asked to stop; everything worth keeping was saved
+    +-- Interrupted       128+n  signal n asked to stop (130: Ctrl-C, 143: SIGTERM), and the last step is saved
     +-- TrainingDiverged    1    the loss or the weights are no numbers any more
     +-- RanksLost           1    another rank ended, or cannot be reached
 """
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import errno
 
+from scale_core.errors import ScaleError
 
-class InputError(ValueError):
+
+class InputError(ScaleError, ValueError):
     """Wrong input: one line for the user, and exit code 2."""
 
     exit_code = 2
@@ -23,7 +25,7 @@ class InputError(ValueError):
         super().__init__(" ".join(message.split()))
 
 
-class Interrupted(Exception):
+class Interrupted(ScaleError):
     """A signal ended the training between two steps."""
 
     def __init__(self, signal_number: int, message: str) -> None:
@@ -36,13 +38,13 @@ class Interrupted(Exception):
         return 128 + self.signal_number
 
 
-class TrainingDiverged(ArithmeticError):
+class TrainingDiverged(ScaleError, ArithmeticError):
     """The loss or the weights became infinite or no numbers."""
 
     exit_code = 1
 
 
-class RanksLost(RuntimeError):
+class RanksLost(ScaleError):
     """Another rank ended or cannot be reached."""
 
     exit_code = 1

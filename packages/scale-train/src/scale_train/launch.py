@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.launch import LaunchError, init_distributed, launch_local
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
 from scale_train.memory import check_fits
@@ -101,6 +102,11 @@ def train_rank(options: Options) -> RankExit | None:
         return _exit_of(error.exit_code, error, "rank", rank)
     except (InputError, TrainingDiverged, Interrupted) as error:
         return _exit_of(error.exit_code, error, scope, rank)
+    except ContractError:
+        raise  # as in `train_language_model`
+    except ScaleDistributedError as error:  # before the first step, or while a checkpoint is loaded
+        lost = RanksLost(f"lost the other ranks before the first step ({str(error).partition(chr(10))[0]})")
+        return _exit_of(lost.exit_code, lost, "rank", rank)
     except KeyboardInterrupt:
         return RankExit(130, "", rank=rank)
     return None

@@ -19,9 +19,10 @@ from scale_checkpoint.planner.solver import UNLIMITED, fastest, minimum_peak
 from scale_checkpoint.planner.step import device_of
 from scale_checkpoint.planner.timeline import Timeline, timeline
 from scale_checkpoint.wrapper import apply_checkpointing
+from scale_core.errors import ScaleError
 
 
-class BudgetError(ValueError):
+class BudgetError(ScaleError, ValueError):
     """No plan fits the budget.
 
     Attributes:

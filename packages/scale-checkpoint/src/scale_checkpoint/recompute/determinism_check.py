@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from scale_checkpoint.recompute.policy import UNINITIALIZED_RESULTS, operator_name, results_of
 from scale_checkpoint.state import STATE
+from scale_core.errors import ScaleError
 
 _aten = torch.ops.aten
 # Autograd's own, and casts that autocast caches, so that they run at one time and not at another.
@@ -29,7 +30,7 @@ _FIX = (
 )
 
 
-class RecomputationError(RuntimeError):
+class RecomputationError(ScaleError):
     """A recomputation has computed something else than the first forward."""
 
 

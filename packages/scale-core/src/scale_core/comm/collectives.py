@@ -10,6 +10,7 @@ can be caught and named. Collectives of torch match by their order alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from scale_core import buffer_pool, compat
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import CollectiveWork, Work, start_work, wait_for
+from scale_core.comm.work import CollectiveWork, Work, process_limit, start_work, wait_for
 from scale_core.errors import TransferError
 
 # A group of NCCL alone moves nothing on the host. Control messages and shards that are kept on the host need that, so
@@ -57,7 +58,7 @@ def _make_twin(own: dist.ProcessGroup, group: Group) -> dist.ProcessGroup:
     try:
         return compat.gloo_twin(own)
     except RuntimeError as error:
-        raise TransferError("to meet on the host", None, str(error).splitlines()[0]) from error
+        raise TransferError("meeting on the host", None, str(error).splitlines()[0], rank=group.rank) from error
 
 
 # Tag 0 is data of no unit; tags from 1 on are records, by their length, because gloo ends the process when a message is
@@ -136,13 +137,13 @@ def all_gather(
         start = partial(compat.all_gather_single, output, shard, torch_group(group))
         if sizes is not None:
             start = partial(dist.all_gather, parts, shard, group=torch_group(group), async_op=True)
-        return CollectiveWork("all_gather", [start_work(None, start)], output, keep=[shard])
+        return CollectiveWork("all_gather", [start_work(None, start)], output, keep=[shard], rank=group.rank)
     # As bytes: gloo knows few dtypes, and a gather does no arithmetic.
     wire, sent = [part.view(torch.uint8) for part in parts], shard.view(torch.uint8)
     _fill(own, shard)  # Before the first message: nothing may fail between that and the handle of the buffers.
     others = peers(group)
     works = post_messages(group, {peer: wire[peer] for peer in others}, dict.fromkeys(others, sent), tag)
-    return CollectiveWork("all_gather", works, output, keep=[shard, *wire, sent])
+    return CollectiveWork("all_gather", works, output, keep=[shard, *wire, sent], rank=group.rank)
 
 
 def reduce_scatter(
@@ -201,7 +202,7 @@ def reduce_scatter(
     def add_up() -> Tensor:
         return _sum_in_rank_order(total, {**received, group.rank: mine}, divisor).to(dtype)
 
-    return CollectiveWork("reduce_scatter", works, total, finish=add_up, keep=[full])
+    return CollectiveWork("reduce_scatter", works, total, finish=add_up, keep=[full], rank=group.rank)
 
 
 def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWork:
@@ -220,7 +221,7 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWor
     work = start_work(
         None, lambda: dist.all_reduce(tensor, torch_op, group=group_for(tensor.device, group), async_op=True)
     )
-    return CollectiveWork("all_reduce", [work], tensor)
+    return CollectiveWork("all_reduce", [work], tensor, rank=group.rank)
 
 
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWork:
@@ -234,7 +235,7 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWor
     if group.size == 1:
         return CollectiveWork("broadcast", [], tensor)
     start = partial(dist.broadcast, tensor, group=group_for(tensor.device, group), group_src=source, async_op=True)
-    return CollectiveWork("broadcast", [start_work(source, start)], tensor)
+    return CollectiveWork("broadcast", [start_work(source, start)], tensor, rank=group.rank)
 
 
 def all_to_all(
@@ -278,12 +279,14 @@ def all_to_all(
             group=torch_group(group),
             async_op=True,
         )
-        return CollectiveWork("all_to_all", [start_work(None, start)], output, keep=[input])
+        return CollectiveWork("all_to_all", [start_work(None, start)], output, keep=[input], rank=group.rank)
     targets = {peer: received[peer].view(torch.uint8) for peer in peers(group)}
     sources = {peer: sent[peer].view(torch.uint8) for peer in peers(group)}
     _fill(received[group.rank], sent[group.rank])
     works = post_messages(group, targets, sources, tag)
-    return CollectiveWork("all_to_all", works, output, keep=[input, *targets.values(), *sources.values()])
+    return CollectiveWork(
+        "all_to_all", works, output, keep=[input, *targets.values(), *sources.values()], rank=group.rank
+    )
 
 
 def _parts(op: str, what: str, flat: Tensor, group: Group, sizes: Sequence[int] | None) -> list[Tensor]:
@@ -342,7 +345,7 @@ def _native_reduce_scatter(
         wide = result.to(wider)
         return (wide if after == 1 else wide.div_(after)).to(dtype)
 
-    return CollectiveWork("reduce_scatter", [work], result, finish=finish, keep=[full])
+    return CollectiveWork("reduce_scatter", [work], result, finish=finish, keep=[full], rank=group.rank)
 
 
 def _divisor_before(dtype: torch.dtype, size: int) -> int:
@@ -369,6 +372,7 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
         raise ValueError(f"exchange: expected at most {LONGEST_RECORD} integers, got {len(record)}")
     if group.size == 1 or group.backend == "fake":
         return [list(record) for _ in range(group.size)]
+    limit_seconds = process_limit() if limit_seconds is None else limit_seconds
     # Row i is the record of rank + i.
     known = torch.tensor(record, dtype=torch.int64, device=HOST).repeat(group.size, 1)
     have = 1
@@ -377,7 +381,7 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
         below, above = (group.rank - have) % group.size, (group.rank + have) % group.size
         works = post_messages(group, {above: known[have : have + count]}, {below: known[:count]}, 1 + len(record))
         for peer, work in works:
-            wait_for("exchange", peer, work, limit_seconds)
+            wait_for("exchange", peer, work, limit_seconds, group.rank)
         have += count
     return known.roll(group.rank, dims=0).tolist()
 
@@ -410,4 +414,12 @@ def subgroup_of(group: Group, ranks: Sequence[int]) -> Group:
         return Group()
     for _ in range(max(counts[rank] for rank in ranks) - num_groups):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return group_of(dist.new_group(list(ranks), use_local_synchronization=True))
+    limit = new_group_limit(group)
+    return group_of(dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True))
+
+
+def new_group_limit(group: Group) -> timedelta | None:
+    """The timeout for a part of a group: the group's own, where torch would take half an hour."""
+    if group.process_group is None or group.backend == "fake":
+        return None
+    return compat.time_limit(group.process_group)

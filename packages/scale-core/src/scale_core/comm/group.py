@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
+from scale_core.errors import LaunchError
 
 
 class RanksOnly(Protocol):
@@ -64,6 +65,8 @@ def group_of(process_group: GroupLike = None) -> Group:
             size is 1, or None: the default group where `torch.distributed` is initialised, else a world of one.
 
     Raises:
+        LaunchError: None, where a launcher has started several ranks and `torch.distributed` is not initialised: each
+            would train alone.
         TypeError: It is none of these.
         ValueError: A mesh of several dimensions, a group that this rank is no member of, or a stand-in object
             that claims more than one rank.
@@ -72,6 +75,7 @@ def group_of(process_group: GroupLike = None) -> Group:
         return process_group
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
+            check_initialized()
             return Group()
         return _from_torch(dist.group.WORLD)
     if process_group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):  # new_group returned it
@@ -104,10 +108,14 @@ def group_of(process_group: GroupLike = None) -> Group:
 
 
 def check_initialized() -> None:
-    """Refuses a missing group where a launcher has started several ranks: each would train alone."""
+    """Refuses a missing group where a launcher has started several ranks: each would train alone.
+
+    Raises:
+        LaunchError: `WORLD_SIZE` is above 1, and torch.distributed is not initialised.
+    """
     count = os.environ.get("WORLD_SIZE", "1")
     if count.isdecimal() and int(count) > 1 and not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
+        raise LaunchError(
             f"this is one of {count} ranks (WORLD_SIZE), but torch.distributed is not initialised, so that each would "
             "train alone: call scale_core.launch.init_distributed() or torch.distributed.init_process_group() first"
         )

@@ -7,21 +7,64 @@ for, and every failure is raised there, as one kind of error.
 
 from __future__ import annotations
 
+import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
+from scale_core import compat
 from scale_core.errors import TransferError
+
+LIMIT_VARIABLE = "SCALE_LIMIT_SECONDS"
+# The longest limit: torch's default of half an hour is too long to look at a machine that does nothing.
+_LIMIT_SECONDS = 600.0
 
 # Shorter waits are never warned of, however short the limit.
 _LONG_SECONDS = 5.0
 # How long the others may take to end a transfer that this rank has cancelled.
 _GRACE_SECONDS = 5.0
+
+
+def process_limit() -> float | None:
+    """The limit of `SCALE_LIMIT_SECONDS` for every wait of this process that is given none; None where it is not set.
+
+    Raises:
+        ValueError: It is no number of seconds above 0.
+    """
+    text = os.environ.get(LIMIT_VARIABLE)
+    return None if text is None else _seconds_in(text)
+
+
+@cache
+def _seconds_in(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"expected a number of seconds above 0 in {LIMIT_VARIABLE}, got {text!r}: such as 600")
+    return seconds
+
+
+def limit_of(process_group: dist.ProcessGroup | None, limit_seconds: float | None) -> float:
+    """The longest wait in a group: `limit_seconds`, `SCALE_LIMIT_SECONDS`, or the group's own, at most ten minutes."""
+    if limit_seconds is not None:
+        if not limit_seconds > 0:
+            raise ValueError(f"expected limit_seconds above 0, or None for the group's own, got {limit_seconds}")
+        return limit_seconds
+    if (limit := process_limit()) is not None:
+        return limit
+    if process_group is None or dist.get_backend(process_group) == "fake":
+        return _LIMIT_SECONDS
+    return min(compat.time_limit(process_group).total_seconds(), _LIMIT_SECONDS)
 
 
 class Work(Protocol):
@@ -44,8 +87,10 @@ class CollectiveWork:
         result: Tensor,
         finish: Callable[[], Tensor] | None = None,
         keep: Sequence[Tensor] = (),
+        rank: int | None = None,
     ) -> None:
         self.op = op
+        self._rank = rank
         self._works = list(works)
         self._result: Tensor | None = result
         self._finish = finish
@@ -56,7 +101,8 @@ class CollectiveWork:
         """Returns the result once it is complete (on CUDA: in the order of the current stream).
 
         Args:
-            limit_seconds: How long to wait for one message; None is the group's own limit, as it always is on CUDA.
+            limit_seconds: How long to wait for one message; None is `SCALE_LIMIT_SECONDS`, or the group's own limit, as
+                it always is on CUDA.
 
         Raises:
             TransferError: A peer exited, is at another event, or took longer than the limit.
@@ -67,15 +113,17 @@ class CollectiveWork:
             works, self._works = self._works, []
             if result is not None and result.is_cuda:
                 limit_seconds = None  # NCCL would hold the host up to keep a limit; its own watchdog keeps the group's.
+            elif limit_seconds is None and works:
+                limit_seconds = process_limit()
             while works:
                 try:
-                    wait_for(self.op, *works.pop(0), limit_seconds)
+                    wait_for(self.op, *works.pop(0), limit_seconds, self._rank)
                 except TransferError:
                     raise
                 except BaseException:  # Ctrl-C, or a warning that is an error: the transport still writes.
                     for peer, work in works:
                         with suppress(TransferError, Warning):
-                            wait_for(self.op, peer, work, limit_seconds)
+                            wait_for(self.op, peer, work, limit_seconds, self._rank)
                     raise
             finish, self._finish = self._finish, None
             works, self._keep = [], []  # What was sent is free before `finish` takes memory of its own.
@@ -127,8 +175,8 @@ def start_work(peer: int | None, start: Callable[[], Work]) -> tuple[int | None,
         return peer, _FailedWork(error)
 
 
-def wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None) -> None:
-    """Waits for one operation of `op` with rank `peer` (None: the group); warns past half of the limit."""
+def wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None, rank: int | None = None) -> None:
+    """Waits for one operation of `op` of `rank` with `peer` (None: the group); warns past half of the limit."""
     began = time.monotonic()
     try:
         if limit_seconds is None:
@@ -136,7 +184,7 @@ def wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None)
             return
         work.wait(timedelta(seconds=limit_seconds))
     except RuntimeError as error:
-        raise TransferError(op, peer, _first_line(error)) from error
+        raise TransferError(op, peer, _first_line(error), rank=rank) from error
     waited = time.monotonic() - began
     if waited > max(limit_seconds / 2, _LONG_SECONDS):
         whom = "the group" if peer is None else f"rank {peer}"

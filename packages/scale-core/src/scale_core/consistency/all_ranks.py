@@ -7,19 +7,24 @@ go on or all raise.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import pickle
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch.distributed as dist
+import torch
 
-from scale_core.comm.collectives import exchange_text
+from scale_core.comm.collectives import all_gather, exchange, exchange_text
 from scale_core.comm.group import Group
+from scale_core.comm.work import limit_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import END, Event
+from scale_core.consistency.flight_recorder import FlightRecorder, by_rank, recovery_hint
+from scale_core.errors import ScaleDistributedError, TransferError
 
 T = TypeVar("T")
 
@@ -29,13 +34,20 @@ class _Outcome(NamedTuple):
     error: Exception | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class CollectiveCall:
-    """A function that all ranks of a group call together and that fails on all of them alike."""
+    """A function that all ranks of a group call together and that fails on all of them alike.
+
+    Where a rank does not come, or does something else, the others raise a `ScaleDistributedError`.
+    """
 
     group: Group  # The ranks that take part
-    doing: str  # What they do, for the error: "saving runs/1/step-00000012"
+    doing: str  # What they do, for the error: "saving runs/1/step-00000012"; the same on all of them
     error: type[Exception]  # The type of the error that all of them raise if one fails
+    limit_seconds: float | None = None  # The longest wait for another rank; None: see `limit_of`
+
+    def __post_init__(self) -> None:
+        self._recorder = FlightRecorder(self.group)
 
     def all_ranks(self, act: Callable[[], T]) -> list[T]:
         """Calls `act` on each rank; returns every rank's (picklable) result, by rank."""
@@ -43,7 +55,7 @@ class CollectiveCall:
             mine = _Outcome(act(), None)
         except Exception as error:
             mine = _Outcome(None, error)
-        outcomes = [mine] if self.group.size == 1 else _all_gather_outcomes(mine, self.group)
+        outcomes = [mine] if self.group.size == 1 else self._all_gather(mine)
         failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
         if failed:
             first = outcomes[failed[0]].error
@@ -64,17 +76,54 @@ class CollectiveCall:
         result = self.all_ranks(lambda: act() if self.group.rank == 0 else None)[0]
         return cast(T, result)
 
+    def _all_gather(self, mine: _Outcome) -> list[_Outcome]:
+        group, limit = self.group, limit_of(self.group.process_group, self.limit_seconds)
+        sent = pickle.dumps(mine if _can_be_sent(mine.error) else _Outcome(None, _as_text(mine.error)))
+        try:
+            # No other record has six integers, so that none of another call is taken for this one.
+            record = [len(sent), zlib.crc32(self.doing.encode(errors="replace")), 0, 0, 0, 0]
+            rows = exchange(record, group, limit_seconds=limit)
+            if len({row[1] for row in rows}) > 1:
+                doing = exchange_text(self.doing, group, limit_seconds=limit)
+                raise ScaleDistributedError(
+                    f"the ranks do different things: {by_rank(doing)}. All ranks have to make this call together, with "
+                    "the same directory and step: let rank 0 decide, and broadcast it",
+                    rank=group.rank,
+                    op=self.doing,
+                )
+            sizes = [row[0] for row in rows]
+            packed = torch.empty(sum(sizes), dtype=torch.uint8)
+            shard = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+            parts = all_gather(packed, shard, group, sizes=sizes).wait(limit).split(sizes)
+        except TransferError as error:
+            raise self._explained(error) from error
+        outcomes = [pickle.loads(ctypes.string_at(part.data_ptr(), part.nbytes)) for part in parts]  # Without numpy.
+        outcomes[group.rank] = mine  # with its traceback
+        return outcomes
 
-def _all_gather_outcomes(mine: _Outcome, group: Group) -> list[_Outcome]:
-    sent = mine
+    def _explained(self, error: TransferError) -> ScaleDistributedError:
+        self._recorder.events.append(f"failed in {self.doing} ({error.fact})")
+        self._recorder.publish()
+        lines = [f"{self.doing} failed: {error.fact}", "What each rank did last:"]
+        lines += [f"  rank {rank}: {last}" for rank, last in self._recorder.dump_all_ranks(error.gone).items()]
+        lines.append(
+            "All ranks have to make this call together; what was saved before is as it was. The process group can't be "
+            f"used any more: {recovery_hint()}"
+        )
+        return ScaleDistributedError("\n".join(lines), rank=self.group.rank, peer=error.peer, op=self.doing)
+
+
+def _can_be_sent(error: Exception | None) -> bool:
+    """Whether an exception can be pickled and unpickled; many with their own constructor can't."""
     try:
-        pickle.loads(pickle.dumps(mine.error))  # Exceptions with their own constructor may fail to unpickle.
+        pickle.loads(pickle.dumps(error))
     except Exception:
-        sent = _Outcome(None, RuntimeError(f"{type(mine.error).__name__}: {mine.error}"))
-    outcomes: list[Any] = [None] * group.size
-    dist.all_gather_object(outcomes, sent, group=group.process_group)
-    outcomes[group.rank] = mine  # with its traceback
-    return outcomes
+        return False
+    return True
+
+
+def _as_text(error: Exception | None) -> Exception:
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def all_gather_json(value: T, contract: Contract, event: Event = END) -> list[T]:

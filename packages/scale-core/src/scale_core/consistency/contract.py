@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
-from scale_core import compat
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
+from scale_core.comm.work import limit_of
 from scale_core.consistency.execution_order import END, Event, LogEntry, Pass, PassKind, fingerprint_of
 from scale_core.consistency.flight_recorder import (
     FlightRecorder,
@@ -36,8 +36,6 @@ from scale_core.consistency.flight_recorder import (
 )
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 
-# The longest limit: torch's default of half an hour is too long to look at a machine that does nothing.
-_LIMIT_SECONDS = 600.0
 _CHECKED_PASSES = 2
 # All events since the last comparison, to name the first difference; that may be after very many passes.
 _KEPT_EVENTS = 10_000
@@ -172,7 +170,8 @@ class Contract:
 
     Args:
         group: The ranks.
-        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        limit_seconds: The longest wait for another rank; None is that of `SCALE_LIMIT_SECONDS`, or the
+            group's own, at most ten minutes.
         abort_message: Says that a step was given up, given what each rank has raised, by rank; "" where it has not.
         of: A name that is the same on all ranks and no other contract's, by which ranks at two contracts differ.
     """
@@ -186,9 +185,7 @@ class Contract:
     ) -> None:
         self.group = group
         self.is_single_rank = group.size == 1  # There is nobody to disagree with.
-        if limit_seconds is not None and not limit_seconds > 0:
-            raise ValueError(f"expected limit_seconds above 0, or None for the group's own, got {limit_seconds}")
-        self.limit_seconds = _limit_of(group) if limit_seconds is None else limit_seconds
+        self.limit_seconds = limit_of(group.process_group, limit_seconds)
         self.step = 0
         self.history = History()
         self._checking = False
@@ -342,6 +339,7 @@ class Contract:
                 f"the process group is broken since an earlier error and can't be used again:\n{self._broken}\n"
                 f"{recovery_hint()}, or create a new process group",
                 step=self.step,
+                rank=self.group.rank,
             )
 
     def _compare(self, event: Event, fingerprint: int, notes: Sequence[int] = ()) -> list[list[int]]:
@@ -349,7 +347,7 @@ class Contract:
         rows, places = self._exchange_fingerprints(event, fingerprint, notes, self._unchecked_events)
         if places:
             message = f"step {self.step}: {format_desync(places, 'what they ran')}. {_SAME_ORDER}"
-            raise self._fail(ContractError(message, step=self.step, unit=event.unit))
+            raise self._fail(ContractError(message, step=self.step, unit=event.unit, rank=self.group.rank))
         return rows
 
     def _exchange_fingerprints(
@@ -381,7 +379,8 @@ class Contract:
     def _raise_aborted(self, reasons: Sequence[str]) -> NoReturn:
         self._chain = 0
         self._unchecked_events.clear()
-        raise StepError(self._abort_message(reasons), step=self.step)
+        failed = next((rank for rank, reason in enumerate(reasons) if reason), None)
+        raise StepError(self._abort_message(reasons), step=self.step, rank=failed)
 
     def _fail(self, error: ScaleDistributedError) -> ScaleDistributedError:
         self._broken = str(error)
@@ -389,9 +388,9 @@ class Contract:
 
     def _explain(self, place: Event | str, error: TransferError) -> ScaleDistributedError:
         """The error of a failed transfer, with every rank's last events."""
-        self._flight_recorder.events.append(f"step {self.step}: failed in {place} ({error})")
+        self._flight_recorder.events.append(f"step {self.step}: failed in {place} ({error.fact})")
         self._flight_recorder.publish()
-        lines = [f"step {self.step}: {place}: {error}", "What each rank did last:"]
+        lines = [f"step {self.step}: {place}: {error.fact}", "What each rank did last:"]
         lines += [
             f"  rank {rank}: {history}" for rank, history in self._flight_recorder.dump_all_ranks(error.gone).items()
         ]
@@ -400,10 +399,7 @@ class Contract:
             f"others waiting. The process group can't be used any more: {recovery_hint()}"
         )
         unit = place.unit if isinstance(place, Event) else ""
-        return self._fail(ScaleDistributedError("\n".join(lines), step=self.step, unit=unit))
-
-
-def _limit_of(group: Group) -> float:
-    if group.process_group is None or group.backend == "fake":
-        return _LIMIT_SECONDS
-    return min(compat.time_limit(group.process_group).total_seconds(), _LIMIT_SECONDS)
+        told = ScaleDistributedError(
+            "\n".join(lines), step=self.step, unit=unit, rank=self.group.rank, peer=error.peer, op=error.op
+        )
+        return self._fail(told)

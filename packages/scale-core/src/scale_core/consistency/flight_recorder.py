@@ -1,25 +1,37 @@
 """Each rank's last events, published in the rendezvous store when a wait fails, and the texts of errors made of them.
 
-The group may be dead then, and the store needs only the rank that hosts it. So each rank keeps its last events,
-publishes them when it fails, and reads there why the others did not come.
+The group may be dead then, and the store needs only the process that hosts it. So each rank keeps its last events,
+publishes them when it fails, and reads there why the others did not come. Where that process is frozen, torch's store
+waits without a limit; so it is asked in a thread, which is left behind.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from scale_core import compat
 from scale_core.comm.group import Group
+from scale_core.errors import recovery_hint as recovery_hint
+from scale_core.errors import set_last_snapshot as set_last_snapshot
 
 # How long a rank that has failed waits for the records of the others.
 _GRACE_SECONDS = 5.0
 # And for one that has closed the connection: it has published already, does so at once, or is dead.
 _GONE_GRACE_SECONDS = 0.5
+# How long the store itself may take to answer, and what is said where it does not.
+_STORE_SECONDS = 2.0
+_NO_STORE = (
+    "not known: the rendezvous store does not answer, so its host (torchrun's agent, or rank 0) is gone or frozen"
+)
 # How many events a rank keeps, and how many of them an error quotes.
 _LAST_EVENTS = 12
 _TOLD_EVENTS = 4
@@ -44,41 +56,48 @@ class FlightRecorder:
         """Writes this rank's events to the store, if there is one and it can be reached."""
         store = compat.default_store()
         if store is not None:
-            try:
-                store.set(f"{self._name}/{self._group.rank}", json.dumps([str(event) for event in self.events]))
-            except Exception:  # The store may have died with the rank that hosts it; the error at hand matters more.
-                return
+            text = json.dumps([str(event) for event in self.events])
+            _run_for(_STORE_SECONDS, lambda: store.set(f"{self._name}/{self._group.rank}", text))
 
     def dump_all_ranks(self, gone: int | None = None) -> dict[int, str]:
         """Every rank's last events, by rank; waits some seconds for those that have published none yet."""
         store = compat.default_store()
         began = time.monotonic()
-        texts = {}
-        for rank in range(self._group.size):
-            texts[rank] = f"no flight record: it has exited{'' if rank == gone else ', or is blocked elsewhere'}"
-            if store is None:
-                continue
-            left = began + (_GONE_GRACE_SECONDS if rank == gone else _GRACE_SECONDS) - time.monotonic()
-            try:
-                store.wait([f"{self._name}/{rank}"], timedelta(seconds=max(0.05, left)))
-                texts[rank] = "; then ".join(json.loads(store.get(f"{self._name}/{rank}"))[-_TOLD_EVENTS:])
-            except Exception:  # As above: no record of this rank.
-                continue
-        return texts
+        found: dict[int, str] = {}
+
+        def read() -> None:
+            assert store is not None
+            for rank in range(self._group.size):
+                left = began + (_GONE_GRACE_SECONDS if rank == gone else _GRACE_SECONDS) - time.monotonic()
+                try:
+                    store.wait([f"{self._name}/{rank}"], timedelta(seconds=max(0.05, left)))
+                    found[rank] = "; then ".join(json.loads(store.get(f"{self._name}/{rank}"))[-_TOLD_EVENTS:])
+                except dist.DistNetworkError:
+                    return
+                except Exception:
+                    found[rank] = _no_record(rank, gone)
+
+        if store is None:
+            return {rank: _no_record(rank, gone) for rank in range(self._group.size)}
+        _run_for(_GRACE_SECONDS + _STORE_SECONDS, read)
+        own = {self._group.rank: "; then ".join(self.recent)} if self._group.rank not in found else {}
+        return dict.fromkeys(range(self._group.size), _NO_STORE) | own | found
 
 
-_snapshots: list[str] = []
+def _no_record(rank: int, gone: int | None) -> str:
+    return f"no flight record: it has exited{'' if rank == gone else ', or is blocked elsewhere'}"
 
 
-def set_last_snapshot(path: str) -> None:
-    """Records the last complete snapshot, for `recovery_hint`."""
-    _snapshots[:] = [path]
+def _run_for(seconds: float, act: Callable[[], object]) -> None:
+    """Calls `act` and waits that long at most; what it raises is dropped, since an error at hand matters more."""
 
+    def run() -> None:
+        with suppress(Exception):
+            act()
 
-def recovery_hint() -> str:
-    """What to do when the group is broken, for errors."""
-    end = "end this process and start from the last checkpoint"
-    return f"{end}, {_snapshots[0]}" if _snapshots else end
+    thread = threading.Thread(target=run, name="scale flight recorder", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 _next_ids: Counter[tuple[str, tuple[int, ...]]] = Counter()

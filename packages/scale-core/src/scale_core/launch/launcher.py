@@ -6,7 +6,6 @@ they end when the program is killed.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import multiprocessing
@@ -29,12 +28,11 @@ import torch
 import torch.distributed as dist
 
 from scale_core.errors import LaunchError
+from scale_core.launch.parent import die_with_parent
 from scale_core.launch.rendezvous import open_store
 
 UNGUARDED = 227
 """The exit code of a process that was to start ranks while it was only being started itself."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def launch_local(
@@ -82,15 +80,6 @@ def launch_local(
             return _supervise(ranks, received, grace)
     finally:
         kill_all(ranks)
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Asks Linux to kill this process when the one that started it ends; elsewhere does nothing."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
 
 
 def format_exit_code(code: int) -> str:

@@ -1,13 +1,12 @@
 """Rendezvous of the ranks of a job, under any launcher.
 
 `init_distributed` joins the ranks that `torchrun` (or anything that sets its variables) started, and says which
-variable is wrong where torch would wait. After a restart it uses keys of its own: the store of torchrun's agent
-outlives the ranks, and still holds the addresses of the dead ones.
+variable is wrong where torch would wait. Each start uses keys of its own: the store of torchrun's agent outlives the
+ranks, and still holds the addresses of the dead ones.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,34 +16,47 @@ import torch
 import torch.distributed as dist
 
 from scale_core.comm.group import Group, group_of
+from scale_core.comm.work import process_limit
 from scale_core.errors import LaunchError
+from scale_core.launch.parent import die_with_parent, is_orphan
+from scale_core.launch.roll_call import facts_of, roll_call
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
-_meetings = itertools.count()  # so that a process may leave its group and join again
+_LIMIT_SECONDS = 300.0
 _stores: dict[tuple[str, int], Store] = {}  # kept open: rank 0 of a job without an agent is the others' server
 
 
 def init_distributed(
-    backend: str | None = None, *, device: str | torch.device | None = None, timeout: float = 300.0
+    backend: str | None = None,
+    *,
+    device: str | torch.device | None = None,
+    timeout: float | None = None,
+    config: object = None,
 ) -> Group:
     """Joins the ranks of this job and returns the default group; a second call returns it again.
 
-    Without `RANK` and `WORLD_SIZE` in the environment this is a world of one, and torch.distributed stays off.
+    Without `RANK` and `WORLD_SIZE` in the environment this is a world of one, and torch.distributed stays off. All
+    ranks need the same versions of Python, torch and scale; one that differs in the third number alone is a warning.
+    Under torchrun a rank ends with its agent, also where that is killed.
 
     Args:
         backend: The backend of the default group. By default gloo on CPU; on CUDA NCCL for what is there and gloo for
             what is on the host, so that small control messages need no device.
         device: "cpu" or "cuda"; by default CUDA where it is available. On CUDA the rank's device is made the current.
-        timeout: Seconds, for the ranks to meet and for every collective after it.
+        timeout: Seconds, for the ranks to meet and for every collective after it; None is the environment variable
+            `SCALE_LIMIT_SECONDS`, or 300.
+        config: What has to be the same on all ranks, as anything that JSON knows: options, sizes, a model's name.
 
     Raises:
-        LaunchError: A variable is missing or wrong, two ranks have one number, or some did not come in time.
-        ValueError: There are more local ranks than devices.
+        LaunchError: A variable is missing or wrong, two ranks have one number, some did not come in time, or they have
+            different versions or configurations, which are named.
+        ValueError: There are more local ranks than devices, or a limit is not above 0.
 
     Example:
         >>> init_distributed()  # in a plain Python, not under torchrun
@@ -52,21 +64,35 @@ def init_distributed(
     """
     if dist.is_initialized():
         return group_of()
+    timeout = (process_limit() or _LIMIT_SECONDS) if timeout is None else timeout
+    if not timeout > 0:
+        raise ValueError(f"expected a timeout above 0 seconds, got {timeout}")
     place = _place()
     if place is None:
         return Group()
+    if _UNDER_TORCHRUN in os.environ:
+        _end_with_agent()
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     if kind == "cuda":
         _take_device(place.local_rank)
-    store = _rendezvous(place, timeout)
-    dist.init_process_group(
-        backend or ("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"),
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=timeout),
-    )
+    store = _rendezvous(place, timeout, config)
+    try:
+        dist.init_process_group(
+            backend or ("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"),
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except (RuntimeError, dist.DistError) as error:  # A rank has ended since it answered, or its address is no good.
+        raise _error(f"the {place.world_size} ranks met, but could not connect to each other") from error
     return group_of()
+
+
+def _end_with_agent() -> None:
+    if is_orphan():
+        raise _error("torchrun's agent, which started this rank, has ended")
+    die_with_parent(os.getppid())
 
 
 def open_store(host: str, port: int, *, serve: bool, timeout: float) -> Any:
@@ -138,39 +164,22 @@ def _take_device(local_rank: int) -> None:
     torch.cuda.set_device(local_rank)
 
 
-def _rendezvous(place: _RankEnvironment, timeout: float) -> Any:
-    """Opens the store and returns a view of it for this run, once all ranks are there and agree on their numbers."""
+def _rendezvous(place: _RankEnvironment, timeout: float, config: object) -> Any:
+    """Opens the store and returns a view of it for this start, once all ranks are there and fit each other."""
+    mine = facts_of(place.rank, place.world_size, config)
     address = (place.host, place.port)
     try:
         if address not in _stores:
             serve = place.rank == 0 and not place.agent_has_store
             _stores[address] = open_store(*address, serve=serve, timeout=timeout)
     except Exception as error:  # torch has several types for it, and no common one
-        reason = str(error).partition("\n")[0]
-        raise _error(f"no store at {place.host}:{place.port} within {timeout:g} s ({reason})") from error
-    store = prefixed(f"attempt{place.attempt}/meeting{next(_meetings)}", _stores[address])
-    _roll_call(prefixed("roll-call", store), place, timeout)
-    return store
-
-
-def _roll_call(store: Any, place: _RankEnvironment, timeout: float) -> None:
-    sizes = store.compare_set("world size", "", str(place.world_size)).decode()
-    trouble = ""
-    if sizes != str(place.world_size):
-        trouble = f"WORLD_SIZE is {sizes} on one rank and {place.world_size} on rank {place.rank}"
-    elif store.add(f"rank {place.rank}", 1) > 1:
-        trouble = f"two ranks have RANK={place.rank}"
-    if trouble:
-        store.set("verdict", trouble)
-    elif store.add("present", 1) == place.world_size:
-        store.set("verdict", "all present")
+        taken = "another program has this port" if "ADDRINUSE" in str(error) else "nobody answers there"
+        raise _error(f"no store at {place.host}:{place.port} within {timeout:g} s: {taken}") from error
+    store = prefixed("scale", _stores[address])
     try:
-        store.wait(["verdict"], timedelta(seconds=timeout))
-    except Exception as error:
-        absent = [str(rank) for rank in range(place.world_size) if not store.check([f"rank {rank}"])]
-        raise _error(
-            f"rank {', '.join(absent)} of {place.world_size} did not come within {timeout:g} s, or could not stay"
-        ) from error
-    verdict = store.get("verdict").decode()
-    if verdict != "all present":
-        raise _error(verdict)
+        name = roll_call(store, mine, timeout)
+    except LaunchError as error:
+        raise _error(str(error)) from error
+    except dist.DistError as error:
+        raise _error(f"the store at {place.host}:{place.port} was lost before all ranks had come") from error
+    return prefixed(name, store)

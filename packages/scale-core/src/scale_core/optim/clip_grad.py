@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core import compat
 from scale_core.comm.collectives import all_reduce, exchange
-from scale_core.comm.group import Group
+from scale_core.comm.group import Group, check_initialized
 from scale_core.shard import Placement, Stages, names_of_stages, shard_of, stages_of
 
 # So many squares can be added in fp32 before the error of the sum is that of its last rounding.
@@ -120,6 +120,7 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
         ValueError: `norm_type` is not above 0, a gradient is still a partial sum over a mesh axis, or `params` is an
             iterator that has been used up.
     """
+    check_initialized()
     return norm_of(measured_gradients(_listed(params)), norm_type, limit_seconds)
 
 
@@ -167,6 +168,7 @@ def clip_grad_norm(
         ValueError: Also for `max_norm` below 0 or NaN, or where there are no parameters.
     """
     check_max_norm(max_norm)
+    check_initialized()
     given = _listed(params)
     stages = stages_of(given)
     if not given and not stages:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_core import compat
+from scale_core.errors import ScaleError
 from scale_core.flat.buffer import live_buffers
 from scale_core.simulate import fake_device as stand_in
 from scale_core.simulate.memory import Evidence, Memory, MemoryBlock, MemoryTracker
@@ -60,7 +61,7 @@ _NEED_NO_MEMORY = frozenset(
 _FLAT_KINDS = {"shard": "parameters", "gathered": "gathered", "gradient": "reduction"}
 
 
-class UseAfterReleaseError(RuntimeError):
+class UseAfterReleaseError(ScaleError):
     """An operation was given a tensor whose memory was released by `resize_(0)`."""
 
     # On a device it reads or writes memory of another tensor by then. Gather the buffer before it is used.

@@ -311,7 +311,7 @@ def _step_of(path: Path) -> int:
 
 def _check_arguments(group: Group, call: str, **given: Any) -> None:
     """Refuses arguments that differ between the ranks, and steps that are none."""
-    together = CollectiveCall(group, f"{call} with {given}", SnapshotError)
+    together = CollectiveCall(group, call, SnapshotError)
     everyones = together.all_ranks(lambda: given)
     for name in given:
         ranks: dict[str, list[int]] = {}

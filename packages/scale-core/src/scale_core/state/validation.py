@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scale_core.errors import ScaleError
+
 
 @dataclass(frozen=True)
 class SavedTensor:
@@ -21,7 +23,7 @@ class SavedTensor:
     dtype: torch.dtype
 
 
-class StateMismatch(ValueError):
+class StateMismatch(ScaleError, ValueError):
     """A saved state is that of another model or optimizer; the message lists what differs."""
 
 

@@ -28,14 +28,15 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from scale_core.launch.launcher import die_with_parent
+from scale_core.errors import ScaleError
+from scale_core.launch.parent import die_with_parent
 from scale_core.launch.rendezvous import open_store, prefixed
 
 # What a survivor of another rank's end reads; such an error is a consequence, never the cause.
-_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "pair closure")
+_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "has closed the connection")
 
 
-class RankError(RuntimeError):
+class RankError(ScaleError):
     """A rank ended without a result, or raised something that can't be carried to the caller."""
 
 

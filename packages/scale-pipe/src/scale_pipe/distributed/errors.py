@@ -67,7 +67,7 @@ def failure_from_p2p(error: P2PError, *, rank: int, stage: int) -> Failure:
     slot = error.slot
     other = slot.source if slot.target == stage else slot.target
     verb = "waited for" if slot.target == stage else "had sent"
-    text = f"rank {rank} {verb} the {slot} (stage {other} is on rank {error.peer}): {error.cause}"
+    text = f"rank {rank} {verb} the {slot} (stage {other} is on rank {error.peer}): {error.fact}"
     return Failure(rank, stage, slot.micro_batch, "a transfer", type(error).__name__, text, "", rank_lost=True)
 
 
@@ -89,7 +89,7 @@ def mismatched_pass(mine: StepKind, theirs: StepKind, *, rank: int, stage: int, 
 
 def failure_at_end(error: TransferError, rank: int) -> Failure:
     """The failure for a rank that did not come to the exchange at the end of a pass."""
-    text = f"rank {rank} had finished its stages and waited for the others at the end: {error}"
+    text = f"rank {rank} had finished its stages and waited for the others at the end: {error.fact}"
     return Failure(rank, -1, EVERY_MICRO_BATCH, "the end", type(error).__name__, text, "", rank_lost=True)
 
 

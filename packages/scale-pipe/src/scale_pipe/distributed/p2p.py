@@ -157,14 +157,13 @@ class _Started(NamedTuple):
     chunk_size: ChunkSize
 
 
-class P2PError(RuntimeError):
-    """A slot that did not arrive from `peer`, or could not be sent to it; `cause` is the transport's text."""
+class P2PError(TransferError):
+    """A slot that did not arrive from `peer`, or could not be sent to it; `fact` says why."""
 
-    def __init__(self, slot: Slot, peer: int, cause: str) -> None:
-        super().__init__(f"{slot}: {cause}")
-        self.slot = slot
-        self.peer = peer
-        self.cause = cause
+    def __init__(self, slot: Slot, error: TransferError) -> None:
+        super().__init__(error.op, error.peer, "", rank=error.rank)
+        self.args = (f"{slot}: {error}",)
+        self.fact, self.gone, self.slot = error.fact, error.gone, slot
 
 
 class P2PChannel:
@@ -326,7 +325,6 @@ class P2PChannel:
     def _wait(self, slot: Slot, work: tuple[int | None, Work]) -> None:
         try:
             # NCCL would block the host to keep a limit; its own watchdog keeps the group's.
-            wait_for("the transfer", work[0], work[1], None if self._on_device else self._limit)
+            wait_for("the transfer", *work, None if self._on_device else self._limit, self._group.rank)
         except TransferError as error:
-            assert work[0] is not None
-            raise P2PError(slot, work[0], str(error)) from error
+            raise P2PError(slot, error) from error

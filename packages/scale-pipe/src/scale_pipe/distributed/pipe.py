@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from scale_core import Contract, GroupLike, group_of
 from scale_core.comm.collectives import HOST
-from scale_core.comm.group import check_initialized
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.microbatch_grads import microbatch_steps_wanted, register_pipeline
 from scale_core.optim.clip_grad import clip, measured_gradients
@@ -107,8 +106,6 @@ class DistributedPipe(StageModuleView):
     ) -> None:
         super().__init__()
         check_checkpoint(checkpoint)
-        if group is None:
-            check_initialized()
         self.group = group_of(group)
         self.checkpoint: Checkpoint = checkpoint
         stages_per_rank = stages_per_rank or infer_stages_per_rank(module, self.group.size, balance)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from scale_core.comm.group import Group
-from scale_core.errors import TransferError
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.data_parallel import check_all_ok
 from scale_pipe.distributed.messages import ChunkSize, Failure, Flow, Message, Payload, Slot, StepKind, pack
@@ -129,8 +128,7 @@ class PassRuntime:
         try:
             self._p2p.start_tensors(slot, self._program.source_ranks[slot])
         except P2PError as error:
-            self._inbox[slot] = failure = errors.failure_from_p2p(error, rank=self._rank, stage=slot.target)
-            self._record(failure)
+            self._inbox[slot] = self._lost(error, slot.target)
 
     def _receive(self, slot: Slot) -> Message:
         if slot in self._inbox:
@@ -139,10 +137,9 @@ class PassRuntime:
         try:
             message = self._p2p.receive(slot, peer)
         except P2PError as error:
-            message = errors.failure_from_p2p(error, rank=self._rank, stage=slot.target)
-        else:
-            if isinstance(message, Failure) and message.rank_lost:
-                message = errors.relayed_failure(message, rank=self._rank, slot=slot, peer=peer)
+            return self._lost(error, slot.target)
+        if isinstance(message, Failure) and message.rank_lost:
+            message = errors.relayed_failure(message, rank=self._rank, slot=slot, peer=peer)
         if isinstance(message, Failure):
             self._record(message)
         return message
@@ -165,7 +162,7 @@ class PassRuntime:
         try:
             self._p2p.wait_sends() if slots is None else self._p2p.release_sends(slots)
         except P2PError as error:
-            self._record(errors.failure_from_p2p(error, rank=self._rank, stage=error.slot.source))
+            self._lost(error, error.slot.source)
 
     # Computation.
 
@@ -273,7 +270,7 @@ class PassRuntime:
             for group in stage.wrappers.ddp_groups:
                 try:
                     check_all_ok(group, failed=self.failure is not None, limit_seconds=self._limit)
-                except (RuntimeError, TransferError) as error:
+                except RuntimeError as error:
                     self._error(error, action)
             if self.failure is None:
                 try:
@@ -319,6 +316,14 @@ class PassRuntime:
             arrived=given if kind is Kind.FORWARD else (),
         )
         self.cause = self.cause or error
+        self._record(failure)
+        return failure
+
+    def _lost(self, error: P2PError, stage: int) -> Failure:
+        """Records that a transfer of a stage did not complete."""
+        failure = errors.failure_from_p2p(error, rank=self._rank, stage=stage)
+        if self.failure is None or not self.failure.rank_lost:
+            self.cause = error  # It outweighs others, as in `_record`.
         self._record(failure)
         return failure
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from scale_core import ScaleDistributedError
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
-from scale_core.consistency.flight_recorder import FlightRecorder
+from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint
 from scale_core.errors import TransferError
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.data_parallel import grad_holders
@@ -79,7 +79,8 @@ class StepLoop:
         with self._together():
             runtime.run()
             if runtime.failure is not None and runtime.failure.rank_lost:
-                self._raise_rank_lost(runtime.failure)
+                cause, runtime.cause = runtime.cause, None
+                self._raise_rank_lost(runtime.failure, cause)
             status = self._exchange_status(runtime, steps_after_all, device)
             if status.failed_ranks:
                 self._abort(runtime)
@@ -102,9 +103,9 @@ class StepLoop:
         try:
             yield
         except P2PError as error:
-            self._raise_rank_lost(errors.failure_from_p2p(error, rank=rank, stage=error.slot.target))
+            self._raise_rank_lost(errors.failure_from_p2p(error, rank=rank, stage=error.slot.target), error)
         except TransferError as error:
-            self._raise_rank_lost(errors.failure_at_end(error, rank))
+            self._raise_rank_lost(errors.failure_at_end(error, rank), error)
         except raised_by_all:
             raise
         except BaseException as error:  # The others may still wait for this rank, which has left its program.
@@ -160,15 +161,24 @@ class StepLoop:
         cause, runtime.cause = runtime.cause, None
         errors.raise_on_all_ranks(runtime.failure, self._group, self._number, cause, self._limit, note)
 
-    def _raise_rank_lost(self, failure: Failure) -> NoReturn:
+    def _raise_rank_lost(self, failure: Failure, cause: Exception | None) -> NoReturn:
         """Raises ScaleDistributedError with what each rank did last; no pass can follow."""
         text = f"step {self._number}: {failure.text} (in {self.kind})"
         self._recorder.events.append(text)
         self._recorder.publish()
         lines = [text, "What each rank did last:"]
-        lines += [f"  rank {rank}: {events}" for rank, events in self._recorder.dump_all_ranks().items()]
-        self._broken = "\n".join([*lines, "End this process and start from the last checkpoint"])
-        raise ScaleDistributedError(self._broken, step=self._number, unit=f"stage {failure.stage}")
+        lost = cause if isinstance(cause, TransferError) else None
+        gone = None if lost is None else lost.gone
+        lines += [f"  rank {rank}: {events}" for rank, events in self._recorder.dump_all_ranks(gone).items()]
+        self._broken = "\n".join([*lines, f"The process group can't be used any more: {recovery_hint()}"])
+        raise ScaleDistributedError(
+            self._broken,
+            step=self._number,
+            unit=f"stage {failure.stage}" if failure.stage >= 0 else "",
+            rank=self._group.rank,
+            peer=None if lost is None else lost.peer,
+            op=str(self.kind),
+        ) from cause
 
 
 def _stepped_note(runtime: PassRuntime) -> str:

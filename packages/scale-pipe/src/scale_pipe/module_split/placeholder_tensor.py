@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from scale_core.errors import ScaleError
 from scale_core.tree import map_tensors, tensors_in
 
 _ATOMS = frozenset((type(None), bool, int, float, str))
@@ -28,7 +29,7 @@ _FILLED_LIKE = frozenset(
 """Operators that take from a tensor its dtype, device and perhaps shape, and nothing else."""
 
 
-class PlaceholderTensorError(RuntimeError):
+class PlaceholderTensorError(ScaleError):
     """A stage needs values that another stage has computed and that were not sent to it."""
 
 

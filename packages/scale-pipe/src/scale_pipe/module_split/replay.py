@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from scale_core import rng
+from scale_core.errors import ScaleError
 from scale_core.tree import map_tensors
 from scale_pipe.module_split.collected_outputs import add_collected, collecting
 from scale_pipe.module_split.cut_plan import CutPlan
@@ -39,7 +40,7 @@ from scale_pipe.module_split.stage_io import (
 )
 
 
-class SplitError(RuntimeError):
+class SplitError(ScaleError):
     """A model cannot run in the stages that it is cut into; the message says where to cut, or what to hold."""
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +18,9 @@ from torch.optim import AdamW, Optimizer
 
 from scale_checkpoint import BudgetError, MemoryPlan, apply_checkpointing, apply_plan, plan_memory
 from scale_checkpoint.wrapper import How
+from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, group_of
+from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.shard import full_shape
 from scale_fsdp import MixedPrecision, class_policy, fully_shard_modules
 from scale_oss import OSS, ShardedDataParallel
@@ -129,8 +130,7 @@ class PipelineEngine(nn.Module):
         shape = (*tokens.shape, self.config.vocabulary)
         logits = torch.empty(shape, device=self.device) if found is None else found.float().contiguous()
         if self.group.size > 1:
-            last = self.group.ranks[self.pipe.schedule.placement.rank_of[-1]]
-            dist.broadcast(logits, last, group=self.group.process_group)
+            broadcast(logits, self.group, source=self.pipe.schedule.placement.rank_of[-1]).wait()
         return logits
 
     def named_parameters(
@@ -192,10 +192,7 @@ def plan_blocks(model: GPT, options: Options, group: Group) -> None:
                 f"no plan fits: a step, with Adam's state, takes at least {error.minimum_bytes} bytes; write "
                 f"--checkpoint-activations budget:{error.minimum_bytes}B, or take a smaller --batch or --sequence"
             )
-    if group.process_group is not None:
-        message: list[Any] = [plan, problem]
-        dist.broadcast_object_list(message, group_src=0, group=group.process_group)
-        plan, problem = message
+    plan, problem = CollectiveCall(group, "planning memory", InputError).rank0(lambda: (plan, problem))
     if plan is None:
         raise InputError(f"--checkpoint-activations {options.parallel.checkpoint_activations}: {problem}")
     apply_plan(model, plan)

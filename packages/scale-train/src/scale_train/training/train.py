@@ -10,7 +10,7 @@ import torch
 
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
-from scale_core.errors import ContractError, ScaleDistributedError, TransferError
+from scale_core.errors import ContractError, ScaleDistributedError
 from scale_train.data import SEPARATOR, Text, check_length, read_text
 from scale_train.errors import InputError, RanksLost, reason_of
 from scale_train.memory import format_bytes, held_bytes, peak_bytes, replicated_bytes
@@ -80,7 +80,7 @@ def train_language_model(options: Options, group: Group) -> RunSummary:
         training.reporter.end(summary.lines(), asdict(summary))
     except ContractError:
         raise  # the ranks do different things, a bug of the program: with its traceback
-    except (ScaleDistributedError, TransferError) as error:
+    except ScaleDistributedError as error:
         cause = str(error).partition("\n")[0]
         raise RanksLost(
             f"lost the other ranks after step {training.step} ({cause}); {training.resume_hint()}"

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
 import struct
-import threading
-import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +12,7 @@ from torch import Tensor, nn
 from scale_adascale import AdaScale
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
+from scale_core.launch import StopSignal
 from scale_train.data import slice_of_rank, windows_at
 from scale_train.errors import Interrupted, TrainingDiverged
 from scale_train.memory import peak_bytes, state_tensors
@@ -25,9 +21,6 @@ from scale_train.training.adascale import adascale_stats
 from scale_train.training.parallelize import Engine
 from scale_train.training.reporters import EvaluationRecord, StepRecord
 from scale_train.training.state import StepTimer, TrainState
-
-# A terminal signals every process in it, and a launcher passes its signal on: one key press may arrive twice.
-_ECHO_SECONDS = 1.0
 
 
 def train(training: TrainState, save: Callable[[TrainState], object]) -> float:
@@ -217,39 +210,7 @@ def _stop_if_signalled(training: TrainState, stop: StopSignal, save: Callable[[T
     every = 1 if training.engine.device.type == "cpu" else training.options.run.log_every
     if training.step % every or training.is_over:
         return
-    number = stop.received_by_any_rank(training.group)
+    number = stop.on_any_rank(training.group)
     if number:
         save_if_finite(training, save)
         raise Interrupted(number, f"stopped after step {training.step}, which is saved; {training.resume_hint()}")
-
-
-class StopSignal:
-    """Inside, Ctrl-C and SIGTERM are recorded; a second one, a second or more later, interrupts at once."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._when = 0.0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        # Python lets only the main thread handle signals; elsewhere (a notebook's worker) nothing is caught.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._record)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received and now - self._when > _ECHO_SECONDS:
-            raise KeyboardInterrupt
-        if not self.received:
-            self.received, self._when = number, now
-
-    def received_by_any_rank(self, group: Group) -> int:
-        """The signal that any rank received, or 0; the same answer on all ranks, which all have to call this."""
-        return max(row[0] for row in exchange([self.received], group))

@@ -4,9 +4,9 @@ import signal
 import pytest
 
 from scale_core.comm.group import Group, group_of
+from scale_core.launch import StopSignal
+from scale_core.launch import stop_signal as interrupt
 from scale_core.testing import run_ranks
-from scale_train.training import trainer as interrupt
-from scale_train.training.trainer import StopSignal
 
 
 def kill_self(number: int) -> None:
@@ -17,9 +17,9 @@ def kill_self(number: int) -> None:
 def test_a_signal_is_noted_and_its_handler_given_back(number):
     before = signal.getsignal(number)
     with StopSignal() as stop:
-        assert stop.received_by_any_rank(Group()) == 0
+        assert stop.on_any_rank(Group()) == 0
         kill_self(number)
-        assert stop.received_by_any_rank(Group()) == number
+        assert stop.on_any_rank(Group()) == number
     assert signal.getsignal(number) is before
 
 
@@ -42,7 +42,7 @@ def stop_on_rank_1() -> int:
     with StopSignal() as stop:
         if group.rank == 1:
             kill_self(signal.SIGTERM)
-        return stop.received_by_any_rank(group)
+        return stop.on_any_rank(group)
 
 
 def test_all_ranks_stop_when_one_is_asked_to():

@@ -1,0 +1,177 @@
+"""The ranks of one start find each other in a store that may hold what earlier starts left, and compare what they are.
+
+torchrun's agent keeps its store over restarts, and the counts of restarts of two machines may differ. So nothing that a
+launcher counts names a start: rank 0 draws a name and announces it, every rank answers under it, and rank 0 sets the
+verdict that all wait for. Answers of ranks that have ended stand under other names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scale_core.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.2  # between two looks at the store
+_STAY_SECONDS = 0.5  # of a rank that hosts the store, so that the others read why it leaves
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank says of itself; all but `rank` has to be the same on all ranks."""
+
+    rank: int
+    world_size: int
+    versions: dict[str, str]
+    config: Any  # as JSON gives it back
+
+
+def facts_of(rank: int, world_size: int, config: object) -> RankFacts:
+    """This rank's facts; a TypeError where `config` is nothing that JSON knows."""
+    try:
+        return RankFacts(rank, world_size, versions(), json.loads(json.dumps(config)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"expected a config of what JSON knows (dict, list, str, numbers): {error}") from error
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, torch and the packages of scale that are loaded."""
+    loaded = [(name, module) for name, module in sys.modules.items() if name.startswith("scale_") and "." not in name]
+    scale = {name: str(module.__version__) for name, module in loaded if hasattr(module, "__version__")}
+    return {"Python": platform.python_version(), "torch": torch.__version__, **scale}
+
+
+def roll_call(store: Store, mine: RankFacts, timeout: float) -> str:
+    """Returns the name of this start, which is the same on all ranks, once all of them are there and fit each other.
+
+    Raises:
+        LaunchError: On all ranks that are there: some did not come in time, two have one number, or facts differ.
+    """
+    lead = _lead if mine.rank == 0 else _follow
+    name, trouble = lead(store, mine, time.monotonic() + timeout, timeout)
+    if trouble:
+        raise LaunchError(trouble)
+    return name
+
+
+def _lead(store: Store, mine: RankFacts, deadline: float, timeout: float) -> tuple[str, str]:
+    name = uuid.uuid4().hex
+    store.set("start", name)
+    answers = [mine]
+    trouble = remark = ""
+    while not trouble and len(answers) < mine.world_size:
+        answers += _answers(store, name, len(answers))
+        trouble, remark = compare(answers)
+        if (later := store.get("start").decode()) != name:  # The other one reads this answer, and says the same.
+            _answer(store, later, mine)
+            trouble = "two ranks have RANK=0"
+        if not trouble and len(answers) < mine.world_size:
+            if time.monotonic() > deadline:
+                trouble = _absent(answers, mine.world_size, timeout)
+            else:
+                time.sleep(_SHORTEST_SECONDS)
+    store.set(f"{name}/verdict", json.dumps([trouble, remark]))
+    if remark:
+        warnings.warn(remark, RuntimeWarning, stacklevel=5)
+    if trouble:
+        time.sleep(_STAY_SECONDS)
+    return name, trouble
+
+
+def _follow(store: Store, mine: RankFacts, deadline: float, timeout: float) -> tuple[str, str]:
+    name, pause = "", _SHORTEST_SECONDS
+    while time.monotonic() < deadline:
+        latest = store.get("start").decode() if store.check(["start"]) else ""
+        is_new = latest not in ("", name)
+        if is_new and not store.check([f"{latest}/verdict"]):  # With one, it is an earlier start.
+            name = latest
+            _answer(store, name, mine)
+        if name and store.check([f"{name}/verdict"]):
+            trouble, _ = json.loads(store.get(f"{name}/verdict"))
+            return name, trouble
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_SECONDS)
+    if not name:
+        return name, f"rank 0 of {mine.world_size} did not come within {timeout:g} s"
+    return name, _absent([RankFacts(0, 0, {}, None), *_answers(store, name, 1)], mine.world_size, timeout)
+
+
+def _answer(store: Store, name: str, mine: RankFacts) -> None:
+    # Counted, so that those of two ranks with one number both stand there.
+    store.set(f"{name}/answer {store.add(f'{name}/answers', 1)}", json.dumps(asdict(mine)))
+
+
+def _answers(store: Store, name: str, first: int) -> list[RankFacts]:
+    """The answers that are there, from number `first` (counted from 1) on."""
+    keys = (f"{name}/answer {number}" for number in itertools.count(first))
+    there = itertools.takewhile(lambda key: store.check([key]), keys)
+    return [RankFacts(**json.loads(store.get(key))) for key in there]
+
+
+def _absent(answers: Sequence[RankFacts], world_size: int, timeout: float) -> str:
+    here = {answer.rank for answer in answers}
+    absent = ", ".join(str(rank) for rank in range(world_size) if rank not in here)
+    return f"rank {absent or 0} of {world_size} did not come within {timeout:g} s, or could not stay"
+
+
+def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
+    """Says why ranks can't run together, and what they should not differ in though they can; "" for nothing.
+
+    Versions may differ in their third number. `answers` begins with rank 0's.
+    """
+    first, remarks = answers[0], list[str]()
+    seen = {first.rank}
+    for other in answers[1:]:
+        who = f"rank {other.rank}"
+        if other.world_size != first.world_size:
+            return f"WORLD_SIZE is {first.world_size} on rank {first.rank} and {other.world_size} on {who}", ""
+        if other.rank in seen:
+            return f"two ranks have RANK={other.rank}", ""
+        seen.add(other.rank)
+        for what in first.versions.keys() & other.versions.keys():
+            ours, theirs = first.versions[what], other.versions[what]
+            if ours == theirs:
+                continue
+            told = f"{what} is {ours} on rank {first.rank} and {theirs} on {who}"
+            if ours.split(".")[:2] != theirs.split(".")[:2]:
+                return f"{told}: install the same version on all machines", ""
+            remarks.append(told)
+        if other.config != first.config:
+            names = differences(first.config, other.config)
+            return f"the configuration of {who} is not that of rank {first.rank}: {'; '.join(names[:10])}", ""
+    return "", f"the ranks have different releases: {'; '.join(remarks)}" if remarks else ""
+
+
+def differences(ours: Any, theirs: Any) -> list[str]:
+    """Names what differs between two configurations, rank 0's and another.
+
+    >>> differences({"model": {"width": 32, "depth": 2}}, {"model": {"width": 64, "depth": 2}, "lr": 1})
+    ['lr is missing and 1', 'model.width is 32 and 64']
+    """
+    left, right = dict(_leaves(ours)), dict(_leaves(theirs))
+    return [
+        f"{name or 'it'} is {left.get(name, 'missing')} and {right.get(name, 'missing')}"
+        for name in sorted(left.keys() | right.keys())
+        if left.get(name, "missing") != right.get(name, "missing")
+    ]
+
+
+def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _leaves(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, json.dumps(tree)
