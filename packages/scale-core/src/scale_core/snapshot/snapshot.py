@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scale_core import fault_points
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.consistency.flight_recorder import set_last_snapshot
@@ -135,7 +136,9 @@ def latest_snapshot(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def at_stage(point: str, directory: Path) -> None:
-    """A named stage in a save: "room", "tensor", "written", "manifest", "renamed". Does nothing; tests replace it."""
+    """A named stage in a save: "room", "tensor", "written", "manifest", "renamed"; see `fault_points`."""
+    if fault_points.active is not None:
+        fault_points.active(f"snapshot.{point}", str(directory))
 
 
 def _make_room(place: Path, made: list[Path]) -> Path:
