@@ -2,7 +2,8 @@
 
 Each line imports only from those above it; every folder's `__init__` says where to begin.
 
-- `errors`, `compat`, `streams`, `tree`: one tree of errors, torch versions, CUDA streams, tensors in containers;
+- `errors`, `fault_points`, `compat`, `streams`, `tree`: one tree of errors, where tests put faults, torch versions,
+  CUDA streams, tensors in containers;
 - `buffer_pool`, `comm/`: host memory, groups of ranks and the collectives between them;
 - `consistency/`: checks that all ranks run the same, and one error on all of them where they don't;
 - `autograd_hooks`, `microbatch_grads`, `uneven_inputs`, `part_hooks`: hooks of the backward pass;

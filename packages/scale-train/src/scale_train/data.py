@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from scale_core import fault_points
 from scale_train.errors import InputError
 
 SEPARATOR = b"\0"
@@ -206,5 +207,7 @@ def windows_at(text: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Ten
 
     Both are int64, `[batch, sequence]`.
     """
+    if fault_points.active is not None:
+        fault_points.active("data", "")
     windows = text[starts.unsqueeze(1) + torch.arange(sequence + 1)].long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from scale_core import fault_points
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.launch import LaunchError, init_distributed, launch_local
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
@@ -96,6 +97,8 @@ def train_rank(options: Options) -> RankExit | None:
         group = init_distributed(device=device_type(options))
         scope, rank = "all", group.rank
         train_language_model(options, group)
+        if fault_points.active is not None:
+            fault_points.active("teardown", "")
     except LaunchError as error:
         return _exit_of(InputError.exit_code, error, "rank", _own_rank())
     except RanksLost as error:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_core import buffer_pool, compat
+from scale_core import buffer_pool, compat, fault_points
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork, Work, process_limit, start_work, wait_for
 from scale_core.errors import TransferError
@@ -133,6 +133,8 @@ def all_gather(
     if group.size == 1:
         _fill(own, shard)
         return CollectiveWork("all_gather", [], output)
+    if fault_points.active is not None:
+        fault_points.active("all_gather", "")
     if not peer_to_peer(group, output.device):
         start = partial(compat.all_gather_single, output, shard, torch_group(group))
         if sizes is not None:
@@ -184,6 +186,8 @@ def reduce_scatter(
     divisor = (divisor or group.size) if average else 1
     if group.size == 1:
         return CollectiveWork("reduce_scatter", [], mine.to(dtype))
+    if fault_points.active is not None:
+        fault_points.active("reduce_scatter", "")
     if not peer_to_peer(group, full.device):
         return _native_reduce_scatter(full, parts, group, dtype, divisor, even=sizes is None)
     others = peers(group)
@@ -217,6 +221,8 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWor
         raise ValueError(f"all_reduce: expected op to be one of {', '.join(map(repr, _REDUCE_OPS))}, got {op!r}")
     if group.size == 1:
         return CollectiveWork("all_reduce", [], tensor)
+    if fault_points.active is not None:
+        fault_points.active("all_reduce", "")
     torch_op = _REDUCE_OPS[op]
     work = start_work(
         None, lambda: dist.all_reduce(tensor, torch_op, group=group_for(tensor.device, group), async_op=True)
@@ -234,6 +240,8 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWor
         raise ValueError(f"broadcast: expected source to be a rank of the group, 0 to {group.size - 1}, got {source}")
     if group.size == 1:
         return CollectiveWork("broadcast", [], tensor)
+    if fault_points.active is not None:
+        fault_points.active("broadcast", "")
     start = partial(dist.broadcast, tensor, group=group_for(tensor.device, group), group_src=source, async_op=True)
     return CollectiveWork("broadcast", [start_work(source, start)], tensor, rank=group.rank)
 
@@ -269,6 +277,8 @@ def all_to_all(
     if group.size == 1:
         _fill(received[0], sent[0])
         return CollectiveWork("all_to_all", [], output)
+    if fault_points.active is not None:
+        fault_points.active("all_to_all", "")
     if not peer_to_peer(group, input.device):
         start = partial(
             dist.all_to_all_single,
@@ -373,6 +383,8 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
     if group.size == 1 or group.backend == "fake":
         return [list(record) for _ in range(group.size)]
     limit_seconds = process_limit() if limit_seconds is None else limit_seconds
+    if fault_points.active is not None:
+        fault_points.active("exchange", "")
     # Row i is the record of rank + i.
     known = torch.tensor(record, dtype=torch.int64, device=HOST).repeat(group.size, 1)
     have = 1

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scale_core import fault_points
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.consistency.flight_recorder import set_last_snapshot
@@ -229,7 +230,9 @@ def latest_snapshot(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def at_stage(point: str, directory: Path) -> None:
-    """A named stage in a save: "room", "tensor", "written", "manifest", "renamed". Does nothing; tests replace it."""
+    """A named stage in a save: "room", "tensor", "written", "manifest", "renamed"; see `fault_points`."""
+    if fault_points.active is not None:
+        fault_points.active(f"snapshot.{point}", str(directory))
 
 
 def _make_room(place: Path, made: list[Path]) -> Path:

@@ -1,8 +1,9 @@
-"""Functions run on N ranks, and what each returned.
+"""Functions run on N ranks, and what each returned; faults at named points of the code.
 
 Begin with `ranks`; `rank` is what runs inside of each process.
 """
 
+from scale_core.testing import faults
 from scale_core.testing.ranks import RankError, preload, run_ranks, scaled_by_load
 
-__all__ = ["RankError", "preload", "run_ranks", "scaled_by_load"]
+__all__ = ["RankError", "faults", "preload", "run_ranks", "scaled_by_load"]

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from scale_core import fault_points
 from scale_core.errors import ScaleError
 from scale_core.launch.parent import die_with_parent
 from scale_core.launch.rendezvous import open_store, prefixed
@@ -108,6 +109,7 @@ def run_rank(task: RankTask, rank: int) -> NoReturn:
 def _set_up(task: RankTask, rank: int) -> Any:
     os.environ.clear()
     os.environ.update(task.environment)
+    fault_points.read_environment()
     torch.set_num_threads(1)
     _apply_filters(task.filters)
     if task.backend is None:
@@ -136,6 +138,8 @@ def _apply_filters(filters: Sequence[Filter]) -> None:
 
 def _shut_down(store: Any, task: RankTask) -> None:
     """Waits for the other ranks, so that no rank closes a connection that another one still reads; then closes."""
+    if fault_points.active is not None:
+        fault_points.active("teardown", "")
     if store is None:
         return
     if store.add("returned", 1) == task.num_ranks:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scale_core import fault_points
 from scale_core.comm.collectives import HOST, group_for, torch_group
 from scale_core.comm.group import Group
 from scale_core.comm.work import Work, start_work, wait_for
@@ -222,6 +223,8 @@ class P2PChannel:
 
     def receive(self, slot: Slot, peer: int) -> Message:
         """Waits for a posted slot, and returns its message. Raises P2PError."""
+        if fault_points.active is not None:
+            fault_points.active("pipe.receive", str(slot))
         started = self._started.pop(slot, None)
         if started is None:
             started = self._start(slot, peer)
@@ -269,6 +272,8 @@ class P2PChannel:
 
     def send(self, slot: Slot, peer: int, message: Message) -> None:
         """Starts to send a message. Raises TypeError, with nothing sent, if a tensor in it can't be sent."""
+        if fault_points.active is not None:
+            fault_points.active("pipe.send", str(slot))
         known = self._metas.get(slot)
         expected = None if self._on_device else known  # what the receiver has posted memory for
         description, tensors, chunk_size = b"", [], ChunkSize(0, 0, 0)
