@@ -4,6 +4,7 @@
     |-- LaunchError                the ranks did not find each other
     |-- ScaleDistributedError      the ranks run different things, or can't reach each other
     |   |-- ContractError          they run, or are about to run, different things
+    |   |   `-- DivergenceError    they hold different values of what must be equal
     |   `-- StepError              another rank failed, so all gave the step up; training can go on
     |-- TransferError              one collective failed or timed out; above it, a ScaleDistributedError says why
     `-- SnapshotError              saving or loading failed on all ranks alike
@@ -44,6 +45,20 @@ class ScaleDistributedError(ScaleError):
 
 class ContractError(ScaleDistributedError):
     """The ranks have run, or are about to run, different things."""
+
+
+class DivergenceError(ContractError):
+    """The ranks hold different values of a parameter, a buffer or an input that must be the same on all of them.
+
+    Attributes:
+        names: What differs, by qualified name and shape.
+        ranks: Those of the group's ranks that hold others than most do.
+    """
+
+    def __init__(self, message: str, *, step: int = 0, names: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message, step=step)
+        self.names = names
+        self.ranks = ranks
 
 
 class StepError(ScaleDistributedError):
