@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from scale_core import compat
-from scale_core.comm.collectives import exchange
-from scale_core.comm.group import GroupLike, group_of
+from scale_core.comm.collectives import broadcast, exchange
+from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, fingerprint_of
-from scale_core.consistency.flight_recorder import recovery_hint
+from scale_core.consistency.flight_recorder import by_rank, recovery_hint
 from scale_core.errors import DivergenceError
 from scale_core.shard import Placement, names_of_stages, shard_of, stages_of
 
@@ -78,15 +78,15 @@ def check_replicas(
     compare_replicas(named, Contract(group_of(group), limit_seconds), step)
 
 
-def check_interval(every: int | None) -> int:
-    """Returns after how many steps replicas are compared: as asked for, or by `SCALE_CHECK_REPLICAS_EVERY`, or 100.
+def check_interval(every: int | None, default: int = _DEFAULT_EVERY) -> int:
+    """Returns after how many steps replicas are compared: as asked for, or by `SCALE_CHECK_REPLICAS_EVERY`, or default.
 
     Raises ValueError for what is no number of steps.
     """
-    asked: int | str = os.environ.get(EVERY_VARIABLE, _DEFAULT_EVERY) if every is None else every
+    asked: int | str = os.environ.get(EVERY_VARIABLE, default) if every is None else every
     if isinstance(asked, bool) or not str(asked).isdecimal():
         name = EVERY_VARIABLE if every is None else "check_replicas_every"
-        raise ValueError(f"expected a number of steps in {name}, got {asked!r}: 100 is the default, and 0 is never")
+        raise ValueError(f"expected a number of steps in {name}, got {asked!r}: 0 is never")
     return int(asked)
 
 
@@ -132,6 +132,50 @@ def compare_replicas(named: Sequence[tuple[str, Tensor]], contract: Contract, st
         raise _divergence_error(found, len(held), step)
 
 
+@torch.no_grad()
+def compare_inputs(tensors: Sequence[tuple[str, Tensor]], module: str, group: Group) -> None:
+    """Compares what a module is given, by name, where all ranks of the group must be given the same.
+
+    Raises DivergenceError on all of them, with the first place that differs and each rank's value there.
+    """
+    contract = Contract(group)
+    digests = digests_of([tensor for _, tensor in tensors])
+    event = Event("the comparison of inputs", module)
+    with contract.waiting(event):
+        rows = exchange([fingerprint_of(*digests)], group, limit_seconds=contract.limit_seconds)
+        if all(row == rows[0] for row in rows):
+            return
+    mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    every = all_gather_json([mine, digests], contract, event)
+    names_by_rank = [names for names, _ in every]
+    if any(names != names_by_rank[0] for names in names_by_rank):
+        found = by_rank([", ".join(names) or "no tensors" for names in names_by_rank])
+    else:
+        number = next(n for n in range(len(digests)) if len({digests[n] for _, digests in every}) > 1)
+        found = f"{mine[number]}, first {_first_difference(tensors[number][1], contract, event)}"
+    raise DivergenceError(
+        f"'{module}' is given other inputs on some of the ranks {list(group.ranks)}, which must all be given the same: "
+        f"{found}. Give all ranks that share one copy of the model the same batch, as by seeding the sampler with the "
+        "number of the copy and not with the rank; where the batch is the same, a module before this one computes "
+        "with random numbers or parameters of the rank's own",
+        names=(module,),
+    )
+
+
+def _first_difference(tensor: Tensor, contract: Contract, event: Event) -> str:
+    """The first place where a tensor of one shape and dtype differs between the ranks, and all values there."""
+    values = tensor.detach().contiguous().reshape(-1)
+    first = values.clone()
+    with contract.waiting(event):
+        broadcast(first.view(torch.uint8), contract.group).wait(contract.limit_seconds)
+    differs = (values.view(torch.uint8) != first.view(torch.uint8)).view(values.numel(), -1).any(1)
+    place = int(differs.nonzero()[0]) if differs.any() else values.numel()
+    place = min(all_gather_json(place, contract, event))
+    found = all_gather_json(str(values[place].item()), contract, event)
+    index = [int(each) for each in torch.unravel_index(torch.tensor(place), tensor.shape)]
+    return f"at {index}: {'; '.join(f'rank {rank}: {value}' for rank, value in enumerate(found))}"
+
+
 class _Piece(NamedTuple):
     """What this rank holds of a tensor."""
 
@@ -165,7 +209,8 @@ def _pieces(named: Sequence[tuple[str, Tensor]]) -> Iterator[_Piece]:
     """What can be compared, each with a key of the elements that it holds."""
     names: dict[Tensor, str] = {}
     for model in stages_of([tensor for _, tensor in named]) if named else ():
-        names |= names_of_stages(model)  # A part of a pipeline calls its layers by numbers of its own.
+        # A part of a pipeline calls its layers by numbers of its own, and what is tied to another one by its own name.
+        names |= names_of_stages(model) | model.shared_names()
     for name, tensor in named:
         if tensor.is_meta or not tensor.numel() or type(tensor.data) not in compat.plain_tensor_types():
             continue
@@ -174,8 +219,9 @@ def _pieces(named: Sequence[tuple[str, Tensor]]) -> Iterator[_Piece]:
             shape = tuple(tensor.shape)
             yield _Piece(f"'{name}' {list(shape)}", tensor, fingerprint_of(name, shape) or 1)
         elif not any(axis.placement is Placement.PARTIAL for axis in shard.axes):
-            place = shard.shape, shard.start, shard.stop, shard.ranges
-            yield _Piece(f"'{name}' {list(shard.shape)}", tensor, fingerprint_of(name, shard.name, *place) or 1)
+            apart = shard.name.partition("@")[2]  # Other ranks have other parameters of this name, such as experts.
+            place = apart, shard.shape, shard.start, shard.stop, shard.ranges
+            yield _Piece(f"'{name}' {list(shard.shape)}", tensor, fingerprint_of(name, *place) or 1)
 
 
 def digests_of(tensors: Sequence[Tensor]) -> list[int]:
