@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_core.errors import DivergenceError
 from scale_core.shard import Placement, shard_of
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state.state_dict import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
@@ -116,6 +117,32 @@ def refusals() -> list[str]:
             fully_shard(layers(), **kwargs)
         messages.append(str(caught.value))
     return messages
+
+
+def copies_that_come_apart() -> tuple[str, list[int]]:
+    """The error on each rank, and the passes that had gone well before."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
+    model = layers()
+    for part in (*model, model):
+        fully_shard(part, mesh, check_replicas_every=2)
+    passed = []
+    with pytest.raises(DivergenceError) as caught:
+        for number in range(1, 6):
+            model(torch.ones(2, 4)).sum().backward()
+            passed.append(number)
+            if number == 1 and dist.get_rank() == 3:
+                model[1].weight.data[1] += 1
+    return str(caught.value), passed
+
+
+def test_copies_that_come_apart_are_found_at_the_next_check_on_all_ranks() -> None:
+    results = run_ranks(copies_that_come_apart, 4)
+    assert all(result == results[0] for result in results)
+    text, passed = results[0]
+    assert passed == [1, 2]
+    assert (
+        "step 3: 1 of 6 tensors" in text and "'1.weight' [4, 8]: each of the ranks 1, 3 has values of its own" in text
+    )
 
 
 def test_hybrid_sharding_equals_the_plain_model_to_the_bit() -> None:

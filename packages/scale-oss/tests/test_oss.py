@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.contract import Contract
-from scale_core.errors import ContractError
+from scale_core.errors import ContractError, DivergenceError
 from scale_core.optim.step_checks import watch_optimizers
 from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks
@@ -442,3 +442,48 @@ def test_what_was_being_stepped_on_when_it_failed_is_not_sent() -> None:
         step_in_turn(optim, [params[:1], params[1:]], Contract(Group()), {}, sent.append)
     assert sent == [0] and optim.param_groups is groups
     assert params[0].tolist() == pytest.approx([0.9, 0.9]) and params[1].tolist() == [1, 1]
+
+
+def replicas_that_come_apart(every: int, change_at: int) -> tuple[str, int]:
+    """The error on this rank, and how many steps went well before."""
+    model = layers()
+    model.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, check_replicas_every=every)
+    wrapped = ShardedDataParallel(model, optimizer)
+    with pytest.raises(DivergenceError) as caught:
+        for step in range(8):
+            if step == change_at and group_of().rank == 1:
+                model.scale[0] = 5.0
+            wrapped(data(step, group_of().rank)).sum().backward()
+            before = [param.detach().clone() for param in model.parameters()]
+            optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    return str(caught.value), step
+
+
+def test_replicas_that_come_apart_are_found_before_a_step_by_name() -> None:
+    for text, step in run_ranks(replicas_that_come_apart, 3, 3, 1):
+        assert step == 3  # The first step and every third after it.
+        assert "step 4: 1 of 5 tensors" in text
+        assert "'scale' [3]: ranks 0, 2 hold equal values, and others than these: rank 1" in text
+
+
+def replicas_without_a_wrapper() -> str:
+    model = nn.Linear(3, 2)
+    model.bias.data += group_of().rank
+    optimizer = OSS(model.named_parameters(), torch.optim.SGD, lr=0.1)
+    model.weight.data.zero_()
+    with pytest.raises(DivergenceError) as caught:
+        optimizer.step()
+    OSS(model.named_parameters(), torch.optim.SGD, lr=0.1, check_replicas_every=0).step()
+    return str(caught.value)
+
+
+def test_the_first_step_finds_ranks_that_were_initialised_differently() -> None:
+    for text in run_ranks(replicas_without_a_wrapper, 2):
+        assert "step 1: 1 of 2 tensors" in text and "'bias' [2]" in text
+
+
+def test_an_interval_that_is_no_number_of_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a number of steps in check_replicas_every, got -1"):
+        OSS(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1, check_replicas_every=-1)

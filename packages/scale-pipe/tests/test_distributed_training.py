@@ -15,7 +15,7 @@ from distributed_cases import Plain, batch, differences, micro_batches, mlp, mse
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_core import ShardedGradScaler
+from scale_core import DivergenceError, ShardedGradScaler, check_replicas
 from scale_core.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
@@ -444,3 +444,24 @@ def test_replicas_of_a_pipeline_average_their_gradients_once_per_step() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert run_ranks(replicas, 4) == [[]] * 4
+
+
+def tied_copies_that_come_apart() -> str:
+    """Each rank's optimizer has another learning rate, so its copy of the tied weight goes another way."""
+    pipe = DistributedPipe(tied_model(), "1f1b", balance=[2, 3], chunks=2, check_replicas_every=1)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    batch, target = words(4)
+    pipe.step(batch, target=target, loss_fn=nn.functional.cross_entropy)
+    check_replicas(pipe)
+    optimizer.step()
+    with pytest.raises(DivergenceError):
+        check_replicas(pipe)
+    with pytest.raises(DivergenceError) as caught:
+        pipe.step(batch, target=target, loss_fn=nn.functional.cross_entropy)
+    return str(caught.value)
+
+
+def test_copies_of_a_tied_weight_that_come_apart_are_found() -> None:
+    for text in run_ranks(tied_copies_that_come_apart, 2):
+        assert "step 2: 1 of 1 tensors" in text
+        assert f"'0.weight' [{WORDS}, 8]: each of the ranks 0, 1 has values of its own" in text

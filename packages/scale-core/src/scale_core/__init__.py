@@ -8,6 +8,7 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `consistency/`: checks that all ranks run the same, and one error on all of them where they don't;
 - `autograd_hooks`, `microbatch_grads`, `uneven_inputs`, `part_hooks`: hooks of the backward pass;
 - `flat/`, `shard`: parameters in one flat buffer, and what a local tensor is a shard of;
+- `divergence`: what must be equal on several ranks, compared by its bits;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;
 - `state/`, `snapshot/`: sharded state dicts, and checkpoints that are complete or not there;
 - `launch/`, `testing/`, `simulate/`: starting ranks, tests on ranks, and one process that simulates a rank of many.
@@ -20,7 +21,8 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.comm.work import CollectiveWork
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
-from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
+from scale_core.divergence import check_replicas
+from scale_core.errors import ContractError, DivergenceError, ScaleDistributedError, StepError, TransferError
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
 from scale_core.flat.layout import BlockAtom, FlatLayout
 from scale_core.optim.clip_grad import clip_grad_norm, grad_norm
@@ -36,6 +38,7 @@ __all__ = [
     "CollectiveWork",
     "Contract",
     "ContractError",
+    "DivergenceError",
     "DtypePolicy",
     "Event",
     "FlatBuffer",
@@ -52,6 +55,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "check_replicas",
     "clip_grad_norm",
     "full_numel",
     "full_shape",

@@ -4,13 +4,14 @@
     |-- LaunchError                the ranks did not find each other, or do not belong together
     |-- ScaleDistributedError      the ranks run different things, or can't reach each other
     |   |-- ContractError          they run, or are about to run, different things
+    |   |   `-- DivergenceError    they hold different values of what must be equal
     |   |-- StepError              another rank failed, so all gave the step up; training can go on
     |   |   `-- StageError         scale_pipe: the same, with the stage and the micro-batch that failed
     |   `-- TransferError          one collective failed or timed out
     |       `-- P2PError           scale_pipe: one message between two stages failed or timed out
     |-- SnapshotError              saving or loading failed on all ranks alike; the group still works
-    |   |-- DamagedSnapshotError what is on the disk is not what was written
-    |   `-- NewerSnapshotError   a newer version of scale-core wrote it
+    |   |-- DamagedSnapshotError   what is on the disk is not what was written
+    |   `-- NewerSnapshotError     a newer version of scale-core wrote it
     |-- StateMismatch              a state does not fit the model; also a ValueError
     |-- UseAfterReleaseError       scale_core.simulate: memory was read after it had been freed
     |-- RankError                  scale_core.testing: a rank ended without a result
@@ -106,6 +107,22 @@ class ScaleDistributedError(ScaleError):
 
 class ContractError(ScaleDistributedError):
     """The ranks have run, or are about to run, different things."""
+
+
+class DivergenceError(ContractError):
+    """The ranks hold different values of a parameter, a buffer or an input that must be the same on all of them.
+
+    Attributes:
+        names: What differs, by qualified name and shape.
+        ranks: Those of the group's ranks that hold others than most do.
+    """
+
+    def __init__(
+        self, message: str, *, step: int = 0, names: tuple[str, ...] = (), ranks: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message, step=step)
+        self.names = names
+        self.ranks = ranks
 
 
 class StepError(ScaleDistributedError):

@@ -126,6 +126,9 @@ class Stages(Protocol):
     def counted_elsewhere(self) -> Collection[Tensor]:
         """Copies of shared parameters that another rank counts in a norm."""
 
+    def shared_names(self) -> dict[Tensor, str]:
+        """This rank's copies of parameters that other ranks hold as well, each with a name that all of them have."""
+
 
 _shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _stages: weakref.WeakKeyDictionary[Stages, None] = weakref.WeakKeyDictionary()  # in the order in which they were built

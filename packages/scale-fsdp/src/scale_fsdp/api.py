@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from scale_core import compat
+from scale_core.divergence import check_interval
 from scale_core.flat.buffer import DevicePolicy
 from scale_core.flat.layout import Atom
 from scale_core.tree import map_tensors
@@ -145,6 +146,7 @@ class UnitOptions:
     limit_seconds: float | None = None  # the outermost unit's counts
     state_dict_config: StateDictConfig = StateDictConfig()
     error_if_nonfinite: bool = False  # the outermost unit's counts
+    check_replicas_every: int | None = None  # the outermost unit's counts
 
     def __post_init__(self) -> None:
         if not isinstance(self.reshard_after_forward, int):
@@ -152,6 +154,7 @@ class UnitOptions:
                 f"reshard_after_forward: expected a bool or a number of ranks, got {self.reshard_after_forward!r}"
             )
         self.mesh_info.check_reshard_after_forward(self.reshard_after_forward)
+        check_interval(self.check_replicas_every)
         if not isinstance(self.error_if_nonfinite, bool):
             raise TypeError(f"error_if_nonfinite: expected True or False, got {self.error_if_nonfinite!r}")
 

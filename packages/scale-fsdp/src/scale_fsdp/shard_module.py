@@ -70,6 +70,7 @@ def fully_shard(
     buffer_dtype: torch.dtype | None = None,
     fp32_reduce_scatter: bool | None = None,
     error_if_nonfinite: bool = False,
+    check_replicas_every: int | None = None,
 ) -> M:
     """Shards a module's parameters over the ranks, in place, as one unit; returns the same module.
 
@@ -125,6 +126,9 @@ def fully_shard(
             infinite or NaN on one of them; the error there, a FloatingPointError, names rank, unit and parameter. It
             costs one more read of all of these, and two waits for the device per step. Not together with a gradient
             scaler, which needs infinite gradients to find its scale. The outermost unit's counts.
+        check_replicas_every: With hybrid sharding, after how many training passes the copies of the shards are
+            compared, beginning with the first; 0 is never. None is 100, or what `SCALE_CHECK_REPLICAS_EVERY` says. A
+            difference is a `DivergenceError`. The outermost unit's counts.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -150,6 +154,7 @@ def fully_shard(
         limit_seconds,
         resolve_state_dict_config(state_dict_device, state_dict_on_rank_0_only),
         error_if_nonfinite,
+        check_replicas_every,
     )
     return _shard(module, options, init, sync=sync_module_states)
 

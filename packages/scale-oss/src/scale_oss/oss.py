@@ -10,7 +10,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
+from scale_core.divergence import check_interval, compare_replicas
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
@@ -74,6 +75,9 @@ class OSS(OSSStateDictMixin):
         bucket_numel: Elements that are sent together; of shards that are put together for the step, elements that each
             rank gets at a time.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        check_replicas_every: After how many steps all ranks compare that they hold equal parameters, beginning with the
+            first; 0 is never. None is 100, or what `SCALE_CHECK_REPLICAS_EVERY` says. With `ShardedDataParallel` all
+            parameters of its module are compared. A difference is a `DivergenceError`, before the step.
         **defaults: Arguments of `optim`; the `defaults` of one that was built will do, too.
 
     Attributes:
@@ -100,6 +104,7 @@ class OSS(OSSStateDictMixin):
         together: bool = False,
         bucket_numel: int = BUCKET_NUMEL,
         limit_seconds: float | None = None,
+        check_replicas_every: int | None = None,
         **defaults: Any,
     ) -> None:
         known = is_elementwise(optim)
@@ -108,6 +113,8 @@ class OSS(OSSStateDictMixin):
         self.together = together
         self.broadcast_fp16 = broadcast_fp16
         self._bucket_numel = bucket_numel
+        self._check_every = check_interval(check_replicas_every)
+        self._num_steps = 0
         self._optim_class = optim
         self._built = False
         self._consolidated = None
@@ -118,7 +125,10 @@ class OSS(OSSStateDictMixin):
         self.group = ranks_of_shards(self._all_params()) if group is None else group_of(group)
         check_no_layer_shards(self.param_groups, self.group)
         self.contract = Contract(self.group, limit_seconds)
-        settings = f"{optim.__name__}, elementwise={self.elementwise}, {together=}, {bucket_numel} elements per bucket"
+        settings = (
+            f"{optim.__name__}, elementwise={self.elementwise}, {together=}, {bucket_numel} elements per bucket, "
+        )
+        settings += f"check_replicas_every={self._check_every}"
         self.contract.check_equal("the parameters given to OSS", [settings, *describe_groups(self.param_groups)])
         self._assigner = BucketAssigner(
             self.group,
@@ -176,6 +186,9 @@ class OSS(OSSStateDictMixin):
                 loss = closure()
         self._consolidated, self._is_empty = None, False
         self._resync_storage()
+        self._num_steps += 1
+        if self._check_every and self._num_steps % self._check_every == 1 % self._check_every:
+            self._check_replicas()
         self.shard_grads()
         for bucket in self.full_param_buckets:
             bucket.prepare()
@@ -303,6 +316,16 @@ class OSS(OSSStateDictMixin):
                     bucket.load_master(piece, master, torch.float16)
                     states[piece][_MASTER] = piece.data
             bucket.sync_master()
+
+    def _check_replicas(self) -> None:
+        """Compares the parameters between the ranks; those of a whole module once for all its optimizers."""
+        wrapper = None if self.reduced_by is None else self.reduced_by()
+        named = [item for bucket in self.buckets for item in zip(bucket.names, bucket.params, strict=True)]
+        if isinstance(wrapper, nn.Module) and isinstance(module := wrapper.module, nn.Module):
+            optimizers = cast(Any, wrapper).sharded_optimizers
+            named = list(module.named_parameters()) if optimizers[0] is self else []
+        if named:
+            compare_replicas(named, self.contract, self._num_steps)
 
     def shard_grads(self) -> None:
         """Gives the pieces their part of averaged gradients, unless these are reduced into them.

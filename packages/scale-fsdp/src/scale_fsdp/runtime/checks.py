@@ -280,6 +280,7 @@ def describe_units(units: Sequence[Unit]) -> list[str]:
         lines.append(
             f"{title}: over {unit.options.mesh_info.replicas.size} x {unit.options.mesh_info.shard.size} ranks, "
             f"reshard_after_forward={unit.options.reshard_after_forward}, "
+            f"check_replicas_every={unit.options.check_replicas_every}, "
             f"shares with {[owner.name for owner in unit.shared_owners]}"
         )
     return lines

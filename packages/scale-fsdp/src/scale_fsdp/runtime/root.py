@@ -34,6 +34,7 @@ from scale_core.autograd_hooks import (
 )
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
+from scale_core.divergence import check_interval, compare_replicas
 from scale_core.errors import StepError
 from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
@@ -66,6 +67,9 @@ class Root(UnitContext):
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
         self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
         group = self.contract.group
+        has_replicas = any(unit.options.mesh_info.replicas.size > 1 for unit in self.units)
+        self._check_every = check_interval(self.outermost.options.check_replicas_every) if has_replicas else 0
+        self._num_training_passes = 0
         self.nonfinite = NonFiniteSearch(group.rank) if self.outermost.options.error_if_nonfinite else None
         check_units(self.units, group)
         self.contract.check_equal("how the model is built and wrapped", describe_units(self.units))
@@ -76,6 +80,11 @@ class Root(UnitContext):
 
     def begin_forward(self, unit: Unit, method: str) -> None:
         """A forward pass begins with `unit`: that of its module or, unless it is "", another method."""
+        if self._check_every and torch.is_grad_enabled() and not self.contract.is_broken:
+            self._num_training_passes += 1
+            if self._num_training_passes % self._check_every == 1 % self._check_every:
+                named = list(self.outermost.module.named_parameters())
+                compare_replicas(named, self.contract, self.contract.step + 1)
         self.entry_unit = unit
         idle = self._idle_units()
         # Another method runs other units as a rule, or the same in another order: its passes are of another kind.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from scale_core import Contract, GroupLike, group_of
 from scale_core.comm.collectives import HOST
 from scale_core.consistency.flight_recorder import next_unique_id
+from scale_core.divergence import check_interval, compare_replicas
 from scale_core.microbatch_grads import microbatch_steps_wanted, register_pipeline
 from scale_core.optim.clip_grad import clip, measured_gradients
 from scale_core.shard import register_stages
@@ -81,6 +82,9 @@ class DistributedPipe(StageModuleView):
         deferred_batch_norm: Batch norms update their running statistics once per step, by those of the whole batch.
         memory_cap: For "solve", the most live micro-batches on a rank, in model equivalents.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        check_replicas_every: After how many steps the copies of parameters that several ranks hold, such as tied
+            embeddings, are compared, beginning with the first; 0 is never. None is 100, or what
+            `SCALE_CHECK_REPLICAS_EVERY` says. A difference is a `DivergenceError`.
 
     Raises:
         TypeError: The module is no sequence or list of stages, or the schedule is none.
@@ -103,6 +107,7 @@ class DistributedPipe(StageModuleView):
         deferred_batch_norm: bool = False,
         memory_cap: float | Sequence[float] | None = None,
         limit_seconds: float | None = None,
+        check_replicas_every: int | None = None,
     ) -> None:
         super().__init__()
         check_checkpoint(checkpoint)
@@ -144,6 +149,8 @@ class DistributedPipe(StageModuleView):
         self._grads = MicrobatchGrads(shared, placement, self.group.rank)
         self._shared = SharedParams(shared, shared_names, placement, self.group.rank, self)
         self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
+        self._check_every = check_interval(check_replicas_every) if shared else 0
+        self._num_steps = 0
         register_stages(self)
 
     @property
@@ -222,6 +229,10 @@ class DistributedPipe(StageModuleView):
                     if self._grads.step is not None:
                         self._grads.close()
         assert loss is not None
+        if self._check_every:
+            self._num_steps += 1
+            if self._num_steps % self._check_every == 1 % self._check_every:
+                compare_replicas(list(self._shared.copies.items()), self._contract, self._num_steps)
         if self._solve_pending:
             self._steps_until_solve -= 1
             if not self._steps_until_solve:
@@ -385,3 +396,7 @@ class DistributedPipe(StageModuleView):
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """Returns this rank's copies of shared parameters that another rank counts in a norm."""
         return self._shared.counted_elsewhere()
+
+    def shared_names(self) -> dict[Tensor, str]:
+        """Returns this rank's copies of shared parameters, each with the name that all its holders have for it."""
+        return {param: name for name, param in self._shared.copies.items()}

@@ -16,13 +16,20 @@ from torch import Tensor, nn
 
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, GroupLike
+from scale_core.divergence import check_interval
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import set_shard, shard_of
 from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, Heads
 from scale_tp.comm import check_same_call
 from scale_tp.conversion import validation
 from scale_tp.conversion.convert import Conversion, conversion_for, find_all_heads, weight_split
-from scale_tp.conversion.modules import ColumnParallelMixin, RowParallelMixin
+from scale_tp.conversion.divergence_hooks import ReplicaCheck, register_input_checks
+from scale_tp.conversion.modules import (
+    ColumnParallelMixin,
+    RowParallelMixin,
+    VocabParallelMixin,
+    WidthParallelMixin,
+)
 from scale_tp.conversion.replica_check import check_first_forward
 from scale_tp.conversion.sequence_region import SequenceRegion, find_sequence_region, install_sequence_region
 from scale_tp.conversion.styles import Plan, Style, check_model_plan, resolve_styles
@@ -32,6 +39,8 @@ from scale_tp.layers.module_swap import local_parameter, swap_class
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.random import RegionRNG, may_drop
 from scale_tp.split import check_size
+
+_TAKE_WHOLE_INPUTS = (ColumnParallelMixin, VocabParallelMixin, WidthParallelMixin)
 
 
 def parallelize(
@@ -43,6 +52,8 @@ def parallelize(
     overlap_pieces: int | None = None,
     attention_rules: tuple[AttentionRule, ...] = (),
     sync_module_states: bool = True,
+    check_inputs: bool = False,
+    check_replicas_every: int | None = None,
 ) -> nn.Module:
     """Divides the modules that a plan names between ranks, in place; all ranks of the group call it.
 
@@ -62,6 +73,13 @@ def parallelize(
         attention_rules: Rules for attention modules in addition to `ATTENTION_RULES`; the first that fits counts.
         sync_module_states: Send the values of the group's first rank to all before, so that the parts are those of one
             model. Without it, all ranks have to have the same values, as from one seed or one checkpoint.
+        check_inputs: Compare in each forward, by their bits, what must be the same on all ranks: the model's inputs,
+            and those of its divided layers that take them whole. A difference is a `DivergenceError` with the module,
+            the first place, and each rank's value there. For one run, not for all: it reads all of them once more, and
+            waits for the ranks at each of these layers.
+        check_replicas_every: After how many forwards with gradients to compare the parameters that each rank has whole,
+            such as those of norms, beginning with the first. None is what `SCALE_CHECK_REPLICAS_EVERY` says, or 0:
+            never. A difference is a `DivergenceError`.
 
     Returns:
         The model.
@@ -77,6 +95,7 @@ def parallelize(
     validation.check_arguments(model, plan, attention_rules)
     ranks = tensor_parallel_group(group)
     check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
+    check_every = check_interval(check_replicas_every, default=0)
     is_model_plan = plan is None
     plan = _model_plan(model) if plan is None else plan
     modules = dict(model.named_modules())
@@ -87,11 +106,15 @@ def parallelize(
         validation.check_layers_divided(model, styles)
     rules = (*attention_rules, *ATTENTION_RULES)
     built = _build_plan(model, styles, ranks, sequence_parallel, overlap_pieces, rules)
-    check_same_call("parallelize", built.signature(), ranks)
+    check_same_call("parallelize", f"{built.signature()}; {check_inputs=}, {check_every=}", ranks)
     if ranks.size > 1:
         if sync_module_states:
             _broadcast_values(model, ranks)
         built.apply()
+        if check_inputs:
+            register_input_checks(built.modules_with_whole_inputs(), ranks)
+        if check_every:
+            model.register_forward_pre_hook(ReplicaCheck(ranks, check_every))
     return model
 
 
@@ -145,6 +168,15 @@ class _ConversionPlan:
             dtypes = [param.dtype for param in conversion.module.parameters(recurse=False)]
             found.append(f"{conversion.path} as {conversion.mixin.__name__} of {dtypes}: {conversion.shardings}")
         return "; ".join(found)
+
+    def modules_with_whole_inputs(self) -> dict[str, nn.Module]:
+        """The model, and the divided layers whose inputs are the same on all ranks, by name."""
+        return {"": self.model} | {
+            conversion.path: conversion.module
+            for conversion in self.conversions
+            if conversion.mixin in _TAKE_WHOLE_INPUTS
+            and (self.region is None or not self.region.contains(conversion.path))
+        }
 
     def apply(self) -> None:
         """Divides everything; tied parameters stay tied."""
