@@ -28,9 +28,7 @@ def layer() -> nn.Linear:
 CALLS: dict[str, Callable[[], object]] = {
     "fully_shard": lambda: fully_shard(layer()),
     "OSS": lambda: OSS(layer().parameters(), torch.optim.SGD, lr=0.1),
-    "ShardedDataParallel": lambda: ShardedDataParallel(
-        layer(), OSS(layer().parameters(), torch.optim.SGD, lr=0.1)
-    ),
+    "ShardedDataParallel": lambda: ShardedDataParallel(layer(), OSS(layer().parameters(), torch.optim.SGD, lr=0.1)),
     "AdaScale": lambda: AdaScale(torch.optim.SGD(layer().parameters(), lr=0.1)),
     "DistributedPipe": lambda: DistributedPipe(nn.Sequential(layer(), layer()), chunks=2),
     "ColumnParallelLinear": lambda: ColumnParallelLinear(4, 4),
