@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,11 @@ from scale_core import errors
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency import flight_recorder as last_words
 from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint
+from scale_core.launch import init_distributed
+from scale_core.launch.rendezvous import open_store
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.testing import run_ranks
+from scale_core.testing.ranks import scaled_by_load
 
 
 def tell_each_other() -> list[dict[int, str]]:
@@ -34,6 +40,41 @@ def one_says_nothing() -> dict[int, str]:
     if dist.get_rank() == 0:
         words.publish()
     return words.dump_all_ranks()
+
+
+def freeze_the_host_of_the_store(port: int) -> dict[int, str] | None:
+    """Rank 0 serves the store, and stops for as long as rank 1 looks at what all did last."""
+    ready = open_store("127.0.0.1", port, serve=False, timeout=60)
+    rank = ready.add("rank", 1) - 1
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+    os.environ["MASTER_PORT"] = ready.get("free port").decode()
+    recorder = FlightRecorder(init_distributed(device="cpu", timeout=600.0))
+    recorder.events.append("here")
+    if rank == 0:
+        ready.set("pid", str(os.getpid()))
+        ready.wait(["thawed"])
+        return None
+    host = int(ready.get("pid"))
+    os.kill(host, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        recorder.publish()
+        return recorder.dump_all_ranks()
+    finally:
+        seconds = time.monotonic() - began
+        os.kill(host, signal.SIGCONT)
+        ready.set("thawed", "")
+        assert seconds < scaled_by_load(20)
+
+
+def test_a_store_whose_host_is_frozen_is_waited_for_no_longer_than_others() -> None:
+    serving = open_store("127.0.0.1", 0, serve=True, timeout=60)
+    free = open_store("127.0.0.1", 0, serve=True, timeout=60)
+    serving.set("free port", str(free.port))
+    del free
+    (told,) = [told for told in run_ranks(freeze_the_host_of_the_store, 2, serving.port, backend=None) if told]
+    assert told[1] == "here"
+    assert told[0].startswith("not known: the rendezvous store does not answer; its host")
 
 
 def test_every_rank_reads_what_all_have_left() -> None:

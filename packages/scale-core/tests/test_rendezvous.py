@@ -142,7 +142,7 @@ def test_an_address_where_nobody_answers_is_an_error_within_the_limit(monkeypatc
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(
-        LaunchError, match=r"no store at 127.0.0.1:\d+ within 1 s: nobody answers there.*MASTER_ADDR=127.0.0.1"
+        LaunchError, match=r"no store at 127.0.0.1:\d+ within 1 s: nobody answers.*MASTER_ADDR=127.0.0.1"
     ):
         init_distributed(device="cpu", timeout=1.0)
 
@@ -154,7 +154,7 @@ def test_a_port_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     with pytest.raises(
         LaunchError,
-        match=f"no store at 127.0.0.1:{store.port}.*another program has this port.*MASTER_PORT={store.port}",
+        match=f"no store at 127.0.0.1:{store.port} .*another program has this port",
     ):
         init_distributed(device="cpu", timeout=1.0)
 

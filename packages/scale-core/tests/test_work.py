@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import time
 import warnings
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from scale_core.comm import work as pending
-from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, exchange, reduce_scatter
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import CollectiveWork, wait_for
-from scale_core.errors import TransferError
+from scale_core.comm.work import LIMIT_VARIABLE, CollectiveWork, limit_of, wait_for
+from scale_core.consistency.contract import Contract
+from scale_core.errors import ScaleDistributedError, TransferError
+from scale_core.launch import init_distributed
 from scale_core.testing import run_ranks
 
 
@@ -147,3 +150,41 @@ def test_a_rank_that_nearly_lets_a_wait_fail_is_named_with_its_time(monkeypatch:
     wait_for("all_gather", 3, Slow(), 60.0)
     wait_for("all_gather", 3, Slow(), None)
     CollectiveWork("all_reduce", [(0, Slow())], torch.zeros(1)).cancel()
+
+
+def wait_with_the_limit_of_the_process() -> list[str]:
+    os.environ[LIMIT_VARIABLE] = "0.5"
+    group, told = group_of(), []
+    if group.rank == 0:
+        for wait in (
+            lambda: all_gather(torch.zeros(2), torch.zeros(1), group).wait(),
+            lambda: exchange([1], group),
+            lambda: Contract(group).check_equal("models", ["a"]),
+        ):
+            with pytest.raises(ScaleDistributedError) as caught:
+                wait()
+            told.append(str(caught.value).partition("\n")[0])
+    return told
+
+
+def test_one_variable_is_the_limit_of_every_wait_that_is_given_none() -> None:
+    first, *later = run_ranks(wait_with_the_limit_of_the_process, 2)[0]
+    assert first.startswith(
+        "all_gather with rank 1 failed: no answer within 0.5 s. The process group can't be used any"
+    )
+    assert all("an earlier wait in this process group was too long" in told for told in later), later
+
+
+def test_a_limit_that_is_no_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("", "soon", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv(LIMIT_VARIABLE, text)
+        with pytest.raises(
+            ValueError, match=f"expected a number of seconds above 0 in SCALE_LIMIT_SECONDS, got {text!r}"
+        ):
+            limit_of(None, None)
+        with pytest.raises(ValueError, match="SCALE_LIMIT_SECONDS"):
+            init_distributed()
+    monkeypatch.setenv(LIMIT_VARIABLE, "2.5")
+    assert limit_of(None, None) == 2.5 and limit_of(None, 1.0) == 1.0
+    monkeypatch.delenv(LIMIT_VARIABLE)
+    assert limit_of(None, None) == 600.0

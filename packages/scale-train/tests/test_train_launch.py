@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +22,12 @@ ARGUMENTS = (
     f"--steps {STEPS} --warmup 2 --sample-length 0 --device cpu --ranks 2 --log-every 1 --log-format json"
 ).split()
 
+UNDER_TORCHRUN = " ".join(ARGUMENTS).replace("--ranks 2 ", "").split()
+
 
 @contextmanager
-def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "scale_train", *ARGUMENTS, *arguments]
+def program(*arguments: str, command: list[str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    command = command or [sys.executable, "-m", "scale_train", *ARGUMENTS, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -40,10 +43,17 @@ def pid_of_rank(rank: int, process: subprocess.Popen[str]) -> int:
     raise AssertionError(f"there is no rank {rank}")
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        if json.loads(line).get("step") == step:
+        if line.startswith("{") and json.loads(line).get("step") == step:
             return
     assert process.stderr is not None
     raise AssertionError(f"ended before step {step}: {process.stderr.read()}")
@@ -86,6 +96,55 @@ def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_cur
     assert main([*ARGUMENTS, "--resume", "broken"]) == 0
     assert losses("broken") == losses("whole")
     assert len(losses("whole")) == STEPS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
+def test_torchrun_starts_ranks_again_and_they_go_on_to_the_same_curve():
+    assert main([*ARGUMENTS, "--out", "whole"]) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    command += ["-m", "scale_train", *UNDER_TORCHRUN, "--out", "restarted"]
+    with program(command=command) as agent:
+        wait_for_step(agent, 3)
+        os.kill(pid_of_rank(1, agent), signal.SIGKILL)
+        _, err = agent.communicate(timeout=600)
+    assert agent.returncode == 0, err
+    assert "scale-train, rank 0: lost the other ranks after step" in err and "Connection closed" not in err
+    assert losses("restarted") == losses("whole")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
+def test_ranks_end_with_torchruns_agent():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    command += [
+        "--rdzv-endpoint=127.0.0.1:0",
+        "-m",
+        "scale_train",
+        *UNDER_TORCHRUN,
+        "--out",
+        "run",
+        "--steps",
+        "100000",
+    ]
+    with program(command=command) as agent:
+        wait_for_step(agent, 2)
+        ranks = [pid_of_rank(rank, agent) for rank in range(2)]
+        agent.kill()
+        deadline = time.monotonic() + 60
+        while any(is_running(pid) for pid in ranks):
+            assert time.monotonic() < deadline, "ranks are left without their agent"
+            time.sleep(0.05)
+
+
+def test_a_request_to_end_to_one_rank_is_obeyed_by_all_after_one_step_and_two_are_one():
+    with program("--out", "stopped", "--steps", "100000") as started:
+        wait_for_step(started, 2)
+        rank = pid_of_rank(1, started)
+        for _ in range(2):
+            os.kill(rank, signal.SIGTERM)
+        _, err = started.communicate(timeout=600)
+    assert started.returncode == 143, err
+    assert err.startswith("scale-train: stopped after step ") and "which is saved" in err and err.count("\n") == 1
 
 
 def test_what_all_ranks_find_wrong_is_said_once(capfd):

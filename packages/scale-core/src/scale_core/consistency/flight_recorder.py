@@ -29,9 +29,7 @@ _GRACE_SECONDS = 5.0
 _GONE_GRACE_SECONDS = 0.5
 # How long the store itself may take to answer, and what is said where it does not.
 _STORE_SECONDS = 2.0
-_NO_STORE = (
-    "not known: the rendezvous store does not answer, so its host (torchrun's agent, or rank 0) is gone or frozen"
-)
+_NO_STORE = "not known: the rendezvous store does not answer; its host (torchrun's agent, or rank 0) is gone or frozen"
 # How many events a rank keeps, and how many of them an error quotes.
 _LAST_EVENTS = 12
 _TOLD_EVENTS = 4

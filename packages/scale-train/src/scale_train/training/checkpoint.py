@@ -10,6 +10,7 @@ few numbers: the step, from which the learning rate and the random state follow,
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -158,7 +159,13 @@ class RunPaths:
 
 
 def resolve_paths(run: RunOptions) -> RunPaths:
-    """Finds the checkpoint to resume and the folder of this run, which is made; an InputError where they don't fit."""
+    """Finds the checkpoint to resume and the folder of this run, which is made; an InputError where they don't fit.
+
+    Where torchrun has started the ranks again, the folder of `--out` is their own, and its last checkpoint is resumed.
+    """
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted and run.out is not None and (run.out / CHECKPOINTS).is_dir():
+        return RunPaths(run.out, latest_snapshot(run.out / CHECKPOINTS))
     try:
         point = _resume_point(run.resume) if run.resume is not None else None
     except OSError as error:
