@@ -140,7 +140,9 @@ def test_copies_that_come_apart_are_found_at_the_next_check_on_all_ranks() -> No
     assert all(result == results[0] for result in results)
     text, passed = results[0]
     assert passed == [1, 2]
-    assert "step 3: 1 of 6 tensors" in text and "'1.weight' [4, 8]: each of the ranks 1, 3 has values of its own" in text
+    assert (
+        "step 3: 1 of 6 tensors" in text and "'1.weight' [4, 8]: each of the ranks 1, 3 has values of its own" in text
+    )
 
 
 def test_hybrid_sharding_equals_the_plain_model_to_the_bit() -> None:

@@ -20,6 +20,7 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.comm.work import CollectiveWork
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
+from scale_core.consistency.late_ranks import LateRanks
 from scale_core.divergence import check_replicas
 from scale_core.errors import ContractError, DivergenceError, ScaleDistributedError, StepError, TransferError
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
@@ -44,6 +45,7 @@ __all__ = [
     "FlatLayout",
     "Group",
     "GroupLike",
+    "LateRanks",
     "Placement",
     "ScaleDistributedError",
     "Shard",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -42,6 +42,8 @@ next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # Whether torch.profiler records now. If it ends while gloo still carries a collective that was started under it, torch
 # 2.13 writes to memory that the profiler has freed, and the process crashes later.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# What stands in the place of a `record_function` while none records: making one takes 100 times as long as asking.
+NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:

@@ -55,7 +55,9 @@ class DivergenceError(ContractError):
         ranks: Those of the group's ranks that hold others than most do.
     """
 
-    def __init__(self, message: str, *, step: int = 0, names: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, step: int = 0, names: tuple[str, ...] = (), ranks: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(message, step=step)
         self.names = names
         self.ranks = ranks

@@ -125,7 +125,9 @@ class OSS(OSSStateDictMixin):
         self.group = ranks_of_shards(self._all_params()) if group is None else group_of(group)
         check_no_layer_shards(self.param_groups, self.group)
         self.contract = Contract(self.group, limit_seconds)
-        settings = f"{optim.__name__}, elementwise={self.elementwise}, {together=}, {bucket_numel} elements per bucket, "
+        settings = (
+            f"{optim.__name__}, elementwise={self.elementwise}, {together=}, {bucket_numel} elements per bucket, "
+        )
         settings += f"check_replicas_every={self._check_every}"
         self.contract.check_equal("the parameters given to OSS", [settings, *describe_groups(self.param_groups)])
         self._assigner = BucketAssigner(

@@ -214,6 +214,8 @@ class Root(UnitContext):
     def reshard_and_reduce(self, unit: Unit) -> None:
         """After a backward: releases a unit, shows its shards, and starts to reduce its gradients."""
         unit.in_backward = False
+        if unit.ranges:
+            unit.close_range()
         self._release(unit, self.keeps_after_backward)
         if not unit.kept_unsharded:
             unit.to_sharded()

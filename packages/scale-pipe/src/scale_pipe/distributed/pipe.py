@@ -153,7 +153,6 @@ class DistributedPipe(StageModuleView):
         self._shared = SharedParams(shared, shared_names, placement, self.group.rank, self)
         self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
         self._check_every = check_interval(check_replicas_every) if shared else 0
-        self._num_steps = 0
         register_stages(self)
 
     @property
@@ -232,9 +231,9 @@ class DistributedPipe(StageModuleView):
                     if self._grads.step is not None:
                         self._grads.close()
         assert loss is not None
-        self._num_steps += 1
-        if self._check_every and self._num_steps % self._check_every == 1 % self._check_every:
-            compare_replicas(list(self._shared.copies.items()), self._contract, self._num_steps)
+        self._contract.step += 1
+        if self._check_every and self._contract.step % self._check_every == 1 % self._check_every:
+            compare_replicas(list(self._shared.copies.items()), self._contract, self._contract.step)
         if self._solve_pending:
             self._steps_until_solve -= 1
             if not self._steps_until_solve:
