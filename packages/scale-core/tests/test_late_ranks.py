@@ -53,8 +53,8 @@ def test_a_rank_that_the_others_wait_for_is_named_with_its_milliseconds() -> Non
     warnings = [text for text in texts if "rank 2 of 3 came" in text]
     assert len(warnings) == 2 and all(not other_texts for _, other_texts in others)
     assert re.match(
-        r"WARNING scale_core.consistency.late_ranks: rank 2 of 3 came \d+ ms after the others on average over the last 2 "
-        r"steps \(step 2; ms waited per step, by rank: \d+, \d+, \d+\): find out what keeps it",
+        r"WARNING scale_core.consistency.late_ranks: rank 2 of 3 came \d+ ms after the others on average over the last "
+        r"2 steps \(step 2; ms waited per step, by rank: \d+, \d+, \d+\): find out what keeps it",
         warnings[0],
     )
 

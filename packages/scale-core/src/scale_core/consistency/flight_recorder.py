@@ -23,6 +23,7 @@ _GONE_GRACE_SECONDS = 0.5
 # How many events a rank keeps, and how many of them an error quotes.
 _LAST_EVENTS = 12
 _TOLD_EVENTS = 4
+_TOLD_NCCL = 2  # Of NCCL's unfinished collectives: the others wait behind them.
 
 
 class FlightRecorder:
@@ -45,7 +46,9 @@ class FlightRecorder:
         store = compat.default_store()
         if store is not None:
             try:
-                store.set(f"{self._name}/{self._group.rank}", json.dumps([str(event) for event in self.events]))
+                events = [str(event) for event in self.events]
+                events += unfinished_on_nccl() if self._group.backend == "nccl" else []
+                store.set(f"{self._name}/{self._group.rank}", json.dumps(events))
             except Exception:  # The store may have died with the rank that hosts it; the error at hand matters more.
                 return
 
@@ -65,6 +68,16 @@ class FlightRecorder:
             except Exception:  # As above: no record of this rank.
                 continue
         return texts
+
+
+def unfinished_on_nccl() -> list[str]:
+    """The collectives that NCCL has begun on this rank and not ended, by torch's own flight recorder, if it runs."""
+    return [
+        f"NCCL: {str(entry.get('profiling_name', 'a collective')).removeprefix('nccl:')} number "
+        f"{entry.get('collective_seq_id', '?')} of {list(entry.get('input_sizes', []))} is {entry.get('state', 'open')}"
+        for entry in compat.nccl_trace()
+        if entry.get("state") != "completed"
+    ][-_TOLD_NCCL:]
 
 
 _snapshots: list[str] = []

@@ -58,6 +58,7 @@ def init_distributed(
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     if kind == "cuda":
         _take_device(place.local_rank)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's last collectives, which errors read.
     store = _rendezvous(place, timeout)
     dist.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -49,6 +50,8 @@ from scale_pipe.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
     from scale_pipe.schedules.simulation import ScheduleSimulation
+
+_logger = logging.getLogger(__name__)
 
 _MEASURED_STEP = 2  # The first one is slower than all that follow.
 
@@ -154,6 +157,13 @@ class DistributedPipe(StageModuleView):
         self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
         self._check_every = check_interval(check_replicas_every) if shared else 0
         register_stages(self)
+        if self.group.rank == 0:
+            _logger.info(
+                "DistributedPipe: %d stages on %d ranks (stages by rank: %s), schedule %s of %d micro-batches, %d "
+                "shared parameters; checkpoint=%s",
+                *(self._schedule.num_stages, self.group.size, placement.stages_of, self._schedule.name, self.chunks),
+                *(len(shared), checkpoint),
+            )
 
     @property
     def schedule(self) -> Schedule:
