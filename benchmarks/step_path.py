@@ -4,6 +4,7 @@
     python benchmarks/step_path.py fully_shard --calls            # one, with the functions in order
     python benchmarks/step_path.py --smoke                        # one technique
     python benchmarks/step_path.py --json                         # for `packages/test_step_path.py`, which holds limits
+    python benchmarks/step_path.py --ranges                       # what a step is called in a trace of torch.profiler
     python benchmarks/step_path.py --date 2026-11-23              # also writes results/2026-11-23-step_path.*
 
 A small net (a linear layer, three blocks of a norm and two linear layers, a linear layer) trains on two ranks over
@@ -280,11 +281,25 @@ def trace_step(technique: str) -> Trace:
     return trace
 
 
+def trace_ranges(technique: str) -> list[str]:
+    """Trains on this rank, and returns the names that the third step has in the trace of torch's profiler."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    step = TECHNIQUES[technique](torch.distributed.get_rank())
+    for _ in range(2):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+        torch.distributed.barrier()
+    return sorted({event.key for event in profiler.key_averages() if event.key.startswith("scale_")})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("techniques", nargs="*", metavar="TECHNIQUE", help=f"of {', '.join(TECHNIQUES)}; all of them")
     parser.add_argument("--calls", action="store_true", help="print the functions, too")
     parser.add_argument("--json", action="store_true", help="print figures for a program in place of a table")
+    parser.add_argument("--ranges", action="store_true", help="print as JSON what a trace of torch.profiler names")
     parser.add_argument("--smoke", action="store_true", help="one technique")
     parser.add_argument("--date", help="write results of this date")
     options = parser.parse_args()
@@ -292,6 +307,9 @@ def main() -> None:
     if unknown:
         parser.error(f"no technique {unknown[0]!r}: choose from {', '.join(TECHNIQUES)}")
     names = ["fully_shard"] if options.smoke else options.techniques or list(TECHNIQUES)
+    if options.ranges:
+        print(json.dumps({name: run_ranks(trace_ranges, 2, name)[0] for name in names}))
+        return
     traces = {name: run_ranks(trace_step, 2, name)[0] for name in names}
     if options.json:
         print(json.dumps({name: _figures(trace) for name, trace in traces.items()}))

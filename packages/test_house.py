@@ -45,6 +45,25 @@ FILES_AND_JUMPS = {
     "checkpoint_wrapper": (3, 26),
 }
 """Of one steady step: how many files of ours it may enter, and how often it may go from one to another."""
+NAMES_IN_A_TRACE = {
+    "fully_shard": [
+        f"scale_fsdp::{phase} (blocks.2)"
+        for phase in ("all_gather", "wait_all_gather", "forward", "backward", "reduce_scatter", "wait_reduce_scatter")
+    ],
+    "ShardedDataParallel": [
+        f"scale_oss::{phase} (bucket 0 of optimizer 0)"
+        for phase in ("reduce_scatter", "wait_reduce_scatter", "all_gather", "wait_all_gather")
+    ],
+    "DistributedPipe": [
+        "scale_pipe::forward (stage 0, micro-batch 3)",
+        "scale_pipe::backward (stage 0, micro-batch 3)",
+        "scale_pipe::wait_receive (gradient of stage 1 for stage 0, micro-batch 3)",
+    ],
+    "Pipe": ["scale_pipe::fetch (partition 1, micro-batch 3)", "scale_pipe::run (partition 1, micro-batch 3)"],
+    "parallelize": ["scale_tp::all_reduce [8, 16]"],
+    "ColumnParallelLinear": ["scale_tp::all_reduce [8, 4]"],
+}
+"""Of one step in a trace of torch.profiler, on rank 0: some names for each technique."""
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper", "internal"}
 
 each_package = pytest.mark.parametrize("package", PACKAGES)
@@ -292,6 +311,16 @@ def test_a_step_passes_few_files() -> None:
         files, jumps = FILES_AND_JUMPS[name]
         assert step["files"] <= files, f"{name} passes {step['files']} files, and {files} are enough: {step['path']}"
         assert step["jumps"] <= jumps, f"{name} goes from file to file {step['jumps']} times, and {jumps} are enough"
+
+
+def test_a_trace_of_a_profiler_names_units() -> None:
+    """`python benchmarks/step_path.py --ranges` prints all names."""
+    script = HOME.parent / "benchmarks" / "step_path.py"
+    command = [sys.executable, script, *NAMES_IN_A_TRACE, "--ranges"]
+    printed = subprocess.run(command, capture_output=True, check=True).stdout
+    ranges = json.loads(printed.splitlines()[-1])  # The profiler may print lines of its own.
+    for technique, names in NAMES_IN_A_TRACE.items():
+        assert set(names) <= set(ranges[technique]), f"{technique} has {ranges[technique]}"
 
 
 def test_the_picture_shows_the_house_as_it_is() -> None:

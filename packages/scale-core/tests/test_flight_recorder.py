@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from scale_core import errors
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency import flight_recorder as last_words
-from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint
+from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint, unfinished_on_nccl
 from scale_core.launch import init_distributed
 from scale_core.launch.rendezvous import open_store
 from scale_core.snapshot import load_snapshot, save_snapshot
@@ -87,6 +88,36 @@ def test_a_rank_that_left_no_word_is_named_after_a_short_wait() -> None:
     for words in run_ranks(one_says_nothing, 2):
         assert words[0] == "here"
         assert words[1].startswith("no flight record")
+
+
+def test_unfinished_collectives_on_nccl_are_told_where_torch_recorded_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps them where it was built with NCCL; here a stand-in for its dump."""
+    entries = [
+        {"profiling_name": "nccl:all_gather", "collective_seq_id": 6, "state": "completed", "input_sizes": [[4]]},
+        {"profiling_name": "nccl:reduce_scatter", "collective_seq_id": 7, "state": "started", "input_sizes": [[8]]},
+        {"profiling_name": "nccl:all_gather", "collective_seq_id": 8, "state": "scheduled", "input_sizes": [[4]]},
+    ]
+
+    def dump(**options: bool) -> bytes:
+        assert options["onlyActive"]
+        return pickle.dumps({"version": "2.10", "entries": entries})
+
+    def broken(**options: bool) -> bytes:
+        raise RuntimeError
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", dump, raising=False)
+    told = ["NCCL: reduce_scatter number 7 of [[8]] is started", "NCCL: all_gather number 8 of [[4]] is scheduled"]
+    assert unfinished_on_nccl() == told
+    store = dist.HashStore()
+    monkeypatch.setattr(last_words.compat, "default_store", lambda: store)
+    recorder = FlightRecorder(Group(backend="nccl"))
+    recorder.events.append("step 3: gather of unit 'a'")
+    recorder.publish()
+    assert recorder.dump_all_ranks()[0] == "; then ".join(["step 3: gather of unit 'a'", *told])
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", broken, raising=False)
+    assert unfinished_on_nccl() == []
+    monkeypatch.delattr(torch._C._distributed_c10d, "_dump_nccl_trace", raising=False)
+    assert unfinished_on_nccl() == []
 
 
 def test_only_the_last_few_words_are_told() -> None:

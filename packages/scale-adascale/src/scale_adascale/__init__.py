@@ -10,10 +10,14 @@
 - `gain_scheduler`: a training that is counted in steps of the small batch.
 """
 
+import logging
+
 from scale_adascale.adascale import AdaScale, AdaScaleWrapper
 from scale_adascale.batch_size import Suggestion, fit_speed, halves, legw, linear, square_root, suggest_batch_size
 from scale_adascale.gain_scheduler import GainScheduler, until_steps
 from scale_adascale.noise_scale import NoiseScale
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = [

@@ -5,6 +5,8 @@ begin with `recompute`. `offload/` moves saved tensors to the host or to a file.
 measurement, and `memory_tracker` shows memory by module.
 """
 
+import logging
+
 from scale_checkpoint.memory_tracker import (
     LayerMemoryTracker,
     LayerTrace,
@@ -19,6 +21,8 @@ from scale_checkpoint.recompute.batch_norm import patch_batchnorm
 from scale_checkpoint.recompute.determinism_check import RecomputationError, check_recomputation
 from scale_checkpoint.state import disable_checkpointing, is_checkpointing, is_recomputing
 from scale_checkpoint.wrapper import apply_checkpointing, checkpoint_modules, checkpoint_wrapper, is_checkpointed
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = [

@@ -14,6 +14,8 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `launch/`, `testing/`, `simulate/`: starting ranks, tests on ranks, and one process that simulates a rank of many.
 """
 
+import logging
+
 from scale_core import torch_patches as _torch_patches  # noqa: F401  # It patches torch at the first shard.
 from scale_core.autograd_hooks import register_grad_published_hook, register_local_grad_hook, register_reduced_grad_hook
 from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
@@ -21,6 +23,7 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.comm.work import CollectiveWork
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
+from scale_core.consistency.late_ranks import LateRanks
 from scale_core.divergence import check_replicas
 from scale_core.errors import ContractError, DivergenceError, ScaleDistributedError, StepError, TransferError
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
@@ -30,6 +33,8 @@ from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Placement, Shard, full_numel, full_shape, set_shard, shard_of
 from scale_core.state.param_ownership import num_parameters
 from scale_core.uneven_inputs import join
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = [
@@ -45,6 +50,7 @@ __all__ = [
     "FlatLayout",
     "Group",
     "GroupLike",
+    "LateRanks",
     "Placement",
     "ScaleDistributedError",
     "Shard",

@@ -8,8 +8,9 @@ the simulated accelerator has a file of its own, `simulate.fake_device`.
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -42,6 +43,8 @@ next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # Whether torch.profiler records now. If it ends while gloo still carries a collective that was started under it, torch
 # 2.13 writes to memory that the profiler has freed, and the process crashes later.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# What stands in the place of a `record_function` while none records: making one takes 100 times as long as asking.
+NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
@@ -64,6 +67,20 @@ def control_device(group: dist.ProcessGroup, wished: torch.device = _HOST) -> to
 def reaches_host(group: dist.ProcessGroup) -> bool:
     """Whether a group moves tensors on the host by itself."""
     return _HOST.type in _device_types(group)
+
+
+def nccl_trace() -> list[dict[str, Any]]:
+    """What torch's flight recorder knows of collectives on NCCL that have not ended; [] where there is none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None) if dist.is_available() else None
+    if dump is None:
+        return []
+    try:
+        # Pickled by torch in this process, a moment ago.
+        found = pickle.loads(dump(includeCollectives=True, includeStackTraces=False, onlyActive=True))
+    except Exception:  # It only adds to an error, whatever it says in this version of torch.
+        return []
+    entries: list[dict[str, Any]] = found.get("entries", []) if isinstance(found, dict) else []
+    return entries
 
 
 def gloo_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:

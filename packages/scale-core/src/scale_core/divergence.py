@@ -16,7 +16,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -146,12 +146,12 @@ def compare_inputs(tensors: Sequence[tuple[str, Tensor]], module: str, group: Gr
         if all(row == rows[0] for row in rows):
             return
     mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-    every: list[Any] = all_gather_json([mine, digests], contract, event)
-    names_by_rank = [names for names, _ in every]
+    names_by_rank = all_gather_json(mine, contract, event)
     if any(names != names_by_rank[0] for names in names_by_rank):
         found = by_rank([", ".join(names) or "no tensors" for names in names_by_rank])
     else:
-        number = next(n for n in range(len(digests)) if len({digests[n] for _, digests in every}) > 1)
+        by_tensor = zip(*all_gather_json(digests, contract, event), strict=True)
+        number = next(number for number, found in enumerate(by_tensor) if len(set(found)) > 1)
         found = f"{mine[number]}, first {_first_difference(tensors[number][1], contract, event)}"
     raise DivergenceError(
         f"'{module}' is given other inputs on some of the ranks {list(group.ranks)}, which must all be given the same: "

@@ -6,6 +6,7 @@ and devices, `offload` keeps optimizer state on the host. A training step is in 
 """
 
 import importlib
+import logging
 import typing
 
 from scale_core.errors import StepError
@@ -39,6 +40,8 @@ if typing.TYPE_CHECKING:
     from scale_fsdp.ema import ShardedEMA
     from scale_fsdp.offload.optimizer import OffloadOptimizer
     from scale_fsdp.reshard.reshard import reshard_to
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = [

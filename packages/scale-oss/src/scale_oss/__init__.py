@@ -8,10 +8,14 @@
 - `chained_optimizer`: two optimizers for one model, as one.
 """
 
+import logging
+
 from scale_core.errors import StepError
 from scale_oss.chained_optimizer import SplitOptimizer, split_by
 from scale_oss.oss import OSS
 from scale_oss.sharded_ddp import ShardedDataParallel
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = ["OSS", "ShardedDataParallel", "SplitOptimizer", "StepError", "split_by"]

@@ -12,11 +12,13 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.profiler import record_function
 
 from scale_core import uneven_inputs
 from scale_core.autograd_hooks import call_local_grad_hooks, local_grad_hooks
 from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
+from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.execution_order import Event
 from scale_core.flat.reduction import FlatGradient, Reduction
 from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
@@ -141,7 +143,8 @@ class Bucket:
             call_local_grad_hooks([self.params[i] for i in given], [self.view(i, flat) for i in given])
         if share is not None and share.weight not in (0, 1):
             flat.mul_(share.weight)
-        self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
+        with record_function(f"scale_oss::reduce_scatter ({self.title})") if profiler_runs() else NO_RANGE:
+            self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
 
     def commit(self) -> None:
         """Adds the reduced gradients, which have arrived, to those of the pieces."""
@@ -223,7 +226,8 @@ class Bucket:
         else:
             self._wire_buffer = target = self.full.new_empty(self.full.shape, dtype=self._wire_dtype)
             sent = self._init_master().to(self._wire_dtype)
-        self._gather.append(all_gather(target, sent, self.group, sizes=self._sizes, tag=tag))
+        with record_function(f"scale_oss::all_gather ({self.title})") if profiler_runs() else NO_RANGE:
+            self._gather.append(all_gather(target, sent, self.group, sizes=self._sizes, tag=tag))
         self.is_gathering = True
         if self.group.size == 1:
             self.wait()  # Nothing is sent.
@@ -245,7 +249,8 @@ class Bucket:
         self.is_gathering = False
         if not self._gather:
             return
-        self._gather.pop().wait(limit_seconds)
+        with record_function(f"scale_oss::wait_all_gather ({self.title})") if profiler_runs() else NO_RANGE:
+            self._gather.pop().wait(limit_seconds)
         if self._wire_buffer is not None:
             self.full.copy_(self._wire_buffer)
             self._wire_buffer = None

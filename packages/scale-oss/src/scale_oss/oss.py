@@ -6,6 +6,7 @@ state of that part alone, and an all-gather brings the updated parts to all rank
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import weakref
@@ -33,6 +34,7 @@ from scale_oss.state_dict import OSSStateDictMixin, StateByParam
 from scale_oss.state_placement import ranks_of_shards
 
 _MASTER = "master_param"
+_logger = logging.getLogger(__name__)
 
 BUCKET_NUMEL = 2**23  # Elements of a bucket, some tens of megabytes: enough for full speed, small against a model.
 
@@ -149,6 +151,19 @@ class OSS(OSSStateDictMixin):
         self.state = StateByParam((self.optim, self.placements))
         self._check_initial_state()
         self._built = True
+        if self.group.rank == 0:
+            _logger.info(
+                "OSS of %s: %d parameters over %d ranks in %d buckets of %d bytes in all, %d of shards that are "
+                "stepped on in place, %d of shards that are put together; %s",
+                optim.__name__,
+                len(self._all_params()),
+                self.group.size,
+                len(self.buckets),
+                sum(bucket.full.nbytes for bucket in self.buckets),
+                len(self.in_place_buckets),
+                len(self.full_param_buckets),
+                "the first rank updates all" if together else f"tensors are {'cut' if self.elementwise else 'whole'}",
+            )
 
     def _build_optimizer(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
         """The optimizer of this rank's part; what it refuses on one rank, as Muon a vector, is raised on all."""

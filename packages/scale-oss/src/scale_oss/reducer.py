@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from scale_core.autograd_hooks import after_gradient, in_backward, register_post_backward, weak_hook
+from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.all_ranks import all_gather_failures, all_gather_json, format_abort
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
@@ -118,7 +120,9 @@ class ReductionSchedule:
     def _wait(self) -> None:
         number, self._reducing = self._reducing, None
         if number is not None:
-            self._contract.wait(self._buckets[number].reduce_event, self._buckets[number].reduction.wait)
+            bucket = self._buckets[number]
+            with record_function(f"scale_oss::wait_reduce_scatter ({bucket.title})") if profiler_runs() else NO_RANGE:
+                self._contract.wait(bucket.reduce_event, bucket.reduction.wait)
 
 
 # A backward that one rank skips, as where its loss failed or a batch was skipped, leaves the others waiting in theirs.

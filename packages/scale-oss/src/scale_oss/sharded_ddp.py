@@ -6,6 +6,7 @@ parallelism: a reduce-scatter of gradients, and an all-gather of updated paramet
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from scale_core.shard import unit_shard_of
 from scale_oss.bucket import Bucket
 from scale_oss.oss import OSS
 from scale_oss.reducer import Reducer
+
+_logger = logging.getLogger(__name__)
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -266,6 +269,13 @@ class ShardedDataParallel(nn.Module):
             self._sync_model()
         watch_optimizers()
         self._register_new_buckets()
+        if self.group.rank == 0:
+            _logger.info(
+                "ShardedDataParallel of %s: gradients in %d buckets over %d ranks; broadcast_buffers=%s, "
+                "reduce_fp16=%s, overlap_gather=%s",
+                *(type(module).__name__, len(self._buckets), self.group.size),
+                *(broadcast_buffers, reduce_fp16, overlap_gather),
+            )
 
     # Forward.
 

@@ -1,6 +1,7 @@
 """Pipeline parallelism for PyTorch: schedules that are computed, checked and seen."""
 
 import importlib
+import logging
 import typing
 
 from scale_pipe.schedules.action import Action, Kind, TimedAction
@@ -30,6 +31,8 @@ if typing.TYPE_CHECKING:
     from scale_pipe.skip.layout import verify_skippables
     from scale_pipe.skip.namespace import Namespace, pop, stash
     from scale_pipe.skip.skippable import skippable
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = [

@@ -6,6 +6,8 @@
 `state_dict`.
 """
 
+import logging
+
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.context_parallel.load_balance import join_sequence, position_ids, split_sequence
@@ -72,6 +74,8 @@ from scale_tp.split import (
     split_tensor_along_last_dim,
 )
 from scale_tp.state_dict import full_state_dict, load_full_state_dict
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = [

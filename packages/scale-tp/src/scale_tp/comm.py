@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from scale_core.comm.collectives import (
     UNIT_TAGS,
@@ -27,6 +28,7 @@ from scale_core.comm.collectives import (
     reduce_scatter,
 )
 from scale_core.comm.group import Group
+from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
 from scale_core.errors import TransferError
 from scale_tp.split import even_sizes
@@ -66,6 +68,9 @@ def sum_in_rank_order(summands: Sequence[Tensor] | Tensor) -> Tensor:
     return total.to(summands[0].dtype)
 
 
+_COLLECTIVES = {"a sum": "all_reduce", "a gathering": "all_gather", "a sum by parts": "reduce_scatter"}
+
+
 class PendingTensor(NamedTuple):
     """A tensor that is being communicated: the collective under way, and what turns its result into the tensor."""
 
@@ -75,10 +80,16 @@ class PendingTensor(NamedTuple):
     work: CollectiveWork
     finish: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def _title(self) -> str:
+        """Its name in the trace of a profiler."""
+        return f"scale_tp::{_COLLECTIVES.get(self.op, self.op)} {list(self.tensor.shape)}"
+
     def wait(self) -> Tensor:
         """Returns the tensor; a `TransferError` says what was communicated."""
         try:
-            found = self.work.wait()
+            with record_function(self._title) if profiler_runs() else NO_RANGE:
+                found = self.work.wait()
             return found if self.finish is None else self.finish(found)
         except TransferError as error:
             error.add_note(

@@ -1,10 +1,13 @@
 """The training program of scale: every technique behind one command."""
 
+import logging
 import typing
 
 if typing.TYPE_CHECKING:
     from scale_train.training.reporters import initialisation_bar
     from scale_train.wrapped_modules import with_wrapped_modules
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = ["initialisation_bar", "with_wrapped_modules"]

@@ -7,6 +7,7 @@ for, and every failure is raised there, as one kind of error.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -65,6 +66,15 @@ def limit_of(process_group: dist.ProcessGroup | None, limit_seconds: float | Non
     if process_group is None or dist.get_backend(process_group) == "fake":
         return _LIMIT_SECONDS
     return min(compat.time_limit(process_group).total_seconds(), _LIMIT_SECONDS)
+
+
+_logger = logging.getLogger(__name__)
+
+
+class WaitClock:
+    """The seconds that this process has waited for other ranks on the host; `late_ranks` compares them."""
+
+    seconds = 0.0
 
 
 class Work(Protocol):
@@ -181,19 +191,20 @@ def wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None,
     try:
         if limit_seconds is None:
             work.wait()
-            return
-        work.wait(timedelta(seconds=limit_seconds))
+        else:
+            work.wait(timedelta(seconds=limit_seconds))
     except RuntimeError as error:
         raise TransferError(op, peer, _first_line(error), rank=rank) from error
     waited = time.monotonic() - began
-    if waited > max(limit_seconds / 2, _LONG_SECONDS):
+    WaitClock.seconds += waited
+    if limit_seconds is not None and waited > max(limit_seconds / 2, _LONG_SECONDS):
         whom = "the group" if peer is None else f"rank {peer}"
-        warnings.warn(
+        message = (
             f"{op} waited {1000 * waited:.0f} ms for {whom}, more than half of limit_seconds={limit_seconds:g}, at "
-            "which a wait is an error: find out what keeps that rank, or raise the limit",
-            RuntimeWarning,
-            stacklevel=3,
+            "which a wait is an error: find out what keeps that rank, or raise the limit"
         )
+        _logger.warning(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _first_line(error: BaseException) -> str:

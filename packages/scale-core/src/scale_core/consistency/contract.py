@@ -34,6 +34,7 @@ from scale_core.consistency.flight_recorder import (
     format_failures,
     recovery_hint,
 )
+from scale_core.consistency.late_ranks import late_ranks_by_environment
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 
 _CHECKED_PASSES = 2
@@ -196,6 +197,7 @@ class Contract:
         self._flight_recorder = FlightRecorder(group)
         self._abort_message = abort_message
         self._of = of
+        self._late_ranks = late_ranks_by_environment(group)
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:
         """Checks that every rank has these lines.
@@ -259,6 +261,8 @@ class Contract:
         if not self.is_single_rank:
             # The pass is over only then: one that is given up here was none, on any rank.
             rows = self._compare(END, self._fingerprint(), notes)
+            if self._late_ranks is not None:
+                self._late_ranks.step()
         self.history.end(closes=True)
         self._chain = 0
         self._unchecked_events.clear()

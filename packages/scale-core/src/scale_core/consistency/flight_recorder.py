@@ -33,6 +33,7 @@ _NO_STORE = "not known: the rendezvous store does not answer; its host (torchrun
 # How many events a rank keeps, and how many of them an error quotes.
 _LAST_EVENTS = 12
 _TOLD_EVENTS = 4
+_TOLD_NCCL = 2  # Of NCCL's unfinished collectives: the others wait behind them.
 
 
 class FlightRecorder:
@@ -54,8 +55,9 @@ class FlightRecorder:
         """Writes this rank's events to the store, if there is one and it can be reached."""
         store = compat.default_store()
         if store is not None:
-            text = json.dumps([str(event) for event in self.events])
-            _run_for(_STORE_SECONDS, lambda: store.set(f"{self._name}/{self._group.rank}", text))
+            events = [str(event) for event in self.events]
+            events += unfinished_on_nccl() if self._group.backend == "nccl" else []
+            _run_for(_STORE_SECONDS, lambda: store.set(f"{self._name}/{self._group.rank}", json.dumps(events)))
 
     def dump_all_ranks(self, gone: int | None = None) -> dict[int, str]:
         """Every rank's last events, by rank; waits some seconds for those that have published none yet."""
@@ -84,6 +86,16 @@ class FlightRecorder:
 
 def _no_record(rank: int, gone: int | None) -> str:
     return f"no flight record: it has exited{'' if rank == gone else ', or is blocked elsewhere'}"
+
+
+def unfinished_on_nccl() -> list[str]:
+    """The collectives that NCCL has begun on this rank and not ended, by torch's own flight recorder, if it runs."""
+    return [
+        f"NCCL: {str(entry.get('profiling_name', 'a collective')).removeprefix('nccl:')} number "
+        f"{entry.get('collective_seq_id', '?')} of {list(entry.get('input_sizes', []))} is {entry.get('state', 'open')}"
+        for entry in compat.nccl_trace()
+        if entry.get("state") != "completed"
+    ][-_TOLD_NCCL:]
 
 
 def _run_for(seconds: float, act: Callable[[], object]) -> None:

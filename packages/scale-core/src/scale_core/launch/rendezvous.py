@@ -75,6 +75,7 @@ def init_distributed(
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     if kind == "cuda":
         _take_device(place.local_rank)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's last collectives, which errors read.
     store = _rendezvous(place, timeout, config)
     try:
         dist.init_process_group(

@@ -18,6 +18,7 @@ for the same reductions in the same order, so the hooks run in one order on all 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,8 @@ from scale_fsdp.runtime.checks import check_units, describe_units, param_replace
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
 from scale_fsdp.runtime.recovery import PassStatus, abort_message, abort_on_all_ranks, can_abort, raise_aborted
 from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, UnitContext
+
+_logger = logging.getLogger(__name__)
 
 
 class ParamKey(NamedTuple):
@@ -75,6 +78,26 @@ class Root(UnitContext):
         self.contract.check_equal("how the model is built and wrapped", describe_units(self.units))
         for unit in self.units:
             unit.root, unit.contract = self, self.contract
+        if group.rank == 0 and _logger.isEnabledFor(logging.INFO):
+            self._log_plan()
+
+    def _log_plan(self) -> None:
+        """Logs how many units there are, and what they take."""
+        gathered = [sum(b.layout.full_numel * b.compute_dtype.itemsize for b in unit.buffers) for unit in self.units]
+        largest = gathered.index(max(gathered))
+        mesh = self.outermost.options.mesh_info
+        _logger.info(
+            "fully_shard of %s: %d units over %d ranks%s, %d parameters, %d bytes of shards on this rank; the largest "
+            "is %s with %d bytes while it is gathered",
+            type(self.outermost.module).__name__,
+            len(self.units),
+            mesh.shard.size,
+            f" in {mesh.replicas.size} copies" if mesh.replicas.size > 1 else "",
+            sum(len(buffer.names) for buffer in self.buffers),
+            sum(buffer.shard.nbytes for buffer in self.buffers),
+            unit_title(self.units[largest].name),
+            gathered[largest],
+        )
 
     # Order and memory.
 
@@ -214,6 +237,8 @@ class Root(UnitContext):
     def reshard_and_reduce(self, unit: Unit) -> None:
         """After a backward: releases a unit, shows its shards, and starts to reduce its gradients."""
         unit.in_backward = False
+        if unit.ranges:
+            unit.close_range()
         self._release(unit, self.keeps_after_backward)
         if not unit.kept_unsharded:
             unit.to_sharded()

@@ -25,6 +25,7 @@ from scale_core.autograd_hooks import (
     has_reduced_grad_hooks,
     register_post_backward,
 )
+from scale_core.compat import profiler_runs
 from scale_core.consistency.execution_order import unit_title
 from scale_fsdp.api import cast_floating
 from scale_fsdp.runtime import checks
@@ -52,6 +53,8 @@ def pre_forward(
             (args, kwargs), _ = after_backward((args, kwargs), functools.partial(post_backward, unit))
             unit.pending_backwards += 1
             unit.forward_calls.count += 1
+        if profiler_runs():
+            unit.open_range("recomputation" if recomputing else "forward")
         return args, kwargs
     except BaseException as error:
         abort_on_interrupt(unit, error)
@@ -65,6 +68,8 @@ def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: 
     if unit.in_summon or root is None:  # Without a root it has failed before it began.
         return output
     assert isinstance(root, Root)
+    if unit.ranges:
+        unit.close_range()
     try:
         raised = sys.exc_info()[1]
         if raised is not None and raised is not unit.error_at_entry:
@@ -114,6 +119,8 @@ def pre_backward(unit: Unit, versions: Sequence[int], calls: ForwardCalls) -> No
         # Where none is left, this graph was kept from an earlier pass, or lived through a forward after one.
         unit.pending_backwards = max(unit.pending_backwards, 0) or calls.count
         root.unshard(unit, "backward")
+        if profiler_runs():
+            unit.open_range("backward")
 
 
 def pre_accumulate_grads(unit_ref: weakref.ref[Unit], number: int) -> None:

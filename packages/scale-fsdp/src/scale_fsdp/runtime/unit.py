@@ -17,8 +17,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, LogEntry, message_tag, unit_title
 from scale_core.flat.buffer import FlatBuffer, State
@@ -135,6 +137,7 @@ class Unit:
         self.input_grads_seen = False  # a gradient at an input has said that a call's backward is over
         self.backward_unobserved = False  # it returned nothing through which its backward could be seen to begin
         self.error_at_entry: BaseException | None = None  # what was being handled when its forward began
+        self.ranges: list[record_function] = []  # its forward and backward in the trace of a profiler that records
 
         self.to_sharded()
         module.__dict__[UNIT] = self
@@ -229,6 +232,8 @@ class Unit:
 
     def discard(self) -> None:
         """After an error: back to the shards; gradients of earlier passes stay."""
+        while self.ranges:
+            self.close_range()
         for buffer in self.buffers:
             buffer.discard()
         self.pending_backwards = self.use_count = 0
@@ -248,13 +253,15 @@ class Unit:
         """Starts to gather all buffers that are not gathered yet."""
         for number, buffer in enumerate(self.buffers):
             if buffer.state is State.SHARDED:
-                self._start("gather", number)
+                with self.range("all_gather") if profiler_runs() else NO_RANGE:
+                    self._start("gather", number)
 
     def wait_gathered(self) -> None:
         """Returns when all buffers can be read."""
         waits = [buffer.wait_gathered for buffer in self.buffers if buffer.state is not State.GATHERED]
         if waits:
-            self.contract.wait(Event("gather", self.name), *waits)
+            with self.range("wait_all_gather") if profiler_runs() else NO_RANGE:
+                self.contract.wait(Event("gather", self.name), *waits)
 
     def release(self, *, keep_part: bool = False) -> None:
         """Frees what was gathered, but for a part of it; waits for what was prefetched and is not used."""
@@ -287,12 +294,29 @@ class Unit:
 
     def reduce(self, trained: Sequence[int]) -> None:
         """Starts to reduce the gradients of all buffers that train."""
-        for number in trained:
-            self._start("reduction", number)
+        with self.range("reduce_scatter") if profiler_runs() else NO_RANGE:
+            for number in trained:
+                self._start("reduction", number)
 
     def wait_reduced(self) -> None:
         """Waits for the reductions, so that their flat gradients are free."""
-        self.contract.wait(Event("reduction", self.name), *[buffer.wait_reduced for buffer in self.buffers])
+        with self.range("wait_reduce_scatter") if profiler_runs() else NO_RANGE:
+            self.contract.wait(Event("reduction", self.name), *[buffer.wait_reduced for buffer in self.buffers])
+
+    # The trace of a profiler.
+
+    def range(self, what: str) -> record_function:
+        """A range in the trace with this unit's name, to be entered while a profiler records."""
+        return record_function(f"scale_fsdp::{what} ({self.name or 'root'})")
+
+    def open_range(self, what: str) -> None:
+        """Opens a range that another hook ends, by `close_range`."""
+        self.ranges.append(self.range(what))
+        self.ranges[-1].__enter__()
+
+    def close_range(self) -> None:
+        """Ends the range that was opened last."""
+        self.ranges.pop().__exit__(None, None, None)
 
     # A step that fails.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -48,6 +49,8 @@ from scale_pipe.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
     from scale_pipe.schedules.simulation import ScheduleSimulation
+
+_logger = logging.getLogger(__name__)
 
 _MEASURED_STEP = 2  # The first one is slower than all that follow.
 
@@ -150,8 +153,14 @@ class DistributedPipe(StageModuleView):
         self._shared = SharedParams(shared, shared_names, placement, self.group.rank, self)
         self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
         self._check_every = check_interval(check_replicas_every) if shared else 0
-        self._num_steps = 0
         register_stages(self)
+        if self.group.rank == 0:
+            _logger.info(
+                "DistributedPipe: %d stages on %d ranks (stages by rank: %s), schedule %s of %d micro-batches, %d "
+                "shared parameters; checkpoint=%s",
+                *(self._schedule.num_stages, self.group.size, placement.stages_of, self._schedule.name, self.chunks),
+                *(len(shared), checkpoint),
+            )
 
     @property
     def schedule(self) -> Schedule:
@@ -229,10 +238,9 @@ class DistributedPipe(StageModuleView):
                     if self._grads.step is not None:
                         self._grads.close()
         assert loss is not None
-        if self._check_every:
-            self._num_steps += 1
-            if self._num_steps % self._check_every == 1 % self._check_every:
-                compare_replicas(list(self._shared.copies.items()), self._contract, self._num_steps)
+        self._contract.step += 1
+        if self._check_every and self._contract.step % self._check_every == 1 % self._check_every:
+            compare_replicas(list(self._shared.copies.items()), self._contract, self._contract.step)
         if self._solve_pending:
             self._steps_until_solve -= 1
             if not self._steps_until_solve:

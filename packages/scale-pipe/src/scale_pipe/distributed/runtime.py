@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from scale_core.comm.group import Group
+from scale_core.compat import NO_RANGE, profiler_runs
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.data_parallel import check_all_ok
 from scale_pipe.distributed.messages import ChunkSize, Failure, Flow, Message, Payload, Slot, StepKind, pack
@@ -32,6 +34,12 @@ LOOKAHEAD = 2  # Receives that are posted before their turn: so many tensors may
 
 _NO_SIZE = ChunkSize(0, 0, 0)
 _NO_ARGUMENTS = Arguments((), {})
+
+
+def _title(action: Action) -> str:
+    """The name of an action in the trace of a profiler."""
+    kind, stage, micro_batch = action
+    return f"scale_pipe::{errors.ACTION_NAMES[kind].removeprefix('the ')} (stage {stage}, micro-batch {micro_batch})"
 
 
 class PassRuntime:
@@ -135,7 +143,8 @@ class PassRuntime:
             return self._inbox.pop(slot)
         peer = self._program.source_ranks[slot]
         try:
-            message = self._p2p.receive(slot, peer)
+            with record_function(f"scale_pipe::wait_receive ({slot})") if profiler_runs() else NO_RANGE:
+                message = self._p2p.receive(slot, peer)
         except P2PError as error:
             return self._lost(error, slot.target)
         if isinstance(message, Failure) and message.rank_lost:
@@ -196,7 +205,8 @@ class PassRuntime:
         run = self._forward if action.kind is Kind.FORWARD else self._backward
         start = time.perf_counter()
         try:
-            return run(action, arrived, chunk_size)
+            with record_function(_title(action)) if profiler_runs() else NO_RANGE:
+                return run(action, arrived, chunk_size)
         except Exception as error:
             self._error(error, action, arrived)
             return {}

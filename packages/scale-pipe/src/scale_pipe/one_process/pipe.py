@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -79,6 +80,9 @@ def strip_partition_keys(module: nn.Module, state_dict: dict[str, Any], prefix: 
         state_dict[prefix + plain] = state_dict.pop(key)
 
 
+_logger = logging.getLogger(__name__)
+
+
 class Pipe(nn.Module):
     """A pipeline of layers on several devices of one process, which compute at the same time (GPipe).
 
@@ -151,6 +155,10 @@ class Pipe(nn.Module):
         self.training = module.training
         self.__dict__["partitions"] = nn.ModuleList(cut.modules)  # In no name.
         self._modules.update(module.named_children())  # `add_module` refuses names that this class uses itself.
+        _logger.info(
+            "Pipe: %s layers on %s; %d micro-batches, checkpoint=%s",
+            *(self.balance, [str(device) for device in self.devices], chunks, checkpoint),
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the output of a mini-batch.

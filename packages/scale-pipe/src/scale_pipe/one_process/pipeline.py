@@ -17,8 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from scale_checkpoint import checkpoint_wrapper
+from scale_core.compat import profiler_runs
 from scale_core.streams import InlineExecutor, worker_for
 from scale_core.tree import map_tensors
 from scale_pipe.microbatch import Arguments, copy_to
@@ -182,9 +184,13 @@ class Pipeline:
         return self._workers.run(tasks)
 
     def _run_task(self, task: Task, function: Callable[..., R], *args: Any) -> R:
-        """Calls a function for a task; its error names the task."""
+        """Calls a function for a task; its error names the task, and so does the trace of a profiler."""
         try:
-            return function(*args)
+            if not profiler_runs():
+                return function(*args)
+            number, partition = task
+            with record_function(f"scale_pipe::{function.__name__} (partition {partition}, micro-batch {number})"):
+                return function(*args)
         except Exception as error:
             device = self._runners[task.partition].device
             error.add_note(f"in partition {task.partition} on {device}, micro-batch {task.micro_batch}")

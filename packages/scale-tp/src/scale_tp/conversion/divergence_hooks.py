@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,9 +54,7 @@ def register_input_checks(modules: Mapping[str, nn.Module], group: Group) -> Non
 def _compare(path: str, group: Group, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling() or active_fake_mode() is not None or group.backend == "fake":
         return
-    leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
-    tensors = []
-    for (first, *rest), value in leaves:
-        if isinstance(value, torch.Tensor) and not value.is_meta:
-            tensors.append((("args", "kwargs")[cast(Any, first).idx] + pytree.keystr(tuple(rest)), value))
+    given = ((what, pytree.tree_flatten_with_path(tree)[0]) for what, tree in (("args", args), ("kwargs", kwargs)))
+    leaves = [(what + pytree.keystr(place), value) for what, found in given for place, value in found]
+    tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor) and not value.is_meta]
     compare_inputs(tensors, path, group)

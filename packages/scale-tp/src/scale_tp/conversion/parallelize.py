@@ -6,6 +6,7 @@ each layer gets what it expects from the one before, and whether all ranks are a
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from scale_tp.layers.module_swap import local_parameter, swap_class
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.random import RegionRNG, may_drop
 from scale_tp.split import check_size
+
+_logger = logging.getLogger(__name__)
 
 _TAKE_WHOLE_INPUTS = (ColumnParallelMixin, VocabParallelMixin, WidthParallelMixin)
 
@@ -115,6 +118,11 @@ def parallelize(
             register_input_checks(built.modules_with_whole_inputs(), ranks)
         if check_every:
             model.register_forward_pre_hook(ReplicaCheck(ranks, check_every))
+    if ranks.rank == 0:
+        kinds = Counter(conversion.mixin.__name__ for conversion in built.conversions)
+        number = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        region = "" if built.region is None else f"; a part of the sequence on each rank in '{built.region.path}'"
+        _logger.info("parallelize of %s: %s over %d ranks%s", type(model).__name__, number, ranks.size, region)
     return model
 
 
