@@ -1,0 +1,277 @@
+"""Small trainings with each technique, as a program writes them: data, schedule, dropout, snapshots and a resume.
+
+`train` is what each rank runs, with faults switched on. It leaves files in the run's folder, which outlive a rank that
+is killed: its process id, the loss of each step to the bit, and the error that it ended with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from scale_core.errors import SnapshotError, StepError
+from scale_core.snapshot import latest_snapshot, load_snapshot, save_snapshot
+from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state.validation import SavedTensor
+from scale_core.testing import faults
+from scale_fsdp import fully_shard
+from scale_oss import OSS, ShardedDataParallel
+from scale_pipe import DistributedPipe
+from scale_tp import parallelize
+
+KINDS = ("fsdp", "oss", "tp", "pipe")
+STEPS, SAVE_EVERY, WIDTH, CHUNKS = 8, 2, 8, 4
+SNAPSHOTS = "snapshots"
+
+
+class Block(nn.Module):
+    """What a transformer's block is without attention; a fault may be put into its forward."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        faults.reach("user.forward", f"block {self.index}")
+        y: Tensor = x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        return y
+
+
+@dataclass
+class Training:
+    """A model with what trains it.
+
+    Attributes:
+        model: What is saved.
+        optimizer: Its optimizer.
+        schedule: Of the learning rate.
+        backward: Computes gradients of a step's batch on this rank, and returns its loss.
+        group: The ranks.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: StepLR
+    backward: Callable[[int], Tensor]
+    group: dist.ProcessGroup
+
+    def step(self, step: int) -> str:
+        """One step; returns its loss to the bit. A step that failed has left nothing behind."""
+        torch.manual_seed(1000 * step + dist.get_rank())
+        try:
+            loss = self.backward(step)
+        except BaseException:
+            self.optimizer.zero_grad()
+            raise
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return float(loss.item()).hex()
+
+    def save(self, folder: Path, step: int) -> None:
+        save_snapshot(
+            folder / SNAPSHOTS,
+            step,
+            sharded_state_dict(self.model, self.optimizer),
+            cast(Any, self.group),
+            {"schedule": self.schedule.state_dict()},
+        )
+
+    def resume(self, folder: Path) -> int:
+        """Loads the newest snapshot, if there is one; returns the number of steps done."""
+        if not (folder / SNAPSHOTS).exists() or latest_snapshot(folder / SNAPSHOTS) is None:
+            return 0
+        loaded = load_snapshot(
+            folder / SNAPSHOTS,
+            lambda saved: target_state_dict(self.model, self.optimizer, saved),
+            cast(Any, self.group),
+        )
+        load_sharded_state_dict(loaded.state, self.model, self.optimizer)
+        extra: Any = loaded.extra
+        self.schedule.load_state_dict(extra["schedule"])
+        return loaded.step
+
+
+def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, [2 * CHUNKS, WIDTH] each, of one data parallel rank."""
+    both = torch.randn(2, 2 * CHUNKS, WIDTH, generator=torch.Generator().manual_seed(10 * step + replica))
+    return both[0], both[1]
+
+
+def build(kind: str, limit_seconds: float) -> Training:
+    """Builds a training on all ranks that waits for others no longer than the limit."""
+    group = cast(dist.ProcessGroup, dist.new_group(timeout=timedelta(seconds=limit_seconds)))
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(index) for index in range(4)))
+    model: nn.Module = blocks
+    optimizer: Optimizer | None = None
+    replica = dist.get_rank()
+    if kind == "fsdp":
+        for block in blocks:
+            fully_shard(block, group)
+        called: nn.Module = fully_shard(model, group)
+    elif kind == "oss":
+        optimizer = OSS(model.parameters(), Adam, group, lr=0.02)
+        called = ShardedDataParallel(model, optimizer, process_group=group)
+    elif kind == "tp":
+        called, replica = parallelize(model, {"*.up": "colwise", "*.down": "rowwise"}, group), 0
+    elif kind == "pipe":
+        world = dist.get_world_size()
+        model = pipe = DistributedPipe(blocks, "1f1b", balance=[4 // world] * world, chunks=CHUNKS, group=group)
+    else:
+        raise ValueError(f"expected one of {KINDS}, got {kind!r}")
+
+    def backward(step: int) -> Tensor:
+        x, target = batch_of(step, replica)
+        if kind == "tp":
+            torch.manual_seed(step)
+        loss = (called(x) - target).square().mean()
+        loss.backward()
+        return cast(Tensor, loss.detach())
+
+    def backward_of_pipe(step: int) -> Tensor:
+        x, target = batch_of(step, 0)
+        return pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+
+    optimizer = optimizer or Adam(model.parameters(), lr=0.02)
+    return Training(
+        model, optimizer, StepLR(optimizer, 3, 0.5), backward_of_pipe if kind == "pipe" else backward, group
+    )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank's training ended with an error.
+
+    Attributes:
+        kind: The name of the error's class.
+        text: Its message.
+        step: In which step, from 1.
+        seconds: How long after that step had begun.
+    """
+
+    kind: str
+    text: str
+    step: int
+    seconds: float
+
+
+def train(
+    kind: str,
+    folder: str,
+    put: Sequence[faults.Fault] = (),
+    limit_seconds: float = 120.0,
+    batches: Mapping[int, int] | None = None,
+    retry: bool = False,
+    steps: int = STEPS,
+    save_every: int = SAVE_EVERY,
+) -> int:
+    """Trains from the newest snapshot to the last step, and returns the step that it began after.
+
+    Args:
+        kind: One of `KINDS`.
+        folder: Of the run.
+        put: The faults; each waits for its rank.
+        limit_seconds: The longest wait for another rank.
+        batches: How many steps a rank has data for, where it is not all of them.
+        retry: Whether a step that all ranks gave up is run again, and a failed save left out.
+        steps: The number of steps.
+        save_every: After how many of them there is a snapshot.
+    """
+    place, rank = Path(folder), dist.get_rank()
+    (place / f"pid-{rank}").write_text(str(os.getpid()))
+    (place / f"ended-{rank}").unlink(missing_ok=True)
+    training = build(kind, limit_seconds)
+    first = training.resume(place)
+    step, began = first + 1, time.monotonic()
+    with faults.inject(*put):
+        try:
+            while step <= (batches or {}).get(rank, steps):
+                began = time.monotonic()
+                faults.begin_step(step)
+                try:
+                    loss = training.step(step)
+                except (StepError, faults.InjectedError):
+                    if not retry:
+                        raise
+                    continue
+                with (place / f"losses-{rank}").open("a") as file:
+                    file.write(json.dumps([step, loss, time.time()]) + "\n")
+                if step % save_every == 0:
+                    with suppress(*[SnapshotError] if retry else []):
+                        training.save(place, step)
+                step += 1
+        except Exception as error:
+            gone = {fault.rank for fault in put if fault.action in ("kill", "stop")} | (batches or {}).keys()
+            how = Ended(type(error).__name__, str(error), step, time.monotonic() - began)
+            _tell(place, put, dist.get_world_size() - len(gone), how)
+            raise
+    return first
+
+
+def _tell(place: Path, put: Sequence[faults.Fault], survivors: int, ended: Ended) -> None:
+    """Writes how this rank ended, and waits until all others that can do so have: its end is not to be the first."""
+    part = place / f"part-{dist.get_rank()}"
+    part.write_text(json.dumps(asdict(ended)))
+    part.rename(place / f"ended-{dist.get_rank()}")
+    deadline = time.monotonic() + 60
+    while len(list(place.glob("ended-*"))) < survivors and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for fault in put:
+        if fault.action == "stop":  # As a person would who reads the error.
+            with suppress(ProcessLookupError):
+                os.kill(int((place / f"pid-{fault.rank}").read_text()), signal.SIGKILL)
+
+
+def ended(folder: Path) -> dict[int, Ended]:
+    """How ranks ended, by rank."""
+    return {int(path.name[6:]): Ended(**json.loads(path.read_text())) for path in folder.glob("ended-*")}
+
+
+def losses(folder: Path) -> dict[tuple[int, int], str]:
+    """The loss of each step to the bit, by rank and step: the last one where a step was run again."""
+    found = {}
+    for path in folder.glob("losses-*"):
+        for line in path.read_text().splitlines():
+            step, loss, _ = json.loads(line)
+            found[int(path.name[7:]), step] = loss
+    return found
+
+
+def digest(folder: Path, step: int) -> str:
+    """A hash of all tensors of a snapshot, whoever saved them in whatever parts."""
+
+    def target(saved: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, SavedTensor) else value
+            for key, value in saved.items()
+        }
+
+    state = load_snapshot(folder / SNAPSHOTS, target, step=step).state
+    total = hashlib.sha256()
+    for key in sorted(state):
+        value = state[key]
+        total.update(key.encode())
+        total.update(
+            value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            if isinstance(value, Tensor)
+            else json.dumps(value, sort_keys=True).encode()
+        )
+    return total.hexdigest()

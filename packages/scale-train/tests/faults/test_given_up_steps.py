@@ -1,0 +1,254 @@
+"""Ranks that fail, are late or run out of data and stay alive: all hear the same, and what can go on goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fault_trainings import SNAPSHOTS, STEPS, build, digest, ended, losses, train
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import scale_core.testing.ranks
+from scale_core.errors import ScaleDistributedError, StepError
+from scale_core.snapshot import latest_snapshot, save_snapshot
+from scale_core.testing import faults, run_ranks
+from scale_core.testing.faults import Fault, delay_at, enospc_at, raise_at
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a run without faults, of a kind and a number of ranks."""
+    known: dict[tuple[str, int], Path] = {}
+
+    def folder(kind: str, num_ranks: int) -> Path:
+        if (kind, num_ranks) not in known:
+            path = tmp_path_factory.mktemp(kind)
+            run_ranks(train, num_ranks, kind, str(path))
+            known[kind, num_ranks] = path
+        return known[kind, num_ranks]
+
+    return folder
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    assert losses(folder) == losses(whole)
+    assert digest(folder, STEPS) == digest(whole, STEPS)
+    assert not [path.name for path in (folder / SNAPSHOTS).iterdir() if ".tmp" in path.name]
+
+
+# In the first two steps all ranks compare each event; later they find out by another way.
+RAISED = [
+    ("fsdp", 2, raise_at("user.forward", 1, 5, occurrence=3)),
+    ("oss", 2, raise_at("user.forward", 1, 5, occurrence=3)),
+    ("pipe", 2, raise_at("user.forward", 1, 5, occurrence=6)),
+    ("fsdp", 3, raise_at("user.forward", 2, 1, occurrence=2)),
+    ("fsdp", 2, raise_at("user.forward", 0, 6, occurrence=4)),
+    ("oss", 3, raise_at("user.forward", 0, 2, occurrence=4)),
+]
+
+
+def check_raised(kind: str, num_ranks: int, fault: Fault, folder: Path, whole: Any) -> None:
+    first, again = folder / "first", folder / "again"
+    first.mkdir()
+    again.mkdir()
+    with pytest.raises((StepError, faults.InjectedError), match="injected"):
+        run_ranks(train, num_ranks, kind, str(first), [fault])
+    told = ended(first)
+    assert told.keys() == set(range(num_ranks))
+    for rank, error in told.items():
+        if kind == "pipe":
+            assert error.kind == "StageError" and "InjectedError" in error.text, error
+        elif rank == fault.rank:
+            assert error.kind == "InjectedError", error
+        else:
+            assert error.kind == "StepError" and f"rank {fault.rank} failed" in error.text, error
+        assert "injected" in error.text and error.step == fault.step and error.seconds < 60
+    assert run_ranks(train, num_ranks, kind, str(again), [fault], 120.0, None, True) == [0] * num_ranks
+    assert_same_run(again, whole(kind, num_ranks))
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "fault"), RAISED[:1], ids=str)
+def test_what_one_rank_raises_is_told_to_all_and_the_step_can_be_run_again(
+    kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Any
+) -> None:
+    check_raised(kind, num_ranks, fault, tmp_path, whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "num_ranks", "fault"), RAISED[1:], ids=str)
+def test_it_is_so_with_every_technique_and_in_every_step(
+    kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Any
+) -> None:
+    check_raised(kind, num_ranks, fault, tmp_path, whole)
+
+
+LATE = [("fsdp", "reduce_scatter"), ("oss", "reduce_scatter"), ("tp", "all_gather"), ("pipe", "pipe.send")]
+
+
+@pytest.mark.parametrize(("kind", "point"), [pytest.param(*each, marks=pytest.mark.soak) for each in LATE])
+def test_a_rank_that_is_late_changes_nothing(kind: str, point: str, tmp_path: Path, whole: Any) -> None:
+    run_ranks(train, 2, kind, str(tmp_path), [delay_at(point, 1, 3, seconds=0.5)])
+    assert_same_run(tmp_path, whole(kind, 2))
+
+
+@pytest.mark.parametrize("point", ["snapshot.room", "snapshot.tensor"])
+def test_a_full_disk_leaves_out_a_snapshot_and_training_goes_on(point: str, tmp_path: Path, whole: Any) -> None:
+    told = [enospc_at(point, 0, 5)]
+    with pytest.raises(Exception, match=r"failed on rank 0 of 2: OSError: \[Errno 28\] No space left"):
+        run_ranks(train, 2, "fsdp", str(tmp_path), told)
+    assert {error.kind for error in ended(tmp_path).values()} == {"SnapshotError"}
+    assert len(ended(tmp_path)) == 2
+    newest = latest_snapshot(tmp_path / SNAPSHOTS)
+    assert newest is not None and newest.name == "step-00000002"
+    assert sorted(path.name for path in (tmp_path / SNAPSHOTS).iterdir()) == ["step-00000002"]
+    assert run_ranks(train, 2, "fsdp", str(tmp_path), told, 120.0, None, True) == [2, 2]
+    assert not (tmp_path / SNAPSHOTS / "step-00000004").exists()
+    assert_same_run(tmp_path, whole("fsdp", 2))
+
+
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("oss", marks=pytest.mark.soak)])
+def test_a_rank_that_runs_out_of_data_is_named_by_those_that_have_more(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 2.0)
+    with pytest.raises(ScaleDistributedError, match="rank 1"):
+        run_ranks(train, 2, kind, str(tmp_path), [], 5.0, {1: STEPS - 1})
+    told = ended(tmp_path)
+    assert told.keys() == {0} and told[0].step == STEPS and told[0].seconds < 60
+    assert re.search(r"skips a batch, an evaluation or a checkpoint", told[0].text)
+
+
+def out_of_memory() -> str:
+    """Rank 1 may have no more memory than it has, and asks for 64 GB in its forward."""
+    training = build("fsdp", 60)
+    training.step(0)
+    if dist.get_rank() == 1:
+
+        def greedy(*_: Any) -> None:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + (64 << 20)
+            before = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+            try:
+                torch.empty(1 << 34)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, before)
+
+        hook: Any = list(training.model.children())[2].register_forward_pre_hook(greedy)
+    text = ""
+    for step in (1, 2, 3):
+        try:
+            training.step(step)
+        except (RuntimeError, MemoryError) as error:
+            text = f"{type(error).__name__}: {error}"
+            if dist.get_rank() == 1:
+                hook.remove()
+    return text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
+def test_a_rank_without_memory_says_how_much_it_asked_for_to_all() -> None:
+    first, second = run_ranks(out_of_memory, 2)
+    asked = str(4 << 34)
+    assert "allocate memory" in second and asked in second
+    assert first.startswith("StepError: ") and "rank 1 failed" in first and asked in first
+
+
+class Rows(Dataset[Tensor]):
+    """Kills the worker that reads the third row."""
+
+    def __init__(self, kills: bool) -> None:
+        self.kills = kills
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.kills and index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.randn(8, generator=torch.Generator().manual_seed(index))
+
+
+def loader_loses_a_worker(folder: str) -> None:
+    rank = dist.get_rank()
+    training, began = build("fsdp", 60), time.monotonic()
+    try:
+        for batch in DataLoader(Rows(kills=rank == 1), batch_size=1, num_workers=1):
+            training.model(batch).sum().backward()
+    except Exception as error:
+        part = Path(folder) / f"part-{rank}"
+        part.write_text(f"{type(error).__name__}\n{time.monotonic() - began}\n{error}")
+        part.rename(Path(folder) / f"told-{rank}")
+        if rank == 1:
+            os._exit(1)  # As a program does that ends by this error; nobody is left to meet at the end.
+        raise
+
+
+def test_a_killed_worker_of_a_loader_is_named_there_and_the_rank_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
+    with pytest.raises(Exception, match=r"rank 1"):
+        run_ranks(loader_loses_a_worker, 2, str(tmp_path))
+    kind, seconds, text = (tmp_path / "told-1").read_text().split("\n", 2)
+    assert kind == "RuntimeError" and re.search(r"DataLoader worker \(pid.* \d+\)", text), text
+    kind, seconds, text = (tmp_path / "told-0").read_text().split("\n", 2)
+    assert kind == "ScaleDistributedError" and "with rank 1" in text and float(seconds) < 60
+
+
+def only_rank_0_saves(folder: str) -> None:
+    training, rank = build("fsdp", 5.0), dist.get_rank()
+    training.step(0)
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            state = training.model[0].up.weight.detach().clone()  # type: ignore[index]
+            save_snapshot(folder, 1, {"weight": state}, training.group)  # type: ignore[arg-type]
+        else:
+            training.step(1)
+    except Exception as error:
+        part = Path(folder) / f"part-{rank}"
+        part.write_text(f"{type(error).__name__}\n{time.monotonic() - began}\n{error}")
+        part.rename(Path(folder) / f"told-{rank}")
+        raise
+
+
+@pytest.mark.soak
+def test_a_save_on_one_rank_alone_is_an_error_on_all_within_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
+    with pytest.raises(ScaleDistributedError):
+        run_ranks(only_rank_0_saves, 2, str(tmp_path))
+    for rank, other in ((0, "rank 1"), (1, "rank 0")):
+        kind, seconds, text = (tmp_path / f"told-{rank}").read_text().split("\n", 2)
+        assert kind == "ScaleDistributedError" and other in text and float(seconds) < 60, (kind, text)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def decide_together(own: list[float]) -> list[bool]:
+    """The recipe of the guide: rank 0 decides from its own loss, and the others do what it does."""
+    decisions = []
+    for loss in own:
+        decision = torch.tensor(loss < 0.5)
+        dist.broadcast(decision, 0)
+        decisions.append(bool(decision))
+    return decisions
+
+
+def losses_of_ranks() -> list[bool]:
+    return decide_together([[0.4, 0.6], [0.6, 0.4]][dist.get_rank()])
+
+
+def test_a_decision_from_a_metric_of_one_rank_is_taken_by_rank_0_for_all() -> None:
+    assert run_ranks(losses_of_ranks, 2) == [[True, False], [True, False]]

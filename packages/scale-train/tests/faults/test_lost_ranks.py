@@ -1,0 +1,168 @@
+"""Ranks that are killed or frozen anywhere in a step or a save: nothing is lost, and the survivors say who it was.
+
+Of each fault: the class and the text of the error on every survivor, how long it took, that no process and no
+temporary file is left, that the last snapshot is the undisturbed run's, and that training goes on from it with the
+losses of the undisturbed run to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fault_trainings import SAVE_EVERY, SNAPSHOTS, STEPS, Ended, digest, ended, losses, train
+
+import scale_core.testing.ranks
+from scale_core.snapshot import latest_snapshot
+from scale_core.testing import run_ranks
+from scale_core.testing.faults import Fault, kill_at, stop_at
+
+LIMIT = 6.0  # Seconds: T of the matrix, for the ranks that wait for a frozen one.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault, or several at once.
+
+    Attributes:
+        rows: Of the matrix.
+        kind: Of the training.
+        num_ranks: In all.
+        put: What happens.
+        text: What every survivor's error says, as an expression.
+        errors: Its class, by name.
+        last: The step of the last snapshot afterwards.
+    """
+
+    rows: str
+    kind: str
+    num_ranks: int
+    put: tuple[Fault, ...]
+    text: str = ""
+    errors: str = "ScaleDistributedError"
+    last: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.rows}: {self.kind} on {self.num_ranks}, " + " and ".join(map(str, self.put))
+
+
+KILLED = "rank {}: no flight record: it has exited"
+QUICK = (
+    Case("2", "fsdp", 2, (kill_at("reduce_scatter", 1, 6),), r"with rank 1 .*" + KILLED.format(1)),
+    Case("2", "oss", 2, (kill_at("reduce_scatter", 1, 6),), KILLED.format(1)),
+    Case("18", "fsdp", 2, (stop_at("all_gather", 1, 5, during="forward"),), r"rank 1"),
+)
+WHOLE = (
+    Case("1", "fsdp", 2, (kill_at("all_gather", 1, 5, during="forward"),), r"with rank 1 .*" + KILLED.format(1)),
+    Case("1", "fsdp", 3, (kill_at("all_gather", 2, 5, during="backward"),), KILLED.format(2)),
+    Case("2", "oss", 3, (kill_at("all_gather", 1, 6),), r"rank 1"),
+    Case("3", "fsdp", 2, (kill_at("optimizer.step", 1, 5),), KILLED.format(1)),
+    Case("3", "oss", 2, (kill_at("optimizer.step", 1, 5),), r"rank 1"),
+    Case("3", "pipe", 2, (kill_at("optimizer.step", 1, 5),), KILLED.format(1)),
+    Case("5", "pipe", 4, (kill_at("pipe.send", 1, 5, detail="micro-batch 2"),), KILLED.format(1)),
+    Case("5", "pipe", 4, (kill_at("pipe.receive", 3, 5, detail="micro-batch 2"),), KILLED.format(3)),
+    Case("6", "tp", 2, (kill_at("all_gather", 1, 5, during="forward"),), r"rank 1", "TransferError"),
+    Case("6", "tp", 2, (kill_at("all_gather", 0, 5, during="backward"),), r"rank 0", "TransferError"),
+    Case("7", "fsdp", 3, (kill_at("reduce_scatter", 0, 5),), KILLED.format(0)),
+    Case("8", "fsdp", 4, (kill_at("reduce_scatter", 1, 5), kill_at("reduce_scatter", 2, 5)), r"rank [12]"),
+    Case("18", "fsdp", 3, (stop_at("reduce_scatter", 0, 5),), r"rank 0"),
+    Case("18", "oss", 2, (stop_at("reduce_scatter", 1, 5),), r"rank 1"),
+    Case("18", "tp", 2, (stop_at("all_gather", 1, 5),), r"rank 1", "TransferError"),
+    Case("18", "pipe", 2, (stop_at("pipe.send", 1, 5),), r"rank 1"),
+)
+# What comes after the optimizer's step is the next step's: step 5 begins with saving step 4.
+SAVING = tuple(
+    Case("37 to 40", "fsdp", 2, (kill_at(point, rank, 5),), last=4 if point == "snapshot.renamed" else 2, errors="")
+    for point, rank in (
+        ("snapshot.room", 0),
+        ("snapshot.tensor", 0),
+        ("snapshot.tensor", 1),
+        ("snapshot.written", 1),
+        ("snapshot.manifest", 0),
+        ("snapshot.renamed", 0),
+    )
+)
+
+Undisturbed = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The folder of a run without faults, of a kind and a number of ranks."""
+    known: dict[tuple[str, int], Path] = {}
+
+    def folder(kind: str, num_ranks: int) -> Path:
+        if (kind, num_ranks) not in known:
+            path = tmp_path_factory.mktemp(kind)
+            assert run_ranks(train, num_ranks, kind, str(path)) == [0] * num_ranks
+            known[kind, num_ranks] = path
+        return known[kind, num_ranks]
+
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _survivors_have_time_to_say_what_they_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def check(case: Case, folder: Path, undisturbed: Undisturbed) -> None:
+    whole = undisturbed(case.kind, case.num_ranks)
+    frozen = any(fault.action == "stop" for fault in case.put)
+    limit = LIMIT if frozen else 120.0
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # Which rank's error it is depends on who ends first.
+        run_ranks(train, case.num_ranks, case.kind, str(folder), case.put, limit)
+
+    told, victims = ended(folder), {fault.rank for fault in case.put}
+    assert told.keys() == set(range(case.num_ranks)) - victims, raised.value
+    for rank, error in told.items():
+        assert_names_the_culprit(case, rank, error)
+        assert error.seconds < (limit if frozen else 0) + 60
+    for path in folder.glob("pid-*"):
+        assert not is_alive(int(path.read_text())), path.name
+    newest = latest_snapshot(folder / SNAPSHOTS)
+    assert newest is not None and newest.name == f"step-{case.last:08d}"
+    assert digest(folder, case.last) == digest(whole, case.last)
+
+    assert run_ranks(train, case.num_ranks, case.kind, str(folder)) == [case.last] * case.num_ranks
+    assert losses(folder) == losses(whole)
+    names = sorted(path.name for path in (folder / SNAPSHOTS).iterdir())
+    assert names == [f"step-{step:08d}" for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)], names
+    assert digest(folder, STEPS) == digest(whole, STEPS)
+
+
+def assert_names_the_culprit(case: Case, rank: int, error: Ended) -> None:
+    if not case.errors:
+        return
+    assert error.kind == case.errors, f"rank {rank}: {error}"
+    assert re.search(case.text, error.text, re.DOTALL), f"rank {rank}: {error}"
+    assert "start from the last checkpoint" in error.text and f"step-{case.last:08d}" in error.text, error
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_nothing_is_lost_with_a_rank(case: Case, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    check(case, tmp_path, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_nothing_is_lost_with_a_rank_wherever_it_is(case: Case, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    check(case, tmp_path, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", SAVING, ids=str)
+def test_nothing_is_lost_with_a_rank_that_is_saving(case: Case, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    check(case, tmp_path, undisturbed)
