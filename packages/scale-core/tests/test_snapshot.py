@@ -134,25 +134,84 @@ def save_and_be_killed(directory: Path, rank: int, point: str) -> None:
     save_trained(directory, steps=4)
 
 
-@pytest.mark.parametrize(
-    ("rank", "point"),
-    [(0, "room"), (0, "tensor"), (1, "tensor"), (1, "written"), (0, "written"), (0, "manifest")],
-)
-def test_a_rank_killed_while_saving_leaves_the_last_snapshot_as_it_was(tmp_path: Path, rank: int, point: str) -> None:
-    run_ranks(save_trained, 2, tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(RankError, match=f"rank {rank} of 2 was killed by SIGKILL"):
-        run_ranks(save_and_be_killed, 2, tmp_path, rank, point)
+def lose_a_rank_while_saving(directory: Path, num_ranks: int, rank: int, point: str) -> None:
+    run_ranks(save_trained, num_ranks, directory)
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    with pytest.raises(RankError, match=f"rank {rank} of {num_ranks} was killed by SIGKILL"):
+        run_ranks(save_and_be_killed, num_ranks, directory, rank, point)
     assert all(path.read_bytes() == data for path, data in before.items())
-    assert run_ranks(load_and_train_on, 2, tmp_path) == ["step-00000003"] * 2
-    run_ranks(partial(save_trained, steps=4), 2, tmp_path)
-    assert names_in(tmp_path) == ["step-00000003", "step-00000004"]
+    steps = 4 if point == "renamed" else 3
+    assert latest_snapshot(directory, verify=True) == directory / f"step-0000000{steps}"
+    assert run_ranks(partial(load_and_train_on, loaded_steps=steps), num_ranks, directory)[0] == f"step-0000000{steps}"
+    run_ranks(partial(save_trained, steps=5), num_ranks, directory)
+    whole = ["step-00000003", *(["step-00000004"] if steps == 4 else []), "step-00000005"]
+    assert names_in(directory) == whole  # What was left is swept.
+
+
+STAGES = {0: ("room", "tensor", "written", "manifest", "renamed"), 1: ("tensor", "written"), 2: ("tensor", "written")}
+
+
+@pytest.mark.parametrize(("rank", "point"), [(0, "room"), (1, "tensor"), (1, "written"), (0, "manifest")])
+def test_a_rank_killed_while_saving_leaves_the_last_snapshot_as_it_was(tmp_path: Path, rank: int, point: str) -> None:
+    lose_a_rank_while_saving(tmp_path, 2, rank, point)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("rank", "point"), [(rank, point) for rank, points in STAGES.items() for point in points])
+def test_any_rank_killed_at_any_stage_leaves_the_last_snapshot_as_it_was(tmp_path: Path, rank: int, point: str) -> None:
+    lose_a_rank_while_saving(tmp_path, 3, rank, point)
 
 
 def test_a_rank_killed_after_the_rename_has_saved(tmp_path: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(save_and_be_killed, 2, tmp_path, 0, "renamed")
     assert at(0, load_and_train_on, tmp_path, 4) == "step-00000004"
+
+
+def save_while_something_happens(directory: Path, point: str, happens: Callable[[Path], object]) -> str:
+    def at_stage(now: str, path: Path) -> None:
+        if now == point and dist.get_rank() == dist.get_world_size() - 1 - (now in ("room", "manifest")):
+            happens(path)
+
+    vars(scale_core.snapshot.snapshot)["at_stage"] = at_stage
+    with pytest.raises(SnapshotError) as caught:
+        save_trained(directory, steps=4)
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("point", "happens"), [("room", shutil.rmtree), ("written", shutil.rmtree)])
+def test_a_directory_that_is_removed_while_it_is_written_is_an_error_on_all_ranks(
+    tmp_path: Path, point: str, happens: Any
+) -> None:
+    run_ranks(save_trained, 2, tmp_path)
+    first, second = run_ranks(save_while_something_happens, 2, tmp_path, point, happens)
+    assert first == second and "saving" in first and "step-00000004 failed on rank 0 of 2" in first
+    assert names_in(tmp_path) == ["step-00000003"]
+
+
+def save_the_same_step_meanwhile(unfinished: Path) -> None:
+    save_snapshot(unfinished.parent, 4, {"a": torch.ones(1)}, Group())
+
+
+def test_of_two_jobs_that_save_one_step_into_one_directory_the_second_fails_and_the_first_stays(tmp_path: Path) -> None:
+    def at_stage(now: str, path: Path) -> None:
+        if now == "manifest":
+            vars(scale_core.snapshot.snapshot)["at_stage"] = before
+            save_the_same_step_meanwhile(path)
+
+    before = scale_core.snapshot.snapshot.at_stage
+    vars(scale_core.snapshot.snapshot)["at_stage"] = at_stage
+    with pytest.raises(SnapshotError, match=r"step-00000004 was saved by another program meanwhile, and stays"):
+        save_snapshot(tmp_path, 4, {"a": torch.zeros(1)})
+    assert names_in(tmp_path) == ["step-00000004"]
+    assert load_snapshot(tmp_path, {"a": torch.zeros(1)}).state["a"] == 1
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SnapshotError, match=r"saving .*step-00000001 failed: .*Error: .*file"):
+        save_snapshot(tmp_path / "file" / "run", 1, {"a": torch.ones(1)})
 
 
 def fill_the_disk_of_rank_1(directory: Path) -> tuple[str, int | None]:
@@ -212,6 +271,9 @@ def flip_last_bit(path: Path) -> None:
 
 def test_a_flipped_bit_is_passed_over_with_a_warning_and_its_step_can_be_saved_again(tmp_path: Path) -> None:
     flip_last_bit(two_snapshots(tmp_path) / "rank-00000.safetensors")
+    assert latest_snapshot(tmp_path) == tmp_path / "step-00000002"  # Its manifest and its lengths are right.
+    with pytest.warns(UserWarning, match="passing over"):
+        assert latest_snapshot(tmp_path, verify=True) == tmp_path / "step-00000001"
     with pytest.warns(UserWarning, match=r"passing over .*step-00000002 is damaged: the checksum of .* \(a\)"):
         assert load_snapshot(tmp_path, {"a": torch.zeros(4, 4), "note": None}).step == 1
     with pytest.warns(UserWarning, match="it is now step-00000002.damaged"):
@@ -225,7 +287,7 @@ def test_a_damaged_step_that_was_asked_for_is_refused_and_the_newest_older_whole
     flip_last_bit(tmp_path / "step-00000003" / "rank-00000.safetensors")
     (tmp_path / "step-00000002" / "manifest.json").unlink()
     target = {"a": torch.zeros(4, 4)}
-    with pytest.raises(DamagedSnapshotError, match=r"that is whole is step-00000001: load it with step=1"):
+    with pytest.raises(DamagedSnapshotError, match=r"that is whole is .*step-00000001: load that, step=1"):
         load_snapshot(tmp_path, target, step=3)
     assert not target["a"].any()
 
@@ -340,7 +402,10 @@ def test_what_a_killed_process_left_behind_is_removed_and_what_a_living_one_writ
     (elsewhere := tmp_path / f"step-00000001.tmp-other-host-{2**22 + 1}-abc").mkdir()
     save_snapshot(tmp_path, 2, {"a": torch.ones(1)})
     assert (dead.exists(), alive.exists(), elsewhere.exists()) == (False, True, True)
-    assert latest_snapshot(tmp_path) == tmp_path / "step-00000002"
+    os.utime(elsewhere, (0, 0))
+    save_snapshot(tmp_path, 3, {"a": torch.ones(1)})
+    assert not elsewhere.exists()  # Nobody has written into it for a day.
+    assert latest_snapshot(tmp_path) == tmp_path / "step-00000003"
 
 
 # ---------------------------------------------------------------------------------------------------- what differs

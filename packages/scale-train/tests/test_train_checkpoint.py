@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scale_core.comm.group import Group, group_of
-from scale_core.snapshot import SnapshotError
+from scale_core.snapshot import NewerSnapshotError, SnapshotError
 from scale_core.testing import run_ranks
 from scale_train.data import read_text
 from scale_train.errors import InputError
@@ -182,6 +182,42 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(text, point):
     with pytest.raises(InputError, match=r"--resume .*step-00000003") as caught:
         load(start(options_for(text), Group()), point)
     assert "\n" not in str(caught.value)
+
+
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused_and_an_older_whole_one_named(text, point):
+    training = start(options_for(text), Group())
+    training.step = 5
+    save(training, point.parent)
+    flip_last_bit(point.parent / "step-00000005" / "rank-00000.safetensors")
+    with pytest.raises(InputError, match=r"the checksum of .* differs .*whole is .*step-00000003"):
+        load(training, point.parent / "step-00000005")
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_is_resumed_from_the_one_before(text, point):
+    training = start(options_for(text), Group())
+    training.step = 5
+    save(training, point.parent)
+    flip_last_bit(point.parent / "step-00000005" / "rank-00000.safetensors")
+    run = point.parent.parent
+    for named in (run, point):
+        with pytest.warns(UserWarning, match="passing over a snapshot that is not whole"):
+            assert resolve_paths(RunOptions(resume=named)) == RunPaths(run, point)
+
+
+def test_a_run_of_a_newer_version_is_refused_in_one_line(text, point, monkeypatch):
+    def refuse(*args, **options):
+        raise NewerSnapshotError("it was written by a newer scale-core")
+
+    monkeypatch.setattr(checkpoint, "latest_snapshot", refuse)
+    for named in (point, point.parent.parent):
+        with pytest.raises(InputError, match=r"--resume .*: it was written by a newer scale-core"):
+            resolve_paths(RunOptions(resume=named))
 
 
 def test_a_full_disk_says_so_and_names_the_checkpoint_that_stays(text, tmp_path, monkeypatch):

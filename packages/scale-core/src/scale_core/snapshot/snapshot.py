@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -44,6 +45,7 @@ from scale_core.state.validation import StateDifferences, StateMismatch, compare
 
 _FINISHED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+_IDLE_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -207,21 +209,24 @@ def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
             _verify(together, older, together.rank0(partial(read_manifest, older)), {})
         except SnapshotError:
             continue
-        return f"The newest older snapshot that is whole is {older.name}: load it with step={_step_of(older)}"
+        return f"The newest older snapshot that is whole is {older}: load that, step={_step_of(older)}"
     return "No older snapshot is whole"
 
 
-def latest_snapshot(directory: str | os.PathLike[str]) -> Path | None:
+def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
     """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none.
 
-    Manifest and lengths of files are checked; `verify_snapshot` reads all of it.
+    Args:
+        directory: As given to `save_snapshot`.
+        verify: Whether to read all of it and compare the checksums, as loading it does; else the manifest and the
+            lengths of the files are enough.
 
     Raises:
         NewerSnapshotError: A newer version of scale-core wrote the newest.
     """
     for path in _finished(Path(directory)):
         try:
-            read_manifest(path)
+            verify_snapshot(path) if verify else read_manifest(path)
         except DamagedSnapshotError as error:
             warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
         else:
@@ -248,11 +253,19 @@ def _make_room(place: Path, made: list[Path]) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what killed processes of this machine left behind while saving."""
+    """Removes what killed processes left behind: those of this machine, and of others what has not grown for a day."""
     for path in directory.iterdir():
-        match = _UNFINISHED.fullmatch(path.name)
-        if match and match["host"] == socket.gethostname() and not _is_alive(int(match["pid"])):
-            shutil.rmtree(path, ignore_errors=True)
+        if match := _UNFINISHED.fullmatch(path.name):
+            here = match["host"] == socket.gethostname()
+            if not _is_alive(int(match["pid"])) if here else _idle_seconds(path) > _IDLE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _idle_seconds(directory: Path) -> float:
+    try:
+        return time.time() - max(path.stat().st_mtime for path in [directory, *directory.iterdir()])
+    except OSError:
+        return 0.0  # Somebody is at it.
 
 
 def _is_alive(pid: int) -> bool:
@@ -314,7 +327,7 @@ def _step_of(path: Path) -> int:
 
 def _check_arguments(group: Group, call: str, **given: Any) -> None:
     """Refuses arguments that differ between the ranks, and steps that are none."""
-    together = CollectiveCall(group, call, SnapshotError)
+    together = CollectiveCall(group, f"calling {call}", SnapshotError)
     everyones = together.all_ranks(lambda: given)
     for name in given:
         ranks: dict[str, list[int]] = {}

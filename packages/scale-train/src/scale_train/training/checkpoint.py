@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from scale_core.shard import full_shape
-from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_train.errors import InputError, reason_of
 from scale_train.options import RunOptions
@@ -93,7 +93,7 @@ def load(training: TrainState, point: Path) -> None:
     try:
         snapshot = load_snapshot(point.parent, target, training.group, step=_step_of(point))
     except SnapshotError as error:
-        cause = error.__cause__ or error
+        cause = error if isinstance(error, DamagedSnapshotError) else error.__cause__ or error
         raise cause if isinstance(cause, InputError) else InputError(f"--resume {point}: {cause}") from error
     extra = snapshot.extra
     if not isinstance(extra, dict) or extra.get("program") != PROGRAM:
@@ -170,6 +170,8 @@ def resolve_paths(run: RunOptions) -> RunPaths:
         point = _resume_point(run.resume) if run.resume is not None else None
     except OSError as error:
         raise InputError(f"--resume {run.resume}: cannot be read ({error.strerror})") from error
+    except SnapshotError as error:  # A newer version of scale-core wrote it.
+        raise InputError(f"--resume {run.resume}: {error}") from error
     try:
         return RunPaths(_choose_folder(run, point), point)
     except OSError as error:
@@ -179,11 +181,10 @@ def resolve_paths(run: RunOptions) -> RunPaths:
 def _choose_folder(run: RunOptions, point: Path | None) -> Path:
     out, old = run.out, None
     if run.resume is not None and point is not None:  # The run that it, or the checkpoint that it is, belongs to.
-        old = run.resume if (run.resume / CHECKPOINTS).is_dir() else run.resume.parent.parent
+        old = run.resume if point != run.resume else run.resume.parent.parent
         if out is None or out.resolve() == old.resolve():
-            newest = latest_snapshot(point.parent)
-            if newest is not None and newest.name != point.name:
-                raise InputError(f"--resume {point}: {newest.name} is newer and stays; name a new folder with --out")
+            if point == run.resume:
+                _check_is_newest(point)
             return old
     if out is None:
         return _next_folder()
@@ -196,6 +197,16 @@ def _choose_folder(run: RunOptions, point: Path | None) -> Path:
     return out
 
 
+def _check_is_newest(point: Path) -> None:
+    """Refuses to go on in a folder from an older checkpoint, whose later ones would be in the way."""
+    try:
+        newest = latest_snapshot(point.parent, verify=True)
+    except SnapshotError as error:
+        raise InputError(f"--resume {point}: {error}") from error
+    if newest is not None and newest.name != point.name:
+        raise InputError(f"--resume {point}: {newest.name} is newer and stays; name a new folder with --out")
+
+
 def _resume_point(path: Path) -> Path:
     """The checkpoint of `--resume path`: that one, or the last complete one of a run's folder."""
     if not path.is_dir():
@@ -204,7 +215,7 @@ def _resume_point(path: Path) -> Path:
         if path.name.removeprefix("step-").isdecimal():
             return path
         raise InputError(f"--resume {path}: neither a run (it has no {CHECKPOINTS}) nor a checkpoint (step-N)")
-    point = latest_snapshot(path / CHECKPOINTS)
+    point = latest_snapshot(path / CHECKPOINTS, verify=True)  # A damaged one is passed over, with a warning.
     if point is None:
         raise InputError(f"--resume {path}: there is no complete checkpoint in it")
     return point
