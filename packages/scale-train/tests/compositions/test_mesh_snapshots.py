@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from scale_adascale import AdaScale
+from scale_core import snapshot
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import elements_of
 from scale_core.snapshot import load_snapshot, save_snapshot
@@ -254,16 +255,21 @@ class Training:
     def state(self) -> dict[str, Any]:
         return sharded_state_dict(self.model, self.optimizers)
 
+    @property
+    def objects(self) -> dict[str, Any]:
+        """As a program gives them, in their wrappers."""
+        return {
+            "model": self.model if isinstance(self.model, DistributedPipe) else self.called,
+            "optim": self.optimizers,
+        }
+
     def save(self, folder: str) -> None:
-        save_snapshot(folder, STEPS, self.state(), self.line())
+        snapshot.save(folder, STEPS, self.objects, group=self.line())
         if self.mesh.num_ranks == RANKS:
             dcp.save(self.state(), checkpoint_id=f"{folder}/dcp")
 
     def load(self, folder: str) -> None:
-        snapshot = load_snapshot(
-            folder, lambda saved: target_state_dict(self.model, self.optimizers, saved), self.line()
-        )
-        load_sharded_state_dict(snapshot.state, self.model, self.optimizers, copy=False)
+        snapshot.load(folder, self.objects, group=self.line())
 
     def load_from_dcp(self, folder: str) -> None:
         target = dcp_target(f"{folder}/dcp", self.model, self.optimizers)

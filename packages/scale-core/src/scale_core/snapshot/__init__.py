@@ -1,19 +1,32 @@
 """Snapshots: the state of a training run on disk, complete or not there, verified, loaded at any number of ranks.
 
-Begin with `snapshot`; `planner` says which elements each rank writes and reads, `metadata` what a snapshot holds.
+Begin with `saving`, what users call; below it `objects` makes a flat state of objects, and `snapshot` writes that.
+`planner` says which elements each rank writes and reads, and `metadata` what a snapshot holds.
 """
 
 from scale_core.errors import DamagedSnapshotError, NewerSnapshotError, SnapshotError
+from scale_core.snapshot.background import AsyncSave
+from scale_core.snapshot.rng_state import RandomState
+from scale_core.snapshot.saving import async_save, latest, load, save
 from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.snapshot.stateful import FromRank0, PerRank
 from scale_core.snapshot.verification import verify_snapshot
 
 __all__ = [
+    "AsyncSave",
     "DamagedSnapshotError",
+    "FromRank0",
     "NewerSnapshotError",
+    "PerRank",
+    "RandomState",
     "Snapshot",
     "SnapshotError",
+    "async_save",
+    "latest",
     "latest_snapshot",
+    "load",
     "load_snapshot",
+    "save",
     "save_snapshot",
     "verify_snapshot",
 ]

@@ -1,0 +1,162 @@
+"""A save that goes on in a thread while the training does, of which no failure is lost.
+
+The thread has a gloo group of its own, so its messages are never taken for those of a step. At most one save is under
+way in a process. Its failure is known on all ranks, and raised on them by whatever comes first: `wait`, the next save
+or load, or an optimizer's step. Of a program that ends without any of these, the log says so at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from scale_core import compat
+from scale_core.comm.group import Group, group_of
+from scale_core.consistency.all_ranks import CollectiveCall
+from scale_core.errors import ScaleError, SnapshotError
+
+LIMIT = timedelta(minutes=30)
+"""The longest that a rank may write while others wait for it."""
+
+_STEPS_AHEAD = 2  # A rank may have begun one step more than another one when they exchange how many they began.
+
+_logger = logging.getLogger("scale_core.snapshot")
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # For each group's saves, by the ranks
+_last: list[AsyncSave] = []  # The save that is under way, or that has failed and nobody has heard of
+
+
+class AsyncSave:
+    """A snapshot that is being written in the background, as `async_save` returns it.
+
+    Attributes:
+        path: The snapshot's directory, which is there when the save is over.
+    """
+
+    def __init__(self, path: Path, write: Callable[[], object], group: Group) -> None:
+        self.path = path
+        self._group = group
+        self._error: BaseException | None = None
+        self._is_raised = False
+        self._steps = 0  # How many optimizers' steps have begun since
+        self._raise_at = 0  # The step that raises the error, the same one on all ranks
+        self._thread = threading.Thread(target=self._run, args=(write,), name=f"saving {path.name}", daemon=False)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        _last[:] = [self]
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it is over, in whatever way; `wait` then returns, or raises, at once."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Returns the snapshot's directory when it is complete.
+
+        Args:
+            timeout: In seconds; None waits until every rank has written its part.
+
+        Raises:
+            SnapshotError: It failed, on every rank alike. The snapshots that were there still are.
+            TimeoutError: It is not over yet, and goes on.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self.path} is still being written after {timeout} s: wait longer, or train on")
+        self._forget()
+        if self._error is not None:
+            self._is_raised = True
+            raise self._error
+        return self.path
+
+    def _run(self, write: Callable[[], object]) -> None:
+        error: BaseException | None = None
+        try:
+            write()
+        except BaseException as raised:
+            error = raised
+        try:
+            together = CollectiveCall(self._group, f"saving {self.path}", SnapshotError)
+            outcomes = together.all_ranks(lambda: (self._steps, "" if error is None else str(error)))
+            self._raise_at = max(steps for steps, _ in outcomes) + _STEPS_AHEAD
+            failed = [rank for rank, (_, text) in enumerate(outcomes) if text]
+            if failed and error is None:
+                error = SnapshotError(f"saving {self.path} failed on rank {failed[0]}: {outcomes[failed[0]][1]}")
+        except Exception as raised:  # Others are gone.
+            error = error or raised
+        if error is not None and not isinstance(error, ScaleError):
+            cause, error = (
+                error,
+                SnapshotError(
+                    f"saving {self.path} in the background failed with {type(error).__name__}, and is not there: load "
+                    "an earlier snapshot, or save again"
+                ),
+            )
+            error.__cause__ = cause
+        self._error = error
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Installed while the save is under way: raises its failure, before the same step on all ranks."""
+        self._steps += 1
+        if self._error is not None and not self._is_raised and self._steps >= self._raise_at:
+            self._is_raised = True
+            raise self._error
+
+    def _forget(self) -> None:
+        # Not by the thread, nor inside of a step: torch goes through its hooks there.
+        self._hook.remove()
+        if self in _last:
+            _last.remove(self)
+
+
+def finish_pending() -> None:
+    """Returns when no save is under way; raises what the last one has failed with, if nothing has raised it yet."""
+    for save in _last:
+        if save._is_raised:
+            save._forget()
+        else:
+            save.wait()
+
+
+def background_group(group: Group) -> Group:
+    """The gloo group of the saves of a group; all its ranks call it together, the first time makes it."""
+    if group.size == 1:
+        return Group()
+    _wait_before_destroy()
+    made = _groups.get(group.ranks)
+    if made is None or made not in compat.process_groups():
+        made = dist.new_group(list(group.ranks), timeout=LIMIT, backend="gloo", use_local_synchronization=True)
+        assert made is not None
+        _groups[group.ranks] = made
+    return group_of(made)
+
+
+@functools.cache
+def _wait_before_destroy() -> None:
+    """Has `destroy_process_group` wait for the save that is under way, which needs its group to the end."""
+    own = dist.destroy_process_group
+
+    @functools.wraps(own)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        for save in _last:
+            save._thread.join()
+        own(group)
+
+    dist.destroy_process_group = destroy_process_group
+    dist.distributed_c10d.destroy_process_group = destroy_process_group
+
+
+@atexit.register
+def _report() -> None:
+    """Logs at the end of a process, when threads have ended, that a save has failed and nothing has raised it."""
+    for save in _last:
+        if save._error is not None and not save._is_raised:
+            _logger.error("%s. It was saved in the background, and the program has ended since", save._error)

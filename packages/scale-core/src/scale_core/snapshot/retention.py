@@ -1,0 +1,60 @@
+"""How many snapshots stay: the oldest are removed when a new one is complete.
+
+A snapshot is renamed to a name that no reader looks at before its files are deleted, so that a process killed meanwhile
+leaves no half of one. Only complete snapshots older than the new one are removed, and only as many as leave `keep`
+complete ones; whatever else is in the directory stays.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import uuid
+import warnings
+from pathlib import Path
+
+from scale_core.snapshot.metadata import read_manifest
+
+_SNAPSHOT = re.compile(r"step-(\d{8,})")
+_REMOVED = re.compile(r"step-\d{8,}\.removed-[0-9a-f]{32}")
+
+
+def remove_old(saved: Path, keep: int) -> list[Path]:
+    """Removes complete snapshots older than `saved` beyond the newest `keep`, it included; returns what they were.
+
+    Where that fails, a warning says so: the new snapshot is complete.
+    """
+    removed: list[Path] = []
+    try:
+        for path in saved.parent.iterdir():  # What a killed process has left.
+            if _REMOVED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in _older(saved)[keep - 1 :]:
+            aside = path.with_name(f"{path.name}.removed-{uuid.uuid4().hex}")
+            path.rename(aside)
+            removed.append(path)
+            at_stage("removed", aside)
+            shutil.rmtree(aside)
+    except OSError as error:
+        warnings.warn(f"{saved} is saved, but older snapshots could not be removed: {error}", stacklevel=2)
+    return removed
+
+
+def _older(saved: Path) -> list[Path]:
+    """The complete snapshots before this one, the newest first."""
+    step = int(saved.name.removeprefix("step-"))
+    steps = {path: int(match[1]) for path in saved.parent.iterdir() if (match := _SNAPSHOT.fullmatch(path.name))}
+    before = sorted((path for path, its in steps.items() if its < step), key=steps.__getitem__, reverse=True)
+    return [path for path in before if _is_complete(path)]
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except (ValueError, RuntimeError):  # Damaged, unfinished, or written by a newer program.
+        return False
+    return True
+
+
+def at_stage(point: str, path: Path) -> None:
+    """A named stage: "removed", when one has its other name. Does nothing; tests replace it."""

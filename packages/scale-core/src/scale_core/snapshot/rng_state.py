@@ -1,0 +1,78 @@
+"""The states of a rank's random number generators, as an object of a snapshot."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RandomState:
+    """The generators that a rank draws from: Python's, numpy's where it is imported, torch's of the host and devices.
+
+        save(directory, step, {"model": model, "optimizer": optimizer, "random": RandomState()})
+
+    Each rank has its own, so they load at the number of ranks that saved them. At another number, ranks can't go on
+    with the same numbers; with `reseed=True` all generators are then seeded anew, otherwise on each rank, from what
+    rank 0 had. Of several devices in a process, the current one is the first.
+
+    Args:
+        reseed: Seed anew at another number of ranks; without it, that is an error.
+    """
+
+    def __init__(self, *, reseed: bool = False) -> None:
+        self.reseed = reseed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states; copies, so that drawing does not change them."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "torch": torch.get_rng_state(),
+            "devices": [generator.get_state() for generator in _device_generators()],
+        }
+        if numpy := sys.modules.get("numpy"):
+            state["numpy"] = numpy.random.get_state(legacy=False)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the generators; where numpy is not imported here, its state is left out."""
+        if "seed" in state:
+            _seed(state["seed"])
+            return
+        python = state["python"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        torch.set_rng_state(state["torch"])
+        for generator, saved in zip(_device_generators(), state["devices"], strict=False):
+            generator.set_state(saved.cpu())
+        if "numpy" in state and (numpy := sys.modules.get("numpy")):
+            numpy.random.set_state(state["numpy"])
+
+    def resized(self, states: Sequence[Any], rank: int, size: int) -> dict[str, Any]:
+        """The state of a rank where another number of ranks saved theirs: a seed for it."""
+        first: Tensor = states[0]["torch"]
+        text = bytes(first.tolist()) + f"rank {rank} of {size}".encode()
+        return {"seed": int.from_bytes(hashlib.sha256(text).digest()[:4])}
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+
+
+def _device_generators() -> list[torch.Generator]:
+    """Those of the initialised accelerators, that of the current device first."""
+    found: list[torch.Generator] = []
+    for accelerator in (torch.cuda, torch.xpu):
+        if accelerator.is_initialized():
+            generators = list(getattr(accelerator, "default_generators", ()))
+            current = accelerator.current_device()
+            found += generators[current:] + generators[:current]
+    return found

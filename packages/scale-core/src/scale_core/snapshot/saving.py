@@ -1,0 +1,192 @@
+"""Saves and loads the objects of a training in one call: modules, optimizers, schedulers, random states, and others.
+
+`save_snapshot` and `load_snapshot` stand below: here objects become a flat state, and a flat state objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.consistency.all_ranks import CollectiveCall, call_on_all_ranks
+from scale_core.consistency.contract import Contract
+from scale_core.errors import SnapshotError
+from scale_core.snapshot.background import AsyncSave, background_group, finish_pending
+from scale_core.snapshot.metadata import JSON
+from scale_core.snapshot.objects import Objects, collect
+from scale_core.snapshot.retention import remove_old
+from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.snapshot.staging import copy_to_host
+
+
+def save(
+    directory: str | os.PathLike[str],
+    step: int,
+    objects: Mapping[str, Any],
+    *,
+    group: GroupLike = None,
+    keep: int | None = None,
+    extra: JSON = None,
+) -> Path:
+    """Saves the objects of a training as `directory/step-<step>`, which is there in the end as a whole, or not at all.
+
+    To be called on every rank of the group, with a directory that all of them see.
+
+        >>> import tempfile, torch
+        >>> from scale_core import snapshot
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> folder = tempfile.mkdtemp()
+        >>> path = snapshot.save(folder, 7, {"model": model, "optimizer": optimizer, "random": snapshot.RandomState()})
+        >>> path.name
+        'step-00000007'
+        >>> snapshot.load(folder, {"model": model, "optimizer": optimizer, "random": snapshot.RandomState()}).step
+        7
+
+    Args:
+        directory: Holds all snapshots of a run; it is created where it is missing.
+        step: The training step, at least 0. A step that is saved already is not replaced.
+        objects: By name, on all ranks the same ones: modules, sharded and wrapped in any way; optimizers, or lists of
+            them, each of one of the modules; whatever has `state_dict` and `load_state_dict`; `RandomState()`; tensors
+            (the lowest rank's), `LocalShard`s and values, the same on all ranks. `PerRank` and `FromRank0` mark objects
+            that differ between ranks. What `sharded_state_dict` returns can be given, too.
+        group: The ranks that hold the state together; the default group if None.
+        keep: How many snapshots stay in the directory, the newest ones, at least 1; None for all.
+        extra: Anything that JSON knows, of rank 0.
+
+    Returns:
+        The snapshot's directory.
+
+    Raises:
+        ValueError: An optimizer that steps on parameters of no module, or of several; a name that can't be one.
+        TypeError: An object, or something in its state, that can't be saved so that it is read back as it was.
+        SnapshotError: On every rank: the ranks have different objects, or writing failed. The snapshots that were there
+            still are. Also, that an earlier `async_save` has failed.
+    """
+    own = _checked(directory, step, group, keep)
+    return _write(directory, step, _collected(objects, own), own, keep, extra)
+
+
+def async_save(
+    directory: str | os.PathLike[str],
+    step: int,
+    objects: Mapping[str, Any],
+    *,
+    group: GroupLike = None,
+    keep: int | None = None,
+    extra: JSON = None,
+) -> AsyncSave:
+    """Saves as `save` does, in the background: returns when the state has been copied to host memory.
+
+    To be called on every rank of the group. What changes afterwards is not in the snapshot. The copy needs as much
+    memory as the rank holds of the state, which is kept for the next one. A save that is under way already is waited
+    for. The first call makes a gloo group for the writing.
+
+        >>> import tempfile, torch
+        >>> from scale_core import snapshot
+        >>> model = torch.nn.Linear(2, 1)
+        >>> saving = snapshot.async_save(tempfile.mkdtemp(), 7, {"model": model}, keep=2)
+        >>> saving.wait().name  # At the end of a training, or where the snapshot is needed.
+        'step-00000007'
+
+    A failure is raised on all ranks by `wait()` of what is returned, by the next save or load, or else by an
+    optimizer's step, before anything has changed. A program that ends finishes the save first, and logs that it has
+    failed if nothing has raised it.
+
+    Args:
+        directory: As for `save`, as are the others.
+        step: The training step.
+        objects: By name.
+        group: The ranks that hold the state together.
+        keep: How many snapshots stay.
+        extra: Anything that JSON knows.
+
+    Raises:
+        ValueError: As `save`.
+        TypeError: As `save`.
+        SnapshotError: The ranks have different objects, or an earlier `async_save` has failed.
+    """
+    own = _checked(directory, step, group, keep)
+    writers = background_group(own)
+    state = copy_to_host(_collected(objects, own))
+    held = copy.deepcopy(extra)
+    path = Path(directory) / f"step-{step:08d}"
+    return AsyncSave(path, lambda: _write(directory, step, state, writers, keep, held), writers)
+
+
+def _collected(objects: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """The flat state of the objects, when no other save is under way; a failure is one of all ranks."""
+    contract = Contract(group)
+    call_on_all_ranks(finish_pending, "the last save in the background", contract)
+    return collect(objects, contract)
+
+
+def _write(
+    directory: str | os.PathLike[str], step: int, state: dict[str, Any], group: Group, keep: int | None, extra: JSON
+) -> Path:
+    path = save_snapshot(directory, step, state, group, extra)
+    if keep is not None and group.rank == 0:
+        remove_old(path, keep)
+    return path
+
+
+def load(
+    directory: str | os.PathLike[str],
+    objects: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    group: GroupLike = None,
+    strict: bool = True,
+) -> Snapshot:
+    """Loads the newest whole snapshot of a directory into objects that are built already; optimizers may be fresh.
+
+    To be called on every rank of the group, at any number of them, whatever the wrapping was when it was saved. Names,
+    shapes and dtypes are compared before anything is changed. Modules and their optimizers come first, then other
+    objects in the order in which they are given.
+
+    Args:
+        directory: As given to `save`.
+        objects: As given to `save`. Tensors are written to in place.
+        step: This snapshot and no other.
+        group: The ranks that hold the state together; the default group if None.
+        strict: False loads what was saved and is given, and warns of the rest.
+
+    Returns:
+        The snapshot; `state` has the objects by name, and the saved values of those that are values.
+
+    Raises:
+        SnapshotError: On every rank: there is no whole snapshot, it has other objects, or that of another model; or an
+            object had a state on each rank and was saved by another number of them. `__cause__` is what was raised.
+    """
+    own = _checked(directory, 0 if step is None else step, group, None)
+    call_on_all_ranks(finish_pending, "the last save in the background", Contract(own))
+    parts: list[Objects] = []
+
+    def target(saved: Mapping[str, Any]) -> dict[str, Any]:
+        parts.append(Objects(objects))
+        return parts[0].target(saved, own, strict=strict)
+
+    snapshot = load_snapshot(directory, target, own, step=step)
+    together = CollectiveCall(own, f"loading {snapshot.path}", SnapshotError)
+    loaded = together.each_rank(lambda: parts[0].load(snapshot.state, own))
+    return replace(snapshot, state=loaded)
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none."""
+    return latest_snapshot(directory)
+
+
+def _checked(directory: str | os.PathLike[str], step: int, group: GroupLike, keep: int | None) -> Group:
+    """Refuses wrong arguments, as far as one rank can see it, and returns the group."""
+    os.fspath(directory)
+    if type(step) is not int or step < 0:
+        raise ValueError(f"expected a training step of at least 0, got {step!r}: pass the number of steps done")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(f"expected keep of at least 1, got {keep!r}: pass how many snapshots stay, or None for all")
+    return group_of(group)

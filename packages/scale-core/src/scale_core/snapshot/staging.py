@@ -1,0 +1,66 @@
+"""A copy of a state on the host, in memory that is kept for the next one.
+
+What is written in the background has to be what it was when the save was asked for, so it is copied first: once, into
+one block of memory, pinned where tensors come from a GPU. New memory costs more than the copy, so the block stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_core import buffer_pool
+from scale_core.state.chunks import LocalShard
+
+_ALIGNMENT = 16  # bytes: the largest element
+
+_kept: list[Tensor] = []  # The block of the last copy, uint8
+
+
+def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a flat state whose tensors are copies, valid until the next call; values are given back as they are."""
+    wanted = {key: tensor for key, value in state.items() if (tensor := _elements(value)) is not None}
+    block = _block(sum(map(_room, wanted.values())), pinned=any(tensor.is_cuda for tensor in wanted.values()))
+    copies, position = dict(state), 0
+    for key, tensor in wanted.items():
+        place = block[position : position + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor, non_blocking=True)
+        copies[key] = _with_elements(state[key], place)
+        position += _room(tensor)
+    for device in {tensor.device for tensor in wanted.values() if tensor.device.type != "cpu"}:
+        torch.accelerator.current_stream(device).synchronize()
+    return copies
+
+
+def kept_bytes() -> int:
+    """The size of the memory that is kept for the next copy."""
+    return sum(block.nbytes for block in _kept)
+
+
+def _elements(value: Any) -> Tensor | None:
+    """What this rank may write of a value: its tensor, unless another rank is the one that writes it."""
+    if isinstance(value, LocalShard):
+        return value.tensor.detach() if value.written else None
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+def _with_elements(value: Any, copy: Tensor) -> Tensor:
+    if isinstance(value, LocalShard):
+        return LocalShard(copy, tuple(value.shape), value.start, value.stop, value.ranges)
+    return copy
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _block(num_bytes: int, *, pinned: bool) -> Tensor:
+    if not _kept or _kept[0].numel() < num_bytes or (pinned and not _kept[0].is_pinned()):
+        _kept.clear()  # Before there is another one.
+        if pinned:
+            _kept.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
+        else:
+            _kept.append(buffer_pool.empty(num_bytes, torch.uint8, torch.device("cpu")))
+    return _kept[0]

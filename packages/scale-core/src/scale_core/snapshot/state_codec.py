@@ -1,0 +1,234 @@
+"""A state of Python objects as JSON and tensors, and back, without loss.
+
+What `state_dict()` of a scheduler, a data loader or one's own class returns holds more than JSON knows: tuples, keys
+that are numbers, bytes, infinities, arrays. They are written as `{"__type__": ...}`, tensors as the key under which
+they stand in the tensor files. What can't be read back as it was is refused, by its path. Decoding runs no code of what
+it reads, which may come from a stranger.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.snapshot.metadata import JSON
+from scale_core.snapshot.safetensors_io import DTYPES, NAMES
+
+TYPE = "__type__"
+"""The key of a JSON object that stands for something else than a dict."""
+
+_MAX_DEPTH = 100
+_NUMBERS = "biufc"  # The kinds of numpy's dtypes that are numbers.
+_FACTORIES = {made.__name__: made for made in (bool, int, float, str, list, dict, set, tuple)}
+_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+}
+_MAPPINGS: dict[str, Callable[[Iterable[tuple[Any, Any]]], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda items: Counter(dict(items)),
+}
+
+
+class Encoded(NamedTuple):
+    """A state in two parts."""
+
+    value: JSON
+    tensors: dict[str, Tensor]  # By the keys that stand in `value`
+
+
+def encode(state: Any, key: str, where: str = "") -> Encoded:
+    """Returns a state as JSON, and its tensors, not copied, by keys that begin with `key`; errors say `where` it is.
+
+    Raises:
+        TypeError: Something in it can't be read back as it was; the message says where it stands.
+        ValueError: It is nested too deeply, as where it contains itself.
+    """
+    encoder = _Encoder(key, where or key)
+    return Encoded(encoder.encode(state, ()), encoder.tensors)
+
+
+def decode(value: JSON, tensor_of: Callable[[str], Tensor]) -> Any:
+    """Returns the state that was encoded; `tensor_of` gives the tensor of a key.
+
+    Raises:
+        ValueError: It is no encoded state.
+    """
+    if isinstance(value, list):
+        return [decode(part, tensor_of) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if TYPE not in value:
+        return {key: decode(part, tensor_of) for key, part in value.items()}
+    try:
+        return _decode_typed(value, tensor_of)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(value)[:200]} is no encoded value: {type(error).__name__}: {error}") from error
+
+
+def tensor_keys(value: JSON) -> list[str]:
+    """Returns the keys of the tensors in an encoded state, in order."""
+    if isinstance(value, list):
+        return [key for part in value for key in tensor_keys(part)]
+    if not isinstance(value, dict):
+        return []
+    if value.get(TYPE) in ("tensor", "ndarray"):
+        return [str(value["key"])]
+    return [key for part in value.values() for key in tensor_keys(part)]
+
+
+class _Encoder:
+    def __init__(self, key: str, where: str) -> None:
+        self.key, self.where = key, where
+        self.tensors: dict[str, Tensor] = {}
+
+    def encode(self, value: Any, path: tuple[Any, ...]) -> JSON:
+        if len(path) > _MAX_DEPTH:
+            raise ValueError(
+                f"{self._where(path[:5])}...: nested more than {_MAX_DEPTH} levels deep: leave out what contains itself"
+            )
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value  # type: ignore[no-any-return]  # One of these types.
+        if kind is float:
+            return value if math.isfinite(value) else {TYPE: "float", "value": repr(value)}
+        if kind is list:
+            return [self.encode(part, (*path, at)) for at, part in enumerate(value)]
+        if isinstance(value, dict):
+            return self._mapping(value, path)
+        if kind.__name__ in _SEQUENCES and kind in (tuple, set, frozenset, torch.Size):
+            parts = [self.encode(part, (*path, at)) for at, part in enumerate(value)]
+            if kind in (set, frozenset):  # Their order is another in each process.
+                parts.sort(key=lambda part: json.dumps(part, sort_keys=True))
+            return {TYPE: kind.__name__, "items": parts}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if kind in (bytes, bytearray):
+            return {TYPE: kind.__name__, "base64": base64.b64encode(value).decode()}
+        if kind is complex:
+            return {TYPE: "complex", "items": [self.encode(value.real, path), self.encode(value.imag, path)]}
+        if kind in (torch.dtype, torch.device):
+            return {TYPE: kind.__name__, "value": str(value).removeprefix("torch.")}
+        return self._of_numpy(value, path)
+
+    def _mapping(self, value: dict[Any, Any], path: tuple[Any, ...]) -> JSON:
+        kind = type(value)
+        if kind is dict and all(type(key) is str for key in value) and TYPE not in value:
+            return {key: self.encode(part, (*path, key)) for key, part in value.items()}
+        items: list[JSON] = [
+            [self.encode(key, (*path, "a key")), self.encode(part, (*path, key))] for key, part in value.items()
+        ]
+        if kind in (dict, OrderedDict, Counter):
+            return {TYPE: kind.__name__, "items": items}
+        if isinstance(value, defaultdict) and kind is defaultdict:
+            factory = None if value.default_factory is None else getattr(value.default_factory, "__name__", "")
+            if factory is None or _FACTORIES.get(factory) is value.default_factory:
+                return {TYPE: "defaultdict", "factory": factory, "items": items}
+        raise self._refusal(value, path)
+
+    def _tensor(self, value: Tensor, path: tuple[Any, ...]) -> JSON:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_meta:
+            raise self._refusal(value, path)
+        if value.dtype not in NAMES:
+            raise TypeError(f"{self._where(path)}: {value.dtype} can't be saved, expected one of {', '.join(DTYPES)}")
+        entry: dict[str, JSON] = {TYPE: "tensor", "key": self._add(value.detach(), path)}
+        if value.device.type != "cpu":
+            entry["device"] = value.device.type
+        if isinstance(value, nn.Parameter):
+            entry["parameter"] = True
+        if value.requires_grad:
+            entry["requires_grad"] = True
+        return entry
+
+    def _of_numpy(self, value: Any, path: tuple[Any, ...]) -> JSON:
+        numpy = sys.modules.get("numpy")
+        if numpy is None or getattr(getattr(value, "dtype", None), "kind", "") not in _NUMBERS:
+            raise self._refusal(value, path)
+        if type(value) is numpy.ndarray:
+            try:
+                tensor = torch.from_numpy(value.copy(order="C"))
+            except TypeError:
+                raise self._refusal(value, path) from None
+            if tensor.dtype in NAMES:
+                return {TYPE: "ndarray", "key": self._add(tensor, path)}
+        elif isinstance(value, numpy.generic) and type(value.item()) in (bool, int, float, complex):
+            return {TYPE: "numpy", "dtype": value.dtype.name, "value": self.encode(value.item(), path)}
+        raise self._refusal(value, path)
+
+    def _add(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+        wanted = key = ".".join([self.key, *map(str, path)])
+        number = 1
+        while key in self.tensors:  # As where {"a.b": ...} stands beside {"a": {"b": ...}}.
+            number += 1
+            key = f"{wanted}#{number}"
+        self.tensors[key] = tensor
+        return key
+
+    def _where(self, path: tuple[Any, ...]) -> str:
+        return self.where + "".join(f"[{part!r}]" for part in path)
+
+    def _refusal(self, value: Any, path: tuple[Any, ...]) -> TypeError:
+        return TypeError(
+            f"{self._where(path)}: a {type(value).__module__}.{type(value).__qualname__} can't be saved, because it "
+            "could not be read back as it was: give numbers, texts, bytes, tensors, arrays of numbers, and tuples, "
+            "lists, dicts and sets of them"
+        )
+
+
+def _decode_typed(value: dict[str, JSON], tensor_of: Callable[[str], Tensor]) -> Any:
+    kind = str(value[TYPE])
+    part: Any = value.get("value")
+    items: Any = value.get("items")
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](decode(each, tensor_of) for each in items)
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]((decode(key, tensor_of), decode(each, tensor_of)) for key, each in items)
+    if kind == "defaultdict":
+        factory = value["factory"]
+        made: defaultdict[Any, Any] = defaultdict(None if factory is None else _FACTORIES[str(factory)])
+        made.update((decode(key, tensor_of), decode(each, tensor_of)) for key, each in items)
+        return made
+    if kind == "tensor":
+        return _decode_tensor(value, tensor_of)
+    if kind == "ndarray":
+        return tensor_of(str(value["key"])).numpy()
+    if kind in ("bytes", "bytearray"):
+        data = base64.b64decode(str(value["base64"]))
+        return data if kind == "bytes" else bytearray(data)
+    if kind == "float":
+        return float(part)
+    if kind == "complex":
+        real, imaginary = (decode(each, tensor_of) for each in items)
+        return complex(real, imaginary)
+    if kind == "dtype" and isinstance(dtype := getattr(torch, part), torch.dtype):
+        return dtype
+    if kind == "device":
+        return torch.device(part)
+    if kind == "numpy":
+        import numpy
+
+        dtype = numpy.dtype(str(value["dtype"]))
+        if dtype.kind in _NUMBERS:
+            return dtype.type(decode(part, tensor_of))
+    raise ValueError(f"{str(value)[:200]} is no encoded value: the type {kind!r} is not known")
+
+
+def _decode_tensor(value: dict[str, JSON], tensor_of: Callable[[str], Tensor]) -> Tensor:
+    tensor, device = tensor_of(str(value["key"])), str(value.get("device", "cpu"))
+    if device != "cpu" and torch.accelerator.is_available():
+        tensor = tensor.to(torch.accelerator.current_accelerator())
+    wants_grad = value.get("requires_grad") is True
+    if value.get("parameter"):
+        return nn.Parameter(tensor, requires_grad=wants_grad)
+    return tensor.requires_grad_(wants_grad)
