@@ -200,9 +200,8 @@ def plan_reads(manifest: Manifest, target: State) -> list[Read]:
     planner = _LoadPlanner(tensors, _as_metadata(manifest))
     places = {(key, at.chunk.offsets): at for key, chunks in manifest.chunks.items() for at in chunks}
     reads: list[Read] = []
-    filled: dict[tuple[str, tuple[int, ...]], list[Chunk]] = {
-        (key, chunk.offsets): [] for key, place in tensors.items() for chunk in _chunks_held(place)
-    }
+    held = {(key, chunk.offsets): chunk for key, place in tensors.items() for chunk in _chunks_held(place)}
+    filled: dict[tuple[str, tuple[int, ...]], list[Chunk]] = {place: [] for place in held}
     for item in planner.create_local_plan().items:
         key = item.storage_index.fqn
         at = places[key, tuple(item.storage_index.offset or ())]
@@ -212,9 +211,8 @@ def plan_reads(manifest: Manifest, target: State) -> list[Read]:
         reads.append(
             Read(at.file, at.begin, at.chunk.sizes, part, manifest.tensors[key].dtype, planner.resolve_tensor(item))
         )
-    for key, place in tensors.items():
-        for chunk in _chunks_held(place):
-            check_coverage(f"reading {key}", chunk.sizes, filled[key, chunk.offsets])
+    for place, chunk in held.items():
+        check_coverage(f"reading {place[0]}", chunk.sizes, filled[place])
     return reads
 
 
