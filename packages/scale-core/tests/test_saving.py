@@ -385,3 +385,16 @@ def test_what_one_rank_can_not_save_is_an_error_on_all(tmp_path: Path) -> None:
     assert first[0] == "ValueError" and "thing: a builtins.object can't be saved" in first[1] and "rank 1" in first[1]
     assert second[0] == "TypeError"
     assert not list(tmp_path.iterdir())
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"scale": 1.0}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_extra_state_of_a_module_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="the extra state of 'model.0' .* is not saved or loaded: pass it beside"):
+        save(tmp_path, 1, {"model": nn.Sequential(WithExtraState(1, 1))})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from scale_core.comm.group import Group
-from scale_core.consistency.all_ranks import all_gather_json, call_on_all_ranks
+from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.errors import SnapshotError
@@ -49,6 +49,13 @@ class _Model:
     @staticmethod
     def of(name: str, module: nn.Module) -> _Model:
         inner = unwrapped(module)
+        for path, each in inner.named_modules():
+            if type(each).get_extra_state is not nn.Module.get_extra_state:
+                warnings.warn(
+                    f"the extra state of '{name}.{path}' ({type(each).__name__}.get_extra_state) is not saved or "
+                    f'loaded: pass it beside the module, as {{"{name}_extra": an object with state_dict and load_state_dict}}',
+                    stacklevel=2,
+                )
         if isinstance(inner, AveragedModel):
             return _Model(name, unwrapped(inner.module), inner.get_buffer("n_averaged"))
         return _Model(name, inner, None)
@@ -294,12 +301,27 @@ _SHARDED: Mapping[str, Any] = {"kind": "sharded", "layout": "entries"}  # What a
 _A = {"module": "a module", "optimizer": "an optimizer", "state": "an object with a state_dict"}
 
 
-def collect(objects: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
-    """Returns the flat state of the objects on this rank; all ranks call it together, and all raise if one does."""
-    rank = contract.group.rank
-    capture = call_on_all_ranks(lambda: Objects(objects).capture(rank), "the state that is saved", contract)
-    everyones = all_gather_json(capture.about, contract, Event("the objects that are saved", ""))
-    return capture.assembled(everyones, rank)
+def collect(objects: Mapping[str, Any], contract: Contract, before: Callable[[], object]) -> dict[str, Any]:
+    """Returns the flat state of this rank's objects, after `before`; all ranks call it, and all raise if one does."""
+    rank, capture, refusal = contract.group.rank, Capture({}, {}, {}), None
+    try:
+        before()
+        capture = Objects(objects).capture(rank)
+    except Exception as error:
+        refusal = error
+    # One exchange, since a training step waits for it.
+    told: list[Any] = [
+        f"{type(refusal).__name__}: {refusal}" if refusal else "",
+        isinstance(refusal, SnapshotError),
+        capture.about,
+    ]
+    everyones = all_gather_json(told, contract, Event("the objects that are saved", ""))
+    if refusal is not None:
+        raise refusal
+    for number, (text, has_failed, _) in enumerate(everyones):
+        if text:
+            raise (SnapshotError if has_failed else ValueError)(f"{text} (on rank {number})")
+    return capture.assembled([about for _, _, about in everyones], rank)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -69,7 +69,7 @@ def save(
             still are. Also, that an earlier `async_save` has failed.
     """
     own = _checked(directory, step, group, keep)
-    return _write(directory, step, _collected(objects, own), own, keep, extra)
+    return _write(directory, step, collect(objects, Contract(own), finish_pending), own, keep, extra)
 
 
 def async_save(
@@ -113,17 +113,10 @@ def async_save(
     """
     own = _checked(directory, step, group, keep)
     writers = background_group(own)
-    state = copy_to_host(_collected(objects, own))
+    state = copy_to_host(collect(objects, Contract(own), finish_pending))
     held = copy.deepcopy(extra)
     path = Path(directory) / f"step-{step:08d}"
     return AsyncSave(path, lambda: _write(directory, step, state, writers, keep, held), writers)
-
-
-def _collected(objects: Mapping[str, Any], group: Group) -> dict[str, Any]:
-    """The flat state of the objects, when no other save is under way; a failure is one of all ranks."""
-    contract = Contract(group)
-    call_on_all_ranks(finish_pending, "the last save in the background", contract)
-    return collect(objects, contract)
 
 
 def _write(
