@@ -2,14 +2,14 @@
 
 The thread has a gloo group of its own, so its messages are never taken for those of a step. At most one save is under
 way in a process. Its failure is known on all ranks, and raised on them by whatever comes first: `wait`, the next save
-or load, or an optimizer's step. Of a program that ends without any of these, the log says so at the end.
+or load, or an optimizer's step. Of a program that ends without any of these, the last line says so.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import logging
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,11 +26,10 @@ from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.errors import ScaleError, SnapshotError
 
 LIMIT = timedelta(minutes=30)
-"""The longest that a rank may write while others wait for it."""
+"""The limit of the groups that write."""
 
 _STEPS_AHEAD = 2  # A rank may have begun one step more than another one when they exchange how many they began.
 
-_logger = logging.getLogger("scale_core.snapshot")
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # For each group's saves, by the ranks
 _last: list[AsyncSave] = []  # The save that is under way, or that has failed and nobody has heard of
 
@@ -156,7 +155,8 @@ def _wait_before_destroy() -> None:
 
 @atexit.register
 def _report() -> None:
-    """Logs at the end of a process, when threads have ended, that a save has failed and nothing has raised it."""
+    """Says at the end of a process, when threads have ended, that a save has failed and nothing has raised it."""
     for save in _last:
         if save._error is not None and not save._is_raised:
-            _logger.error("%s. It was saved in the background, and the program has ended since", save._error)
+            # Not by a logger, which drops it where the program has set none up.
+            print(f"{save._error}. It was saved in the background, and the program has ended since", file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from scale_core.comm.group import Group
-from scale_core.consistency.all_ranks import all_gather_json, call_on_all_ranks
+from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.errors import SnapshotError
@@ -37,7 +37,7 @@ INDEX = "scale.objects"
 """The key under which a snapshot says which objects it holds."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Model:
     """A module and the optimizers of its parameters, by their names."""
 
@@ -45,10 +45,18 @@ class _Model:
     module: nn.Module  # Without wrappers that only put something before names
     count: Tensor | None  # of an AveragedModel
     optimizers: dict[str, list[Optimizer]] = field(default_factory=dict)
+    is_partial: bool = False  # What was saved does not fit, and is loaded in part
 
     @staticmethod
     def of(name: str, module: nn.Module) -> _Model:
         inner = unwrapped(module)
+        for path, each in inner.named_modules():
+            if type(each).get_extra_state is not nn.Module.get_extra_state:
+                warnings.warn(
+                    f"the extra state of '{name}.{path}' ({type(each).__name__}.get_extra_state) is not saved or "
+                    f"loaded: pass an object with state_dict and load_state_dict for it beside '{name}'",
+                    stacklevel=2,
+                )
         if isinstance(inner, AveragedModel):
             return _Model(name, unwrapped(inner.module), inner.get_buffer("n_averaged"))
         return _Model(name, inner, None)
@@ -59,8 +67,23 @@ class _Model:
             state.update(_renamed(optimizer_entries(self.module, optimizers), "optim", name))
         return state | self._count()
 
-    def target(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What to read into, for all that was saved of them."""
+    def target(self, saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+        """What to read into, for all that was saved of them; unless strict, for those parameters that are here."""
+        try:
+            return self._whole_target(saved)
+        except StateMismatch as error:
+            if strict:
+                raise
+            if self.optimizers:
+                names = "', '".join(self.optimizers)
+                warnings.warn(
+                    f"the optimizer '{names}' is left out, since not all of the state fits: {error}", stacklevel=2
+                )
+            self.optimizers.clear()
+            self.is_partial = True
+            return _renamed(sharded_state_dict(self.module), "model", self.name) | self._count()
+
+    def _whole_target(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         weights = self._weights(saved)
         target = _renamed(target_state_dict(self.module, None, weights), "model", self.name)
         for name, optimizers in self.optimizers.items():
@@ -69,6 +92,8 @@ class _Model:
         return target | self._count()
 
     def load(self, state: Mapping[str, Any]) -> None:
+        if self.is_partial:  # What fits has been read into the live tensors.
+            return
         weights = self._weights(state)
         load_sharded_state_dict(weights, self.module, copy=False)
         for name, optimizers in self.optimizers.items():
@@ -161,7 +186,7 @@ class Objects:
                 home.optimizers[name] = self.without_params.pop(name)
         target: dict[str, Any] = {}
         for model in self.models.values():
-            target.update(model.target(saved))
+            target.update(model.target(saved, strict=strict))
         for name, part in self.stateful.items():
             target.update(part.target(saved, index.get(name, _SHARDED), group.rank, group.size))
         for name, value in self.values.items():
@@ -173,8 +198,10 @@ class Objects:
                 target[name] = saved[name]
         if INDEX in saved:
             target[INDEX] = saved[INDEX]
-        if not strict:
-            target.update({key: unread(value) for key, value in saved.items() if key not in target})
+        if not strict:  # What is not given; what does not fit is left to the comparison of all ranks.
+            given = tuple(f"{name}." for name in [*self._kinds(), *self.values])
+            others = (key for key in saved if key not in target and not key.startswith(given))
+            target.update({key: unread(saved[key]) for key in others})
         return target
 
     def load(self, state: Mapping[str, Any], group: Group) -> dict[str, Any]:
@@ -294,12 +321,27 @@ _SHARDED: Mapping[str, Any] = {"kind": "sharded", "layout": "entries"}  # What a
 _A = {"module": "a module", "optimizer": "an optimizer", "state": "an object with a state_dict"}
 
 
-def collect(objects: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
-    """Returns the flat state of the objects on this rank; all ranks call it together, and all raise if one does."""
-    rank = contract.group.rank
-    capture = call_on_all_ranks(lambda: Objects(objects).capture(rank), "the state that is saved", contract)
-    everyones = all_gather_json(capture.about, contract, Event("the objects that are saved", ""))
-    return capture.assembled(everyones, rank)
+def collect(objects: Mapping[str, Any], contract: Contract, before: Callable[[], object]) -> dict[str, Any]:
+    """Returns the flat state of this rank's objects, after `before`; all ranks call it, and all raise if one does."""
+    rank, capture, refusal = contract.group.rank, Capture({}, {}, {}), None
+    try:
+        before()
+        capture = Objects(objects).capture(rank)
+    except Exception as error:
+        refusal = error
+    # One exchange, since a training step waits for it.
+    told: list[Any] = [
+        f"{type(refusal).__name__}: {refusal}" if refusal else "",
+        isinstance(refusal, SnapshotError),
+        capture.about,
+    ]
+    everyones = all_gather_json(told, contract, Event("the objects that are saved", ""))
+    if refusal is not None:
+        raise refusal
+    for number, (text, has_failed, _) in enumerate(everyones):
+        if text:
+            raise (SnapshotError if has_failed else ValueError)(f"{text} (on rank {number})")
+    return capture.assembled([about for _, _, about in everyones], rank)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -69,7 +69,7 @@ def save(
             still are. Also, that an earlier `async_save` has failed.
     """
     own = _checked(directory, step, group, keep)
-    return _write(directory, step, _collected(objects, own), own, keep, extra)
+    return _write(directory, step, collect(objects, Contract(own), finish_pending), own, keep, extra)
 
 
 def async_save(
@@ -95,8 +95,8 @@ def async_save(
         'step-00000007'
 
     A failure is raised on all ranks by `wait()` of what is returned, by the next save or load, or else by an
-    optimizer's step, before anything has changed. A program that ends finishes the save first, and logs that it has
-    failed if nothing has raised it.
+    optimizer's step, before anything has changed. A program that ends finishes the save first, and says on
+    stderr that it has failed if nothing has raised it.
 
     Args:
         directory: As for `save`, as are the others.
@@ -113,17 +113,10 @@ def async_save(
     """
     own = _checked(directory, step, group, keep)
     writers = background_group(own)
-    state = copy_to_host(_collected(objects, own))
+    state = copy_to_host(collect(objects, Contract(own), finish_pending))
     held = copy.deepcopy(extra)
     path = Path(directory) / f"step-{step:08d}"
     return AsyncSave(path, lambda: _write(directory, step, state, writers, keep, held), writers)
-
-
-def _collected(objects: Mapping[str, Any], group: Group) -> dict[str, Any]:
-    """The flat state of the objects, when no other save is under way; a failure is one of all ranks."""
-    contract = Contract(group)
-    call_on_all_ranks(finish_pending, "the last save in the background", contract)
-    return collect(objects, contract)
 
 
 def _write(
@@ -154,24 +147,26 @@ def load(
         objects: As given to `save`. Tensors are written to in place.
         step: This snapshot and no other.
         group: The ranks that hold the state together; the default group if None.
-        strict: False loads what was saved and is given, and warns of the rest.
+        strict: False loads what was saved and fits what is given, and warns of the rest. Of a module of which not all
+            fits, parameters and buffers that do are loaded, and its optimizers are left out.
 
     Returns:
         The snapshot; `state` has the objects by name, and the saved values of those that are values.
 
     Raises:
-        SnapshotError: On every rank: there is no whole snapshot, it has other objects, or that of another model; or an
-            object had a state on each rank and was saved by another number of them. `__cause__` is what was raised.
+        SnapshotError: On every rank: there is no whole snapshot, it has other objects or is that of another model; or
+            an object had a state on each rank and was saved by another number of them. `DamagedSnapshotError` and
+            `NewerSnapshotError` are as of `load_snapshot`.
     """
     own = _checked(directory, 0 if step is None else step, group, None)
     call_on_all_ranks(finish_pending, "the last save in the background", Contract(own))
     parts: list[Objects] = []
 
     def target(saved: Mapping[str, Any]) -> dict[str, Any]:
-        parts.append(Objects(objects))
+        parts[:] = [Objects(objects)]  # Anew for each snapshot, if one is passed over.
         return parts[0].target(saved, own, strict=strict)
 
-    snapshot = load_snapshot(directory, target, own, step=step)
+    snapshot = load_snapshot(directory, target, own, step=step, strict=strict)
     together = CollectiveCall(own, f"loading {snapshot.path}", SnapshotError)
     loaded = together.each_rank(lambda: parts[0].load(snapshot.state, own))
     return replace(snapshot, state=loaded)
