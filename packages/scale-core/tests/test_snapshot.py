@@ -20,6 +20,7 @@ import scale_core.snapshot.snapshot
 from scale_core.comm.group import Group
 from scale_core.snapshot import (
     DamagedSnapshotError,
+    ForeignCheckpointError,
     NewerSnapshotError,
     Snapshot,
     SnapshotError,
@@ -560,3 +561,21 @@ def load_where_only_rank_0_sees(directory: Path) -> tuple[int, bool]:
 def test_rank_0_decides_which_snapshot_it_is(tmp_path: Path) -> None:
     two_snapshots(tmp_path)
     assert run_ranks(load_where_only_rank_0_sees, 2, tmp_path) == [(2, True)] * 2
+
+
+def test_a_checkpoint_of_another_library_is_refused_by_name_on_all_ranks_with_the_line_that_converts_it(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "weights.pt")
+    run_ranks(load_foreign, 2, tmp_path / "weights.pt")
+    with pytest.raises(SnapshotError, match=r"is one snapshot: pass the directory that it is in"):
+        load_snapshot(save_snapshot(tmp_path / "runs", 1, {"a": torch.ones(2)}), {"a": torch.ones(2)})
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").touch()
+    with pytest.warns(UserWarning, match=r"scale-train snapshot convert .*hf"):
+        assert latest_snapshot(tmp_path / "hf") is None
+
+
+def load_foreign(path: Path) -> None:
+    with pytest.raises(ForeignCheckpointError, match=r"a file of torch\.save, and no snapshot.* snapshot convert \S+"):
+        load_snapshot(path, {"a": torch.ones(2)})
+    with pytest.raises(ForeignCheckpointError):
+        load_snapshot(path, {"a": torch.ones(2)}, step=3)

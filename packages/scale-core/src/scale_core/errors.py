@@ -11,7 +11,8 @@
     |       `-- P2PError           scale_pipe: one message between two stages failed or timed out
     |-- SnapshotError              saving or loading failed on all ranks alike; the group still works
     |   |-- DamagedSnapshotError   what is on the disk is not what was written
-    |   `-- NewerSnapshotError     a newer version of scale-core wrote it
+    |   |-- NewerSnapshotError     a newer version of scale-core wrote it
+    |   `-- ForeignCheckpointError another library wrote it; says which, and how it is converted
     |-- StateMismatch              a state does not fit the model; also a ValueError
     |-- UseAfterReleaseError       scale_core.simulate: memory was read after it had been freed
     |-- RankError                  scale_core.testing: a rank ended without a result
@@ -178,3 +179,7 @@ class DamagedSnapshotError(SnapshotError):
 
 class NewerSnapshotError(SnapshotError):
     """A newer version of scale-core wrote the snapshot, in a format that this one does not know; it is left alone."""
+
+
+class ForeignCheckpointError(SnapshotError):
+    """What was to be loaded is a checkpoint of another library; the message says which, and how it is converted."""

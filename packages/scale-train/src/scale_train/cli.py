@@ -1,27 +1,27 @@
-"""The command `scale-train`: checks its options, and joins the ranks that torchrun started or starts its own.
+"""The command `scale-train`. It loads torch when it is known which command needs it.
 
-Exit codes: 0 done, 1 the training failed, 2 wrong input, 130 stopped by Ctrl-C, 143 stopped by SIGTERM. After the last
-two the last step is saved.
+Exit codes: 0 done; 1 the training failed, a snapshot is damaged, two checkpoints differ; 2 wrong input; 130 stopped by
+Ctrl-C, 143 stopped by SIGTERM. After the last two the last step of a training is saved.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 
-from scale_train.data import check_length, read_text
-from scale_train.errors import InputError
-from scale_train.launch import is_under_torchrun, run_as_rank, start_ranks
-from scale_train.memory import check_fits
+from scale_train.interrupts import leave_on_ctrl_c
 from scale_train.options import Options
-from scale_train.resolve import check_options, num_local_ranks
+from scale_train.snapshot.options import SnapshotOptions
+from scale_train.why.options import WhyOptions
 
 DESCRIPTION = """The training program of scale.
 
-lm  trains a GPT on the bytes of real text and reports how well it predicts text that it has not seen."""
+lm        trains a GPT on the bytes of real text and reports how well it predicts text that it has not seen.
+snapshot  lists, verifies, compares, converts and prunes checkpoints.
+why       says in one sentence why a training on several ranks ended, from what the ranks left behind."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,22 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # how tyro ends, after --help and after an option that it does not know
         return end.code if isinstance(end.code, int) else 2
     try:
-        return language_model(options)
-    except InputError as error:
-        print(f"scale-train: {error}", file=sys.stderr)
-        return error.exit_code
+        return _command_for(options)(options)
     except KeyboardInterrupt:
         return 130
 
 
-def parse(arguments: list[str]) -> Options:
+def parse(arguments: list[str]) -> Options | SnapshotOptions | WhyOptions:
     """Parses a command line; a SystemExit for --help (code 0) and unknown options (code 2)."""
-    chosen: Options = tyro.extras.subcommand_cli_from_dict(
-        {"lm": Options},
+    chosen: Options | SnapshotOptions | WhyOptions = tyro.extras.subcommand_cli_from_dict(
+        {"lm": Options, "snapshot": SnapshotOptions, "why": WhyOptions},
         prog="scale-train",
         description=DESCRIPTION,
         args=with_bare_flag(arguments),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     return chosen
 
@@ -62,12 +59,16 @@ def with_bare_flag(arguments: list[str]) -> list[str]:
     return spelled
 
 
-def language_model(options: Options) -> int:
-    """`scale-train lm`: checks, and starts or joins the ranks."""
-    if is_under_torchrun(os.environ):
-        return run_as_rank(options)
-    num_ranks = num_local_ranks(options)
-    check_options(options, num_ranks)
-    check_fits(options, num_ranks)
-    check_length(read_text(options.data.text), options.data.sequence)
-    return run_as_rank(options) if num_ranks == 1 else start_ranks(options, num_ranks)
+def _command_for(options: Options | SnapshotOptions | WhyOptions) -> Callable[[Any], int]:
+    with leave_on_ctrl_c():
+        if isinstance(options, WhyOptions):
+            from scale_train.why.command import why
+
+            return why
+        if isinstance(options, SnapshotOptions):
+            from scale_train.snapshot.commands import snapshot
+
+            return snapshot
+        from scale_train.lm import language_model
+
+        return language_model

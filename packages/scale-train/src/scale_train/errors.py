@@ -12,6 +12,8 @@ One exception per exit code, so that the command line maps them in one place and
 from __future__ import annotations
 
 import errno
+import sys
+from collections.abc import Callable
 
 from scale_core.errors import ScaleError
 
@@ -48,6 +50,15 @@ class RanksLost(ScaleError):
     """Another rank ended or cannot be reached."""
 
     exit_code = 1
+
+
+def reported(command: Callable[[], int]) -> int:
+    """Returns the exit code of a command; wrong input is printed in one line."""
+    try:
+        return command()
+    except InputError as error:
+        print(f"scale-train: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def reason_of(error: OSError) -> str:

@@ -98,7 +98,19 @@ def pipeline_shape(options: ParallelOptions, num_ranks: int) -> PipelineShape:
 
 def budget_bytes(choice: str) -> int | None:
     """Returns the bytes of `--checkpoint-activations budget:2GiB`; None for another choice."""
-    found = re.fullmatch(r"budget:(\d+(?:\.\d+)?)([KMG]i?B|B)", choice)
+    return _bytes_of(choice.removeprefix("budget:")) if choice.startswith("budget:") else None
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Returns a number of bytes, as 5GB or 2GiB; an InputError names the option."""
+    found = _bytes_of(text)
+    if not found:
+        raise InputError(f"{option} {text}: a size is needed, as 5GB or 2GiB")
+    return found
+
+
+def _bytes_of(text: str) -> int | None:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]i?B|B)", text)
     if found is None:
         return None
     units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

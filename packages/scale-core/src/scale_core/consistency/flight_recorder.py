@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from scale_core import compat
 from scale_core.comm.group import Group
+from scale_core.consistency.flight_record_files import write_flight_record
 from scale_core.errors import recovery_hint as recovery_hint
 from scale_core.errors import set_last_snapshot as set_last_snapshot
 
@@ -52,11 +53,12 @@ class FlightRecorder:
         return [str(event) for event in self.events][-_TOLD_EVENTS:]
 
     def publish(self) -> None:
-        """Writes this rank's events to the store, if there is one and it can be reached."""
+        """Writes this rank's events to the store, if it can be reached, and to the disk, where that is asked for."""
+        events = [str(event) for event in self.events]
+        events += unfinished_on_nccl() if self._group.backend == "nccl" else []
+        write_flight_record(self._group.ranks, self._group.rank, self._name, events)
         store = compat.default_store()
         if store is not None:
-            events = [str(event) for event in self.events]
-            events += unfinished_on_nccl() if self._group.backend == "nccl" else []
             _run_for(_STORE_SECONDS, lambda: store.set(f"{self._name}/{self._group.rank}", json.dumps(events)))
 
     def dump_all_ranks(self, gone: int | None = None) -> dict[int, str]:

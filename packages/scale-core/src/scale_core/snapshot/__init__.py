@@ -4,7 +4,7 @@ Begin with `saving`, what users call; below it `objects` makes a flat state of o
 `planner` says which elements each rank writes and reads, and `metadata` what a snapshot holds.
 """
 
-from scale_core.errors import DamagedSnapshotError, NewerSnapshotError, SnapshotError
+from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, NewerSnapshotError, SnapshotError
 from scale_core.snapshot.background import AsyncSave
 from scale_core.snapshot.rng_state import RandomState
 from scale_core.snapshot.saving import async_save, latest, load, save
@@ -15,6 +15,7 @@ from scale_core.snapshot.verification import verify_snapshot
 __all__ = [
     "AsyncSave",
     "DamagedSnapshotError",
+    "ForeignCheckpointError",
     "FromRank0",
     "NewerSnapshotError",
     "PerRank",

@@ -29,7 +29,8 @@ from scale_core import fault_points
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.consistency.flight_recorder import set_last_snapshot
-from scale_core.errors import DamagedSnapshotError, SnapshotError
+from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, SnapshotError
+from scale_core.snapshot.foreign import Format, recognize
 from scale_core.snapshot.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
 from scale_core.snapshot.planner import GlobalPlan, LocalPlan, State, plan_reads, write_part
 from scale_core.snapshot.reads import blocks_of, read_tensors
@@ -136,6 +137,8 @@ def load_snapshot(
         DamagedSnapshotError: On every rank: the snapshot of `step` is not what was written. The error names the newest
             older one that is.
         NewerSnapshotError: On every rank: a newer version of scale-core wrote the one that was to be loaded.
+        ForeignCheckpointError: On every rank: the directory is a checkpoint of another library; the error says how it
+            is converted.
         SnapshotError: On every rank: there is no whole snapshot (`FileNotFoundError` is the cause), or it is that of
             another model (`StateMismatch` is the cause; it lists all that differs); or the ranks were given different
             arguments.
@@ -144,7 +147,7 @@ def load_snapshot(
     _check_arguments(group, "load_snapshot", directory=os.fspath(directory), step=step, strict=strict, cast=cast)
     folder, rules = Path(directory), (strict, cast)
     looking = CollectiveCall(group, f"loading from {folder}", SnapshotError)
-    paths = looking.rank0(lambda: _finished(folder))
+    paths = looking.rank0(lambda: _finished(folder) or _refuse_foreign(folder))
     if step is not None:
         path = folder / f"step-{step:08d}"
         try:
@@ -224,13 +227,16 @@ def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) 
     Raises:
         NewerSnapshotError: A newer version of scale-core wrote the newest.
     """
-    for path in _finished(Path(directory)):
+    paths = _finished(Path(directory))
+    for path in paths:
         try:
             verify_snapshot(path) if verify else read_manifest(path)
         except DamagedSnapshotError as error:
             warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
         else:
             return path
+    if not paths and (found := recognize(directory)) is not None and found.is_foreign:
+        warnings.warn(found.advice(), stacklevel=2)
     return None
 
 
@@ -319,6 +325,19 @@ def _finished(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if _FINISHED.fullmatch(path.name)), key=_step_of, reverse=True)
+
+
+def _refuse_foreign(path: Path) -> list[Path]:
+    """Raises if this is a checkpoint of another library, or one snapshot where the folder of it is expected."""
+    try:
+        found = recognize(path)
+    except OSError:  # There is nothing that can be read; what was asked for says so.
+        return []
+    if found is not None and found.format is Format.SNAPSHOT:
+        raise FileNotFoundError(f"{path} is one snapshot: pass the directory that it is in, {path.parent}")
+    if found is not None and found.is_foreign:
+        raise ForeignCheckpointError(found.advice())
+    return []
 
 
 def _step_of(path: Path) -> int:

@@ -41,9 +41,15 @@ def group_entries(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[
     entries = {}
     for number, (group, its_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
         options = {key: as_json(f"option {key}", value) for key, value in group.items() if key not in NAMES}
-        digest = hashlib.sha256("\n".join(its_names).encode()).hexdigest()[:16]
-        entries[f"{GROUPS}[{number}].{digest}"] = {**options, "params": list(its_names)}
+        key, entry = group_entry(number, its_names, options)
+        entries[key] = entry
     return entries
+
+
+def group_entry(number: int, names: Sequence[str], options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the key of a group in a state, and its entry."""
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+    return f"{GROUPS}[{number}].{digest}", {**options, "params": list(names)}
 
 
 def is_group(key: str) -> bool:

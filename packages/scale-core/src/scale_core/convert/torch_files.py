@@ -1,0 +1,99 @@
+"""Reads files of torch.save: a whole state, or several files with an index beside them.
+
+Nothing but tensors and plain values is unpickled (`weights_only`). Files of the zip format are mapped into memory, so
+that a tensor is read when it is written elsewhere; older ones are read as a whole.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_core.convert.lazy_tensor import LazyTensor
+from scale_core.snapshot.foreign import index_of
+
+_REFUSED = re.compile(r"GLOBAL ([\w.]+)|<class '([\w.]+)'>")
+
+
+def read_torch_file(path: Path, *, trust: bool = False) -> dict[Any, Any]:
+    """Returns what a file holds, its tensors as `LazyTensor`s.
+
+    Args:
+        path: The file.
+        trust: Build objects of any class, which may run any code that the file says.
+
+    Raises:
+        ValueError: It holds objects of other classes, it is damaged, or it is no dict.
+    """
+    found = load_object(path, trust=trust)
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"{path} holds a {type(found).__name__}, expected a state dict: save model.state_dict() and not the model"
+        )
+    tree: dict[Any, Any] = lazily(found, path)
+    return tree
+
+
+def read_torch_folder(folder: Path, *, trust: bool = False) -> dict[Any, Any]:
+    """Returns the tensors of a folder of `pytorch_model*.bin`, by name."""
+    index = index_of(folder)
+    files = (
+        sorted({*index.values()}) if index is not None else [path.name for path in folder.glob("pytorch_model*.bin")]
+    )
+    tree: dict[Any, Any] = {}
+    for name in files:
+        part = read_torch_file(folder / name, trust=trust)
+        if twice := tree.keys() & part.keys():
+            raise ValueError(f"{min(twice)} is in {name} and in another file of {folder}: expected it once")
+        tree.update(part)
+    if missing := (index or {}).keys() - tree.keys():
+        raise ValueError(f"{folder} has an index with {min(missing)}, which no file has")
+    return tree
+
+
+def load_object(path: Path, *, trust: bool = False, stand_ins: AbstractContextManager[object] | None = None) -> Any:
+    """What torch.load makes of a file; `stand_ins` is a context that allows more classes."""
+    try:
+        with stand_ins if stand_ins is not None else nullcontext():
+            return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        names = sorted({match[1] or match[2] for match in _REFUSED.finditer(str(error))})
+        if not names:
+            raise ValueError(f"{path} can't be read: {str(error).splitlines()[-1]}") from error
+        raise ValueError(
+            f"{path} holds objects of {', '.join(names)}, and building them may run any code that the file says. If "
+            "you trust whoever made it: --trust (in Python trust=True); otherwise save tensors, numbers and texts alone"
+        ) from error
+    except (RuntimeError, EOFError, KeyError, AttributeError, ImportError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} can't be read: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+
+def lazily(value: Any, path: Path) -> Any:
+    """A tree with its tensors as `LazyTensor`s."""
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+            raise ValueError(
+                f"{path} holds a {type(value).__name__} of layout {value.layout}, expected dense tensors: save "
+                "model.state_dict() of all ranks together, as torch.distributed.checkpoint.save does"
+            )
+        return of_tensor(value)
+    if isinstance(value, Mapping):
+        return {key: lazily(part, path) for key, part in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return [lazily(part, path) for part in value]
+    return value
+
+
+def of_tensor(tensor: Tensor) -> LazyTensor:
+    """A tensor that is in memory, or mapped into it."""
+    tensor = tensor.detach()
+    origin = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()) if tensor.numel() else None
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor.resolve_conj().resolve_neg(), origin)

@@ -1,0 +1,18 @@
+"""The command line of `scale-train why`; nothing here loads torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+
+@dataclass(frozen=True)
+class WhyOptions:
+    """Say in one sentence why a training on several ranks ended: which rank ended first and how, who waited where."""
+
+    logs: Positional[tuple[Path, ...]]
+    """What the ranks left behind: their logs, torchrun's --log-dir, the folder of SCALE_FLIGHT_RECORDS."""
+    json: bool = False
+    """Print one JSON object."""

@@ -1,0 +1,69 @@
+"""The texts that ranks left behind, from the files and folders that the user names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_SUFFIXES = {".log", ".txt", ".json", ".out", ".err"}
+_READ_BYTES = 4 << 20  # of the end of each file, where it says how it ended
+_MOST_FILES = 20_000
+
+
+def read_texts(paths: Iterable[Path]) -> dict[str, str]:
+    """Returns the texts of the files by their paths; of a folder, all logs in it, and of restarts the last attempt.
+
+    Raises:
+        ValueError: There is no such file or folder, no log in it, or it can't be read.
+    """
+    texts: dict[str, str] = {}
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path}: no such file or folder")
+        for file in _last_attempts(_files(path)):
+            try:
+                texts[str(file)] = _end_of(file)
+            except OSError as error:
+                raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
+    if not texts:
+        raise ValueError(
+            f"no logs in {', '.join(map(str, paths)) or 'nothing'}: name files, or folders with {_kinds()}"
+        )
+    return texts
+
+
+def _kinds() -> str:
+    return ", ".join(sorted(f"*{suffix}" for suffix in _SUFFIXES))
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return [file for file in sorted(path.rglob("*"))[:_MOST_FILES] if file.is_file() and file.suffix in _SUFFIXES]
+
+
+def _last_attempts(files: Iterable[Path]) -> Iterator[Path]:
+    """Without those of torchrun's attempts that were restarted."""
+    listed = list(files)
+    attempts = {file: _attempt(file) for file in listed}
+    last: dict[str, int] = {}
+    for found in attempts.values():
+        if found is not None:
+            last[found[0]] = max(last.get(found[0], 0), found[1])
+    for file in listed:
+        of = attempts[file]
+        if of is None or last[of[0]] == of[1]:
+            yield file
+
+
+def _attempt(file: Path) -> tuple[str, int] | None:
+    found = re.search(r"^(.*)attempt_(\d+)(?:/|$)", file.as_posix())
+    return (found[1], int(found[2])) if found else None
+
+
+def _end_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        size = opened.seek(0, 2)
+        opened.seek(max(0, size - _READ_BYTES))
+        return opened.read().decode("utf-8", errors="replace")

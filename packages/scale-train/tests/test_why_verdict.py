@@ -1,0 +1,89 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from scale_train.why.reading import read_texts
+from scale_train.why.verdict import verdict
+
+RECORDED = Path(__file__).parent / "recorded_logs"
+"""What three ranks left behind under torchrun --log-dir --redirects 3 and SCALE_FLIGHT_RECORDS, in real runs; paths,
+hosts and the lines of code in tracebacks were taken out."""
+
+
+def texts_of(case: str, keep: str = "") -> dict[str, str]:
+    return {name: text for name, text in read_texts([RECORDED / case]).items() if re.search(keep, name)}
+
+
+@pytest.mark.parametrize(
+    "case, rank, step, sentence",
+    [
+        ("raise", 1, 4, "rank 1 raised ValueError: no such token: 70000 in step 4"),
+        (
+            "late",
+            1,
+            0,
+            "rank 1 raised MemoryError: out of memory: 3 GB for layers.1; ranks 0, 2 waited for it in the gather of "
+            "unit 'layers.0' in step 4",
+        ),
+        (
+            "kill",
+            1,
+            4,
+            "rank 1 was killed by SIGKILL; ranks 0, 2 waited for it in the gather of unit 'layers.2' in step 4",
+        ),
+        (
+            "exit",
+            1,
+            4,
+            "rank 1 exited with code 3; ranks 0, 2 waited for it in the gather of unit 'layers.0' in step 4",
+        ),
+        (
+            "freeze",
+            1,
+            4,
+            "rank 1 never entered the gather of unit 'layers.0' in step 4, where ranks 0, 2 waited for it",
+        ),
+        (
+            "order",
+            1,
+            4,
+            "in step 4 ranks 0, 2 waited for rank 1 in the gather of unit 'layers.2', while rank 1 waited for rank 2 "
+            "in the forward of unit 'layers.2': they ran different things",
+        ),
+        ("desync", None, 0, "the ranks differ in the settings, first at place 1: ranks 0, 1: lr 0.0; rank 2: lr 0.1"),
+    ],
+)
+def test_recorded_runs_are_explained(case, rank, step, sentence):
+    found = verdict(texts_of(case))
+    assert (found.rank, found.step, found.sentence) == (rank, step, sentence)
+
+
+@pytest.mark.parametrize("keep", ["records", r"attempt_0/0/"])
+def test_a_rank_that_froze_is_named_by_what_one_source_says_alone(keep):
+    found = verdict(texts_of("freeze", keep))
+    assert found.sentence.startswith("rank 1 never entered the gather of unit 'layers.0' in step 4")
+
+
+def test_a_killed_rank_is_named_by_the_launchers_line_alone():
+    assert (
+        verdict({"out": "rank 2 was killed by SIGKILL; the others are ended\n"}).sentence
+        == "rank 2 was killed by SIGKILL"
+    )
+
+
+def test_what_each_rank_did_last_comes_with_it():
+    assert verdict(texts_of("kill")).details[0].startswith("rank 0: step 4: the end of the pass; then ")
+
+
+def test_tagged_lines_of_several_ranks_in_one_log_are_told_apart():
+    text = (
+        "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: [gloo] Connection closed by peer\n"
+        "[rank1]: Traceback (most recent call last):\n[rank1]: KeyError: 'weight'\n"
+    )
+    assert verdict({"all.log": text}).sentence == "rank 1 raised KeyError: 'weight'"
+
+
+def test_logs_that_say_nothing_have_no_verdict():
+    assert verdict({"a.log": "loss 3.2\nloss 3.1\n"}).kind == "unknown"
+    assert verdict({}).sentence == ""
