@@ -383,7 +383,7 @@ class Copy:
             most = sorted((path for path in texts if defined and named[path]), key=named.__getitem__, reverse=True)[:3]
             own = [path for path in texts if Path(path).stem.endswith(f"_{Path(each.path).stem}")]
             reached.append([test for test in found if test.partition("::")[0] in (*own, *most)])
-        return Record([str(each) for each in chosen], dict.fromkeys(found, 1.0), reached)
+        return Record([str(each) for each in chosen], dict.fromkeys(found, 1.0), reached, complete=False)
 
     def result_of(self, tests: Sequence[str], limit: float) -> str:
         """What comes of these tests: "passed", "failed", or "limit" where they do not end in so many seconds."""
