@@ -12,13 +12,15 @@ or a type is left as it is. The sample is drawn by `--seed`, evenly over all pla
 
 First all tests of the package run once, unchanged, and it is recorded which of them pass, how long each takes and which
 places of the sample it reaches, in all of its ranks (`--recording` ends that earlier; what no test has reached by then
-is not tried). For each mutation the tests run that reach its place, those first that are named for its file, then the
-others, each set until its first failure. Of each set as many run as take `--set-seconds` when nothing is changed, one
-case of each test before the second cases. A set that takes eight times as long as without a change, and a minute,
-counts as a failure, since a rank that waits for ever is what a wrong change often makes. A mutation that no set notices
-is a survivor: it is printed with its line and the numbers of tests that ran and that reach it, and either gets a test
-or is argued away. `--keep` keeps the record and what has become of each mutation, to go on later; the mutations are
-tried in an order of chance, so that a part of the sample is a sample, too.
+is not tried). With `--recording 0` nothing is recorded, as on a machine with much other work: the tests that are named
+for a file and those of the three test files that name most often what it defines are taken for those that reach its
+places, each for a second long. For each mutation the tests run that reach its place, those first that are named for its
+file, then the others, each set until its first failure. Of each set as many run as take `--set-seconds` when nothing is
+changed, one case of each test before the second cases. A set that takes eight times as long as without a change, and a
+minute, counts as a failure, since a rank that waits for ever is what a wrong change often makes. A mutation that no set
+notices is a survivor: it is printed with its line and the numbers of tests that ran and that reach it, and either gets
+a test or is argued away. `--keep` keeps the record and what has become of each mutation, to go on later; the mutations
+are tried in an order of chance, so that a part of the sample is a sample, too.
 """
 
 from __future__ import annotations
@@ -365,6 +367,24 @@ class Copy:
                 reached[int(number)].add(test)
         return Record([str(each) for each in chosen], seconds, [sorted(each) for each in reached], code is not None)
 
+    def select(self, chosen: Sequence[Mutation], tests: str) -> Record:
+        """Guesses which tests reach a place, by names, and runs none."""
+        package = self.folder / "packages" / chosen[0].path.split("/")[1]
+        files = sorted((package / "tests").rglob(tests))
+        texts = {str(path.relative_to(self.folder)): path.read_text(encoding="utf-8") for path in files}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *texts]
+        listed = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True).stdout
+        found = [line for line in listed.splitlines() if "::" in line]
+        reached = []
+        for each in chosen:
+            body = ast.parse((self.folder / each.path).read_text(encoding="utf-8")).body
+            defined = "|".join(node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+            named = {path: len(re.findall(rf"\b({defined})\b", text)) for path, text in texts.items()}
+            most = sorted((path for path in texts if defined and named[path]), key=named.__getitem__, reverse=True)[:3]
+            own = [path for path in texts if Path(path).stem.endswith(f"_{Path(each.path).stem}")]
+            reached.append([test for test in found if test.partition("::")[0] in (*own, *most)])
+        return Record([str(each) for each in chosen], dict.fromkeys(found, 1.0), reached, complete=False)
+
     def result_of(self, tests: Sequence[str], limit: float) -> str:
         """What comes of these tests: "passed", "failed", or "limit" where they do not end in so many seconds."""
         code = self._pytest("-x", *tests, seconds=limit)
@@ -432,7 +452,7 @@ def outcomes_of(
         num_sets: How many sets.
         workers: How many mutations at a time.
         seconds: After how many no other mutation is begun.
-        recording: After how many the recording ends.
+        recording: After how many the recording ends; 0 to guess which tests reach a place.
 
     Raises:
         ValueError: The record is of another sample.
@@ -443,7 +463,9 @@ def outcomes_of(
         for number in range(workers):
             copies.put(Copy(Path(home, str(number))))
         if not recorded.exists():
-            record = copies.queue[0].record(chosen, tests, workers=workers, seconds=recording)
+            copy = copies.queue[0]
+            limits = {"workers": workers, "seconds": recording}
+            record = copy.record(chosen, tests, **limits) if recording else copy.select(chosen, tests)
             recorded.write_text(json.dumps(asdict(record)), encoding="utf-8")
         record = Record(**json.loads(recorded.read_text(encoding="utf-8")))
         if record.sample != [str(each) for each in chosen]:
@@ -510,7 +532,7 @@ def main() -> None:
     parser.add_argument("--tests", default="test_*.py", help="a pattern for the names of test files")
     parser.add_argument("--keep", help="a folder for the record and the outcomes, to go on later")
     parser.add_argument("--seconds", type=float, default=inf, help="after how many no other change is begun")
-    parser.add_argument("--recording", type=float, default=inf, help="after how many the recording ends")
+    parser.add_argument("--recording", type=float, default=inf, help="after how many the recording ends; 0 for none")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="how many copies are worked on at a time")
     parser.add_argument("--list", action="store_true", help="print the sample and stop")
     parser.add_argument("--smoke", action="store_true", help="one change, and the tests of one file")

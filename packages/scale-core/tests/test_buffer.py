@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from flat_by_hand import SHAPES, average, backward, gathered, make, pieces_of, whole_params
-from torch import nn
+from torch import Tensor, nn
 
+from scale_core.comm.collectives import all_gather, subgroup_of
 from scale_core.comm.group import Group, group_of
+from scale_core.comm.work import CollectiveWork
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer, ShardGroups, State, live_buffers
 from scale_core.flat.layout import FlatLayout
 from scale_core.shard import Placement, shard_of
@@ -183,6 +187,30 @@ def everything_small() -> None:
         grad = buffer.sharded_params[0].grad
         assert grad is not None and grad.shape == buffer.sharded_params[0].shape
         buffer.release()
+
+
+def keeps_a_part_among_some() -> None:
+    """What some ranks keep of the full buffer they gather among themselves; without it all ranks give their shards."""
+    group, params = group_of(), whole_params()
+    gathers: list[str] = []
+    few = subgroup_of(group, group.ranks)  # All of them, as a group of its own.
+    layout = FlatLayout.plan(list(SHAPES), [tuple(param.shape) for param in params], group.size)
+    buffer = FlatBuffer(list(SHAPES), params, layout, ShardGroups(group, part=few))
+
+    def recorded(output: Tensor, shard: Tensor, ranks: Group, **kwargs: Any) -> CollectiveWork:
+        gathers.append("part" if ranks is few else "all")
+        return all_gather(output, shard, ranks, **kwargs)
+
+    with mock.patch("scale_core.flat.buffer.all_gather", recorded):
+        for keep_part in (True, False, False):
+            for whole, param in zip(gathered(buffer), params, strict=True):
+                assert torch.equal(whole, param)
+            buffer.release(keep_part=keep_part)
+    assert gathers == ["all", "part", "all"]
+
+
+def test_a_part_that_is_kept_is_gathered_among_those_that_keep_it() -> None:
+    run_ranks(keeps_a_part_among_some, 2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

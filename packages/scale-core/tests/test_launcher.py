@@ -183,6 +183,15 @@ def test_a_rank_that_fails_between_two_looks_at_it_is_seen(looks: int) -> None:
         os.close(rank.sentinel)
 
 
+def test_ranks_share_the_cores_unless_the_user_has_said_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = [launch._variables(0, num_ranks, 1, "cpu")["OMP_NUM_THREADS"] for num_ranks in (1, 3, 9)]
+    assert threads == ["8", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in launch._variables(0, 1, 1, "cpu")
+
+
 def test_no_ranks_and_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         launch_local(write_sum, 0)

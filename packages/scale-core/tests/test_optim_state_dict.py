@@ -12,7 +12,7 @@ from test_param_ownership import Flat
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_core.state.optim_state_dict import entries_from, owners_of, state_entries
+from scale_core.state.optim_state_dict import entries_from, optimizer_targets, owners_of, state_entries
 from scale_core.state.param_groups import saved_groups
 from scale_core.state.state_dict import LocalShard, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.validation import SavedTensor, StateMismatch
@@ -104,6 +104,19 @@ def test_the_target_of_a_fresh_flat_optimizer_is_one_tensor_for_each_kind_of_sta
     state = optimizer.state[model.flat_param_0]["exp_avg"]
     # What lies between its parts is never read, but must be no NaN that a norm or a check would find.
     assert torch.equal(state, made(Flat(Trained(), 1, WORLD), 2)[1].state_dict()["state"][0]["exp_avg"].mul(state != 0))
+
+
+@pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
+def test_a_new_count_is_where_torch_keeps_it(capturable: bool, device: str) -> None:
+    saved = {
+        key: SavedTensor(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+        for key, value in sharded_state_dict(*made(nn.Linear(2, 2), 1)).items()
+    }
+    model = nn.Linear(2, 2, device="meta")  # Any device but the host's.
+    optimizer = torch.optim.Adam(model.parameters(), capturable=capturable)
+    target = optimizer_targets(model, [optimizer], saved, lambda name: name)
+    assert target["optim.weight.step"].device.type == device
+    assert target["optim.weight.exp_avg"].device.type == "meta"
 
 
 def test_live_state_is_kept_where_its_own_views_come_back() -> None:

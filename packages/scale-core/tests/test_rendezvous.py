@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from scale_core.comm.group import Group
 from scale_core.errors import LaunchError
+from scale_core.launch import rendezvous
 from scale_core.launch.rendezvous import init_distributed, open_store
 from scale_core.testing import run_ranks
 
@@ -93,6 +94,19 @@ def test_a_second_call_returns_the_same_group_and_one_may_leave_and_join_again(
 ) -> None:
     monkeypatch.setenv("MEETING", str(tmp_path))
     assert run_ranks(join_twice, 2, free_port(), backend=None) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])
+def test_tensors_of_either_device_can_be_sent(monkeypatch: pytest.MonkeyPatch, device: str, backend: str) -> None:
+    found = []
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_take_device", lambda local_rank: None)
+    monkeypatch.setattr(rendezvous, "_rendezvous", lambda place, timeout: None)
+    monkeypatch.setattr(rendezvous, "group_of", lambda: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: found.append(backend))
+    init_distributed(device=device)
+    assert found == [backend]
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scale_core.comm.group import Group
 from scale_core.shard import (
@@ -18,6 +19,8 @@ from scale_core.shard import (
     elements_of,
     full_shape,
     is_divided,
+    on_first_shard,
+    register_stages,
     set_shard,
     shard_of,
     title_of,
@@ -62,6 +65,27 @@ def test_a_later_mark_replaces_an_earlier_one() -> None:
     set_shard(param, piece("before"))
     set_shard(param, piece("after"))
     assert shard_of(param) == piece("after")
+
+
+class Pipeline:
+    """A pipeline without parameters."""
+
+    group = Group()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+    def counted_elsewhere(self) -> list[Tensor]:
+        return []
+
+
+@pytest.mark.parametrize("mark", [lambda: set_shard(torch.ones(2, 3), piece()), lambda: register_stages(Pipeline())])
+def test_who_waits_for_the_first_shard_or_stage_is_called_once(mark: Callable[[], None]) -> None:
+    called: list[str] = []
+    on_first_shard(lambda: called.append("first"))
+    mark()
+    mark()
+    assert called == ["first"]
 
 
 def test_equal_tensors_are_told_apart() -> None:

@@ -125,7 +125,9 @@ def test_functional_collectives_are_counted_as_well() -> None:
         assert simulation.current_bytes == before
         functional.reduce_scatter_single(zeros(24), "sum", 0, group)
         functional.all_to_all_single(zeros(10), [2] * 4, [1, 2, 3, 4], group)
-    assert simulation.bytes_sent == {"all_reduce": 2 * 3 * 24, "reduce_scatter": 3 * 24, "all_to_all": 8 * 4}
+        functional.all_gather_single(zeros(5), 0, group)
+    sent = {"all_reduce": 2 * 3 * 24, "reduce_scatter": 3 * 24, "all_to_all": 8 * 4, "all_gather": 3 * 5 * 4}
+    assert simulation.bytes_sent == sent
 
 
 def test_an_operator_that_is_not_known_is_refused_and_not_taken_for_free() -> None:

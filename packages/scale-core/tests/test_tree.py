@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict, deque
 from typing import Any, NamedTuple
 
 import pytest
@@ -90,12 +90,13 @@ def one() -> Tensor:
 
 
 def test_plain_containers_at_any_depth_keep_their_type() -> None:
-    tree = {"a": [one(), (one(), None, 3)], "b": Pair(one(), None), "c": OrderedDict(d="text")}
+    tree = {"a": [one(), (one(), None, 3)], "b": Pair(one(), None), "c": OrderedDict(d="text"), "e": deque([one()])}
     mapped = map_tensors(double, tree)
     assert mapped["a"][0].tolist() == mapped["a"][1][0].tolist() == [2, 2]
     assert mapped["a"][1][1:] == (None, 3)
     assert type(mapped["b"]) is Pair and mapped["b"].left.tolist() == [2, 2] and mapped["b"].right is None
     assert mapped["c"] == OrderedDict(d="text")
+    assert type(mapped["e"]) is deque and mapped["e"][0].tolist() == [2, 2]
     assert tree["a"][0].tolist() == [1, 1]  # type: ignore[index]
 
 

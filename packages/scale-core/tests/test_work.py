@@ -85,10 +85,10 @@ class _Interrupting:
     """A message that has arrived; whoever waited for it is interrupted, if that is asked for. Counts waits."""
 
     def __init__(self, interruption: BaseException | None = None) -> None:
-        self.interruption, self.num_waits = interruption, 0
+        self.interruption, self.num_waits, self.limit = interruption, 0, timedelta(0)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self.num_waits += 1
+        self.num_waits, self.limit = self.num_waits + 1, timeout
         if self.interruption is not None:
             raise self.interruption
         return True
@@ -103,6 +103,12 @@ def test_a_wait_that_is_interrupted_ends_when_nobody_writes_into_the_buffers_any
     with pytest.raises(type(interruption)):
         handle.wait(1.0)
     assert [work.num_waits for work in works] == [1, 1, 1, 1]
+
+
+def test_an_operation_that_is_given_up_has_some_seconds_to_end() -> None:
+    work = _Interrupting()
+    CollectiveWork("all_reduce", [(0, work)], torch.zeros(1)).cancel()
+    assert work.num_waits == 1 and work.limit > timedelta(seconds=1)
 
 
 def test_waiting_twice_returns_the_same_result() -> None:

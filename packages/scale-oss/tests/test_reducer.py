@@ -210,6 +210,13 @@ def failing_micro_batches() -> list[str]:
             each.optimizer.step()
         assert alike([*case.weights()], [*reference.weights()])
         assert all(param.grad is None for param in case.model.parameters())
+    case = Case()
+    for param in case.model.parameters():
+        param.grad = torch.ones_like(param)  # Of another source than a pass of this model.
+    before = case.grads()
+    case.fault.where, case.fault.ranks = "front", [1]
+    messages.append(case.fails(partial(case.run, 0), [1]))
+    assert alike(case.grads(), before)
     return messages
 
 
@@ -337,7 +344,7 @@ def test_forward_passes_that_all_ranks_drop_change_nothing() -> None:
 
 def test_gradients_that_were_accumulated_before_a_failing_pass_stay() -> None:
     for rank, messages in enumerate(run_ranks(failing_micro_batches, 2)):
-        assert len(messages) == 4
+        assert len(messages) == 5
         assert all(("lost at" if rank else "so are gradients that were accumulated") in each for each in messages)
 
 
