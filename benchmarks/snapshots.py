@@ -40,8 +40,8 @@ from torch import Tensor
 from scale_core.comm.group import Group
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.snapshot import snapshot as snapshot_module
-from scale_core.snapshot.checksums import BlockChecksums
-from scale_core.snapshot.safetensors_io import memory_of
+from scale_core.snapshot.format.checksums import BlockChecksums
+from scale_core.snapshot.format.safetensors_io import memory_of
 from scale_core.state.chunks import LocalShard
 
 WAYS = {

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from scale_core.snapshot.checksums import BlockChecksums, checksum, num_blocks, ranges_of
+from scale_core.snapshot.format.checksums import BlockChecksums, checksum, num_blocks, ranges_of
 
 
 @pytest.mark.parametrize("length", [0, 1, 9, 10, 11, 30, 99])

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from scale_core.snapshot.coverage import check_coverage, slices_of
+from scale_core.snapshot.format.coverage import check_coverage, slices_of
 from scale_core.state.chunks import Chunk
 
 

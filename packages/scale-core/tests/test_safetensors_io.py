@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_core.snapshot import safetensors_io
-from scale_core.snapshot.checksums import checksum
-from scale_core.snapshot.safetensors_io import (
+from scale_core.snapshot.format import safetensors_io
+from scale_core.snapshot.format.checksums import checksum
+from scale_core.snapshot.format.safetensors_io import (
     DTYPES,
     TensorEntry,
     WrittenFile,

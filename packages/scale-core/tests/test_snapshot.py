@@ -29,7 +29,7 @@ from scale_core.snapshot import (
     safetensors_io,
     save_snapshot,
 )
-from scale_core.snapshot.checksums import checksum
+from scale_core.snapshot.format.checksums import checksum
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.chunks import LocalShard
 from scale_core.state.validation import StateMismatch

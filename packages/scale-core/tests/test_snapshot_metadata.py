@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from scale_core.errors import DamagedSnapshotError, NewerSnapshotError, SnapshotError
-from scale_core.snapshot import metadata
-from scale_core.snapshot.checksums import checksum
-from scale_core.snapshot.metadata import FILE, read_manifest
+from scale_core.snapshot.format import metadata
+from scale_core.snapshot.format.checksums import checksum
+from scale_core.snapshot.format.metadata import FILE, read_manifest
 from scale_core.snapshot.snapshot import save_snapshot
 
 FIRST = '{"format": "scale-snapshot", "version": %s, "checksum": "%s",\n'

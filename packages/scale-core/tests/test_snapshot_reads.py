@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scale_core.snapshot import reads as reads_module
-from scale_core.snapshot.reads import Read, blocks_of, read_tensors
-from scale_core.snapshot.safetensors_io import memory_of, opened, read_into
+from scale_core.snapshot.format import reads as reads_module
+from scale_core.snapshot.format.reads import Read, blocks_of, read_tensors
+from scale_core.snapshot.format.safetensors_io import memory_of, opened, read_into
 from scale_core.state.chunks import Chunk
 
 

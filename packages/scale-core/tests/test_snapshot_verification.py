@@ -7,9 +7,9 @@ import torch
 
 from scale_core.errors import DamagedSnapshotError
 from scale_core.snapshot import load_snapshot, save_snapshot, verify_snapshot
-from scale_core.snapshot import safetensors_io as io
-from scale_core.snapshot.metadata import read_manifest
-from scale_core.snapshot.verification import all_blocks, share_of_unread, united
+from scale_core.snapshot.format import safetensors_io as io
+from scale_core.snapshot.format.metadata import read_manifest
+from scale_core.snapshot.format.verification import all_blocks, share_of_unread, united
 
 NAME = "rank-00000.safetensors"
 

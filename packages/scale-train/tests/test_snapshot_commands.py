@@ -60,7 +60,7 @@ def test_ls_shows_steps_sizes_ranks_and_states(run, capsys):
 
 
 def test_a_newer_snapshot_is_marked_as_such_and_not_called_damaged(run, capsys):
-    from scale_core.snapshot.checksums import checksum
+    from scale_core.snapshot.format.checksums import checksum
 
     path = run / "checkpoints" / "step-00000003" / "manifest.json"
     _, _, rest = path.read_bytes().partition(b"\n")

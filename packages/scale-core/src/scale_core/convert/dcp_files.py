@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from scale_core.convert.lazy_tensor import LazyTensor
-from scale_core.snapshot.coverage import check_coverage
+from scale_core.snapshot.format.coverage import check_coverage
 from scale_core.state.chunks import Chunk
 
 _DCP = "torch.distributed.checkpoint"

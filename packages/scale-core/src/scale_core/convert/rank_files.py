@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.convert.torch_files import lazily, load_object
-from scale_core.snapshot.coverage import check_coverage
+from scale_core.snapshot.format.coverage import check_coverage
 from scale_core.state.chunks import Chunk
 
 _SHARDED = "torch.distributed._shard"

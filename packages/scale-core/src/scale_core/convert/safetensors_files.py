@@ -12,7 +12,7 @@ from torch import Tensor
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.convert.naming import SNAPSHOT_MARK
 from scale_core.snapshot.foreign import index_of
-from scale_core.snapshot.safetensors_io import DTYPES
+from scale_core.snapshot.format.safetensors_io import DTYPES
 
 
 def read_safetensors_file(path: Path) -> dict[str, Any]:

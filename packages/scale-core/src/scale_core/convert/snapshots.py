@@ -12,11 +12,11 @@ from torch import Tensor
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.convert.naming import StoredState
 from scale_core.errors import DamagedSnapshotError
-from scale_core.snapshot.checksums import ranges_of
-from scale_core.snapshot.metadata import Manifest, read_manifest
-from scale_core.snapshot.planner import plan_reads
-from scale_core.snapshot.reads import blocks_of, read_tensors
-from scale_core.snapshot.verification import describe_damage, find_damage
+from scale_core.snapshot.format.checksums import ranges_of
+from scale_core.snapshot.format.metadata import Manifest, read_manifest
+from scale_core.snapshot.format.planner import plan_reads
+from scale_core.snapshot.format.reads import blocks_of, read_tensors
+from scale_core.snapshot.format.verification import describe_damage, find_damage
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.convert.naming import SNAPSHOT_MARK, StoredState
-from scale_core.snapshot.safetensors_io import NAMES, TensorEntry, write_tensors
+from scale_core.snapshot.format.safetensors_io import NAMES, TensorEntry, write_tensors
 from scale_core.snapshot.snapshot import save_snapshot
 
 MAX_SHARD_BYTES = 5 << 30

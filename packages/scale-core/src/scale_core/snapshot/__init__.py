@@ -1,16 +1,16 @@
 """Snapshots: the state of a training run on disk, complete or not there, verified, loaded at any number of ranks.
 
 Begin with `saving`, what users call; below it `objects` makes a flat state of objects, and `snapshot` writes that.
-`planner` says which elements each rank writes and reads, and `metadata` what a snapshot holds.
+`format/` has the files: what is in them, who writes it, and how it is verified.
 """
 
 from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, NewerSnapshotError, SnapshotError
 from scale_core.snapshot.background import AsyncSave
+from scale_core.snapshot.format.verification import verify_snapshot
 from scale_core.snapshot.rng_state import RandomState
 from scale_core.snapshot.saving import async_save, latest, load, save
 from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, save_snapshot
 from scale_core.snapshot.stateful import FromRank0, PerRank
-from scale_core.snapshot.verification import verify_snapshot
 
 __all__ = [
     "AsyncSave",

@@ -23,7 +23,7 @@ from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.errors import SnapshotError
-from scale_core.snapshot.planner import is_tensor
+from scale_core.snapshot.format.planner import is_tensor
 from scale_core.snapshot.state_codec import decode, encode, tensor_keys
 from scale_core.snapshot.stateful import Captured, StatefulPart, places, unread
 from scale_core.state.chunks import LocalShard

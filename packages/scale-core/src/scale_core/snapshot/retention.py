@@ -13,7 +13,7 @@ import uuid
 import warnings
 from pathlib import Path
 
-from scale_core.snapshot.metadata import read_manifest
+from scale_core.snapshot.format.metadata import read_manifest
 
 _SNAPSHOT = re.compile(r"step-(\d{8,})")
 _REMOVED = re.compile(r"step-\d{8,}\.removed-[0-9a-f]{32}")

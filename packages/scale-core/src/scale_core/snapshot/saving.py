@@ -17,7 +17,7 @@ from scale_core.consistency.all_ranks import CollectiveCall, call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.errors import SnapshotError
 from scale_core.snapshot.background import AsyncSave, background_group, finish_pending
-from scale_core.snapshot.metadata import JSON
+from scale_core.snapshot.format.metadata import JSON
 from scale_core.snapshot.objects import Objects, collect
 from scale_core.snapshot.retention import remove_old
 from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, save_snapshot

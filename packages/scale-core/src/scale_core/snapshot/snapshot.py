@@ -31,10 +31,10 @@ from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.consistency.flight_recorder import set_last_snapshot
 from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, SnapshotError
 from scale_core.snapshot.foreign import Format, recognize
-from scale_core.snapshot.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
-from scale_core.snapshot.planner import GlobalPlan, LocalPlan, State, plan_reads, write_part
-from scale_core.snapshot.reads import blocks_of, read_tensors
-from scale_core.snapshot.verification import (
+from scale_core.snapshot.format.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
+from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan, State, plan_reads, write_part
+from scale_core.snapshot.format.reads import blocks_of, read_tensors
+from scale_core.snapshot.format.verification import (
     BlockRanges,
     describe_damage,
     find_damage,

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scale_core.snapshot.metadata import JSON
-from scale_core.snapshot.safetensors_io import DTYPES, NAMES
+from scale_core.snapshot.format.metadata import JSON
+from scale_core.snapshot.format.safetensors_io import DTYPES, NAMES
 
 TYPE = "__type__"
 """The key of a JSON object that stands for something else than a dict."""

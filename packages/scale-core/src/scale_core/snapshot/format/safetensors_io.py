@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from scale_core.snapshot.checksums import BLOCK_BYTES, BlockChecksums
+from scale_core.snapshot.format.checksums import BLOCK_BYTES, BlockChecksums
 
 DTYPES = {
     "BOOL": torch.bool,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from scale_core.errors import DamagedSnapshotError
-from scale_core.snapshot.checksums import BlockChecksums, ranges_of
-from scale_core.snapshot.metadata import Manifest, read_manifest
-from scale_core.snapshot.safetensors_io import is_damage, opened, read_into, read_metadata
+from scale_core.snapshot.format.checksums import BlockChecksums, ranges_of
+from scale_core.snapshot.format.metadata import Manifest, read_manifest
+from scale_core.snapshot.format.safetensors_io import is_damage, opened, read_into, read_metadata
 
 _PIECE_BYTES = 256 << 10  # Read and hashed at once: both ends stay in the processor's cache.
 _NAMED = 10

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from scale_core.comm.group import Group
-from scale_core.snapshot.coverage import check_coverage, slices_of
-from scale_core.snapshot.metadata import JSON, Manifest, SavedChunk, SavedFile, check_manifest
-from scale_core.snapshot.reads import Read
-from scale_core.snapshot.safetensors_io import TensorEntry, write_tensors
+from scale_core.snapshot.format.coverage import check_coverage, slices_of
+from scale_core.snapshot.format.metadata import JSON, Manifest, SavedChunk, SavedFile, check_manifest
+from scale_core.snapshot.format.reads import Read
+from scale_core.snapshot.format.safetensors_io import TensorEntry, write_tensors
 from scale_core.state.chunks import Chunk, LocalShard
 from scale_core.state.validation import SavedTensor
 

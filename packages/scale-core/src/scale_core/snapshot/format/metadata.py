@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from scale_core.errors import DamagedSnapshotError, NewerSnapshotError, SnapshotError
-from scale_core.snapshot.checksums import checksum, num_blocks
-from scale_core.snapshot.coverage import check_coverage
-from scale_core.snapshot.safetensors_io import DTYPES, NAMES, is_damage, opened, read_bytes
+from scale_core.snapshot.format.checksums import checksum, num_blocks
+from scale_core.snapshot.format.coverage import check_coverage
+from scale_core.snapshot.format.safetensors_io import DTYPES, NAMES, is_damage, opened, read_bytes
 from scale_core.state.chunks import Chunk
 from scale_core.state.validation import SavedTensor
 
