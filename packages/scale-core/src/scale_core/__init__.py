@@ -10,7 +10,7 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `flat/`, `shard`: parameters in one flat buffer, and what a local tensor is a shard of;
 - `divergence`: what must be equal on several ranks, compared by its bits;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;
-- `state/`, `snapshot/`: sharded state dicts, and checkpoints that are complete or not there;
+- `state/`, `snapshot/`, `convert/`: sharded state dicts, checkpoints that are complete or not there, those of others;
 - `launch/`, `testing/`, `simulate/`: starting ranks, tests on ranks, and one process that simulates a rank of many.
 """
 
