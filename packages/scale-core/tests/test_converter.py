@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from scale_core.convert import convert_checkpoint, open_checkpoint
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.convert.naming import Renaming
-from scale_core.snapshot import SnapshotError, load_snapshot, save_snapshot
+from scale_core.snapshot import SnapshotError, load, load_snapshot, save, save_snapshot
 from scale_core.snapshot.foreign import Format
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.dcp import dcp_target
@@ -89,6 +89,31 @@ def test_a_training_state_of_torch_goes_on_from_a_snapshot(tmp_path):
     load_sharded_state_dict(snapshot.state, fresh, its_optimizer, copy=False)
     assert_equal_training((fresh, its_optimizer), (model, optimizer))
     assert snapshot.extra == {"step": 2}
+
+
+def test_one_call_loads_what_was_converted_as_objects_named_model_and_optim(tmp_path):
+    model, optimizer = trained()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "out")
+    fresh = Net(1)
+    its_optimizer = torch.optim.Adam(fresh.parameters())
+    load(tmp_path / "out", {"model": fresh, "optim": its_optimizer})
+    assert_equal_training((fresh, its_optimizer), (model, optimizer))
+
+
+def test_a_model_that_was_saved_under_another_name_is_consolidated_by_it(tmp_path):
+    model, _ = trained()
+    save(tmp_path / "in", 1, {"net": model})
+    convert_checkpoint(
+        tmp_path / "in", tmp_path / "w.safetensors", to="safetensors", model_only=True, names=Renaming(model="net")
+    )
+    assert_same_bits(
+        load_file(tmp_path / "w.safetensors"), {k: v for k, v in model.state_dict().items() if k != "head.weight"}
+    )
+    with pytest.raises(ValueError, match=r"no weights under model\., but net"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "x", to="safetensors", model_only=True)
+    with pytest.raises(ValueError, match="it has no object 'other'; it has net"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "x", to="dcp", names=Renaming(model="other"))
 
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])

@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from scale_train.cli import main, parse
 from scale_train.resolve import MAX_RANKS_PER_CORE
@@ -35,6 +36,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
     Path("empty").write_bytes(b"")
+    torch.save({"a": torch.ones(1)}, "weights.pt")
 
 
 def lm(*arguments: str) -> int:
@@ -67,6 +69,10 @@ TOO_MANY = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
         ("--text text --parallel oss --batch 5 --ranks 2", "--batch 5 does not divide into 2 ranks"),
         ("--text text --parallel sharded-ddp --resume nowhere --ranks 1", "--resume nowhere: no such folder"),
         ("--text text --resume nowhere --parallel none", "--resume nowhere: no such folder"),
+        (
+            "--text text --resume weights.pt --parallel none",
+            "scale-train snapshot convert weights.pt weights.pt-snapshot",
+        ),
     ],
 )
 def test_wrong_input_is_one_clear_line_and_code_2(capsys, arguments, words):

@@ -109,9 +109,14 @@ def _of_snapshot(tree: Mapping[str, Any], renaming: Renaming) -> StoredState:
 
 
 def renamed(state: StoredState, renaming: Renaming) -> StoredState:
-    """A state that has scale's keys already, with other names."""
+    """A state that has scale's keys already, with other names; the object `renaming.model` becomes the model."""
+    prefix = "model." if renaming.model is None else f"{renaming.model}."
+    if not any(key.startswith(prefix) for key in state.tensors) and renaming.model is not None:
+        objects = sorted({key.partition(".")[0] for key in state.tensors})
+        raise ValueError(f"it has no object {renaming.model!r}; it has {', '.join(objects)}")
+    of_model = {key: f"model.{key.removeprefix(prefix)}" for key in state.tensors if key.startswith(prefix)}
     kept = [key for key in state.tensors if not renaming.skips(key)]
-    tensors = _unique((_renamed_key(key, renaming), state.tensors[key]) for key in kept)
+    tensors = _unique((_renamed_key(of_model.get(key, key), renaming), state.tensors[key]) for key in kept)
     return StoredState(tensors, _renamed_values(state.values, renaming), state.extra, state.step, state.tied)
 
 

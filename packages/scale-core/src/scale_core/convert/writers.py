@@ -95,7 +95,10 @@ def _chosen(state: StoredState, model_only: bool) -> dict[str, LazyTensor]:
         return dict(state.tensors)
     found = {key.removeprefix("model."): tensor for key, tensor in state.tensors.items() if key.startswith("model.")}
     if not found:
-        raise ValueError("there are no weights of a model in it: all keys that begin with model. are left out")
+        objects = sorted({key.partition(".")[0] for key in state.tensors})
+        raise ValueError(
+            f"it has no weights under model., but {', '.join(objects)}: say which is the model with --model"
+        )
     return found
 
 

@@ -169,6 +169,7 @@ def consolidate(options: ConsolidateOptions) -> int:
         options.destination,
         options.json,
         to="safetensors",
+        names=Renaming(model=options.model),
         model_only=True,
         max_shard_bytes=parse_bytes("--max-file-size", options.max_file_size),
     )

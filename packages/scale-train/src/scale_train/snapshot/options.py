@@ -57,6 +57,8 @@ class ConsolidateOptions:
     """A snapshot, or a folder of snapshots, of which the newest is taken."""
     destination: Positional[Path]
     """What to write: a file that ends in .safetensors, or else a folder."""
+    model: str | None = None
+    """The name under which the model was saved, if it is not model."""
     max_file_size: str = "5GB"
     """Of the files in a folder; above it there are several, with an index."""
     json: bool = False

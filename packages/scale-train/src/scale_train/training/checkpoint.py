@@ -21,6 +21,7 @@ from torch import nn
 
 from scale_core.shard import full_shape
 from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.snapshot.foreign import recognize
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_train.errors import InputError, reason_of
 from scale_train.options import RunOptions
@@ -209,11 +210,14 @@ def _check_is_newest(point: Path) -> None:
 
 def _resume_point(path: Path) -> Path:
     """The checkpoint of `--resume path`: that one, or the last complete one of a run's folder."""
-    if not path.is_dir():
+    if not path.exists():
         raise InputError(f"--resume {path}: no such folder")
     if not (path / CHECKPOINTS).is_dir():
-        if path.name.removeprefix("step-").isdecimal():
+        if path.is_dir() and path.name.removeprefix("step-").isdecimal():
             return path
+        found = recognize(path)
+        if found is not None and found.is_foreign:
+            raise InputError(f"--resume {path}: {found.advice()}")
         raise InputError(f"--resume {path}: neither a run (it has no {CHECKPOINTS}) nor a checkpoint (step-N)")
     point = latest_snapshot(path / CHECKPOINTS, verify=True)  # A damaged one is passed over, with a warning.
     if point is None:
