@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from scale_core.errors import LaunchError
 from scale_core.launch.roll_call import RankFacts, compare, differences, facts_of, roll_call, versions
@@ -33,7 +33,7 @@ def call_all(store: Any, everyone: list[RankFacts], timeout: float = 60.0) -> li
 
 
 def test_all_ranks_get_the_name_of_one_start() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     first = call_all(store, [facts(rank, 3) for rank in (2, 0, 1)])
     again = call_all(store, [facts(rank, 3) for rank in (1, 2, 0)])
     assert len(set(first)) == len(set(again)) == 1 and first != again
@@ -41,7 +41,7 @@ def test_all_ranks_get_the_name_of_one_start() -> None:
 
 def test_what_ranks_that_have_ended_left_in_the_store_is_passed_over() -> None:
     """One rank of an earlier start never came, and its rank 0 has ended without a verdict."""
-    store = dist.HashStore()
+    store = HashStore()
     store.set("start", "earlier")
     store.set("earlier/answer 1", "{}")
     store.add("earlier/answers", 1)
@@ -63,18 +63,18 @@ def test_what_ranks_that_have_ended_left_in_the_store_is_passed_over() -> None:
     ],
 )
 def test_ranks_that_do_not_belong_together_all_hear_why(everyone: list[RankFacts], message: str) -> None:
-    assert all(told.startswith(message) for told in call_all(dist.HashStore(), everyone))
+    assert all(told.startswith(message) for told in call_all(HashStore(), everyone))
 
 
 def test_who_did_not_come_is_named_on_every_rank() -> None:
-    assert call_all(dist.HashStore(), [facts(0, 4), facts(2, 4)], 1.0)[0].startswith("rank 1, 3 of 4 did not come")
-    assert call_all(dist.HashStore(), [facts(1)], 0.3) == ["rank 0 of 2 did not come within 0.3 s"]
+    assert call_all(HashStore(), [facts(0, 4), facts(2, 4)], 1.0)[0].startswith("rank 1, 3 of 4 did not come")
+    assert call_all(HashStore(), [facts(1)], 0.3) == ["rank 0 of 2 did not come within 0.3 s"]
 
 
 def test_a_release_that_differs_in_its_third_number_is_a_warning() -> None:
     trouble, remark = compare([facts(0, torch="2.13.0+cpu"), facts(1, torch="2.13.1+cpu")])
     assert trouble == "" and "torch is 2.13.0+cpu on rank 0 and 2.13.1+cpu on rank 1" in remark
-    store = dist.HashStore()
+    store = HashStore()
     store.set_timeout(timedelta(seconds=60))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

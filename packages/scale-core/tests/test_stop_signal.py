@@ -14,7 +14,7 @@ def kill_self(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_noted_and_its_handler_given_back(number):
+def test_a_signal_is_noted_and_its_handler_given_back(number: int) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
         assert stop.on_any_rank(Group()) == 0
@@ -23,14 +23,14 @@ def test_a_signal_is_noted_and_its_handler_given_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_an_echo_of_the_same_key_press_does_not_interrupt():
+def test_an_echo_of_the_same_key_press_does_not_interrupt() -> None:
     with StopSignal() as stop:
         kill_self(signal.SIGINT)
         kill_self(signal.SIGINT)
         assert stop.received == signal.SIGINT
 
 
-def test_a_second_wish_interrupts_at_once(monkeypatch):
+def test_a_second_wish_interrupts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupt, "_ECHO_SECONDS", -1.0)
     with StopSignal(), pytest.raises(KeyboardInterrupt):
         kill_self(signal.SIGINT)
@@ -45,5 +45,5 @@ def stop_on_rank_1() -> int:
         return stop.on_any_rank(group)
 
 
-def test_all_ranks_stop_when_one_is_asked_to():
+def test_all_ranks_stop_when_one_is_asked_to() -> None:
     assert run_ranks(stop_on_rank_1, 2) == [signal.SIGTERM] * 2

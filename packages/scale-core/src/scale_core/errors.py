@@ -18,9 +18,6 @@
     |-- RankError                  scale_core.testing: a rank ended without a result
     |-- RecomputationError         scale_checkpoint: the recomputed forward differs from the first one
     |-- BudgetError                scale_checkpoint: no plan fits the memory; also a ValueError
-    |-- ScheduleError              scale_pipe: a schedule can't run; also a ValueError
-    |   |-- DeadlockError          its ranks would wait for each other
-    |   `-- MemoryCapError         it holds more micro-batches than allowed
     |-- SplitError                 scale_pipe: a model can't be cut into stages there
     |-- PlaceholderTensorError     scale_pipe: a value was asked of a tensor that another stage computes
     |-- InputError                 scale_train, exit code 2: what was asked for can't be done; also a ValueError
@@ -28,7 +25,8 @@
     |-- TrainingDiverged           scale_train, exit code 1: the loss or the weights are not finite
     `-- RanksLost                  scale_train, exit code 1: another rank ended, or can't be reached
 
-A wrong argument is a `ValueError` or a `TypeError`, as anywhere in Python. The text of a transport (gloo, NCCL) is the
+A wrong argument is a `ValueError` or a `TypeError`, as anywhere in Python; so is a wrong schedule, scale_pipe's
+`ScheduleError`. The text of a transport (gloo, NCCL) is the
 cause of such an error, never its message.
 """
 
