@@ -95,8 +95,7 @@ def drawn(seed: str, kind: str, num_ranks: int, first: int, actions: Sequence[st
             fault = Fault(**point | {"action": "delay", "seconds": LATE_SECONDS})
         elif action in ("killed while saving", "disk full"):
             name = generator.choice([*SAVING]) if action == "killed while saving" else "snapshot.written"
-            # A step ends with its optimizer step: the save after it is counted to the next one.
-            after = -(-step // SAVE_EVERY) * SAVE_EVERY + 1
+            after = -(-step // SAVE_EVERY) * SAVE_EVERY
             verb = "kill" if action == "killed while saving" else "enospc"
             fault = Fault(verb, name, 0 if SAVING[name] else rank, after)
         else:
@@ -130,7 +129,7 @@ def work(kind: str, folder: Path, seed: str, actions: Sequence[str]) -> None:
         plan = []
     dist.barrier()
     if group.rank == 0:
-        entry = {"first": first, "faults": [[action, str(fault)] for action, fault in plan]}
+        entry = {"first": first, "faults": [[action, str(fault), fault.step] for action, fault in plan]}
         (folder / "generations" / f"{time.time_ns()}").write_text(json.dumps(entry))
 
     def end_agent(action: str, step: int) -> None:
@@ -196,8 +195,7 @@ class Found:
                 steps.append(done[position])
                 position += 1
             is_last = number + 1 == len(generations)
-            for action, told in generation["faults"]:
-                at = int(told.split("step ")[1].split(",")[0])
+            for action, told, at in generation["faults"]:
                 if is_last and not goes_on(kind, action):
                     continue  # The training was over before.
                 if not is_last and goes_on(kind, action) and at > generation["first"] + len(steps):

@@ -115,9 +115,12 @@ def test_optimizers_around_others_are_one_step() -> None:
     assert log == [True, False]  # before the update, and after it
 
 
-def test_a_step_may_be_told() -> None:
+def test_a_step_may_be_told_and_optimizers_are_not_counted_then() -> None:
+    model = nn.Linear(2, 2)
     with faults.inject(faults.raise_at("user.here", step=7)):
         faults.begin_step(6)
+        faults.reach("user.here")
+        one_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
         faults.reach("user.here")
         faults.begin_step(7)
         with pytest.raises(faults.InjectedError, match="injected"):

@@ -33,6 +33,7 @@ POINTS = {
     "snapshot.written": "a rank's file of a snapshot is on the disk",
     "snapshot.manifest": "the manifest is written, the directory not yet renamed",
     "snapshot.renamed": "the snapshot is there",
+    "snapshot.removed": "an older snapshot that is not kept has been renamed, and is about to be removed",
     "data": "before scale-train reads a batch",
     "teardown": "training is over, before the process group is destroyed",
 }

@@ -13,6 +13,7 @@ import uuid
 import warnings
 from pathlib import Path
 
+from scale_core import fault_points
 from scale_core.snapshot.format.metadata import read_manifest
 
 _SNAPSHOT = re.compile(r"step-(\d{8,})")
@@ -57,4 +58,6 @@ def _is_complete(path: Path) -> bool:
 
 
 def at_stage(point: str, path: Path) -> None:
-    """A named stage: "removed", when one has its other name. Does nothing; tests replace it."""
+    """A named stage: "removed", when one has its other name; see `fault_points`."""
+    if fault_points.active is not None:
+        fault_points.active(f"snapshot.{point}", str(path))

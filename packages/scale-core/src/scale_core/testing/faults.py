@@ -63,8 +63,8 @@ class Fault:
             OSError as of a full disk).
         point: A name of `fault_points.POINTS`, or one of the program's own that begins with "user.".
         rank: The rank of the job on which it happens.
-        step: In which step, from 1; None is any. A step ends with the step of the outermost optimizer; see
-            `begin_step`.
+        step: In which step, from 1; None is any. A step ends with the step of the outermost optimizer, or where
+            `begin_step` says so.
         occurrence: At the how manyth time, from 1, that the point is reached in that step (where `step` is None, since
             the fault was switched on).
         during: Counts only what is reached inside of a backward pass of autograd, or only what is not; None is both.
@@ -173,10 +173,14 @@ def inject_from_environment() -> None:
 
 
 def begin_step(step: int) -> None:
-    """Says which step begins, from 1, where it is not the number of optimizer steps so far: after a resume."""
+    """Says which step begins, from 1: for a loop that resumes, or in which a save belongs to the step before it.
+
+    From its first call on, steps of optimizers are not counted.
+    """
     if fault_points.active is not None:
         inject_from_environment()
     if isinstance(fault_points.active, _Injector):
+        fault_points.active.is_told = True
         fault_points.active.begin(step)
 
 
@@ -192,6 +196,7 @@ class _Injector:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._waiting = dict.fromkeys(faults, 0)  # How often each has been where it might have happened
         self._step = 1
+        self.is_told = False  # by `begin_step`
         self._outermost: torch.optim.Optimizer | None = None
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -237,7 +242,8 @@ class _Injector:
         if self._outermost is optimizer:
             self._outermost = None
             self("optimizer.stepped", type(optimizer).__name__)
-            self.begin(self._step + 1)
+            if not self.is_told:
+                self.begin(self._step + 1)
 
 
 def _happen(fault: Fault) -> None:
