@@ -1,11 +1,15 @@
 """The search over orders: it gets better, never breaks a cap, repeats, and follows what holds a schedule up."""
 
+from itertools import cycle
+from random import Random
+
 import pytest
 from pipe_schedules import keeps_caps
 
 from scale_pipe import Costs, StagePlacement, lower_bound
 from scale_pipe.schedules.list_scheduling import Problem, evaluate
-from scale_pipe.schedules.solver.annealing import Temperatures, anneal, critical_path
+from scale_pipe.schedules.solver import annealing
+from scale_pipe.schedules.solver.annealing import Temperatures, _shift_several, anneal, critical_path
 from scale_pipe.schedules.solver.partial_order import Search, drop_weight_gradients
 from scale_pipe.schedules.solver.search import sequential_orders
 
@@ -69,3 +73,36 @@ def test_what_is_on_the_critical_path_fills_the_makespan() -> None:
     path = critical_path(problem, orders, timing)
     assert sum(problem.durations[orders[rank][position]] for rank, position in path) == pytest.approx(timing.makespan)
     assert problem.sources[orders[path[-1][0]][path[-1][1]]] == -1, "it begins with what waits for nothing"
+
+
+class Given(Random):
+    """Numbers that are given, over and over."""
+
+    def __init__(self, *numbers: float) -> None:
+        super().__init__()
+        self._numbers = cycle(numbers)
+
+    def random(self) -> float:
+        return next(self._numbers)
+
+
+def test_neighbouring_micro_batches_are_shifted_together_by_one_distance() -> None:
+    problem, order = problem_of(6), list(range(10))  # The first two stages' forwards of five micro-batches.
+    assert _shift_several(problem, order, 0, 2, Given(0.5)) == (0, [3, 4, 0, 1, 2])
+    assert _shift_several(problem, order, 5, -2, Given(0.5)) == (3, [5, 6, 7, 3, 4])
+    assert _shift_several(problem, order, 5, 3, Given(0.5)) is None  # It would end behind the order.
+
+
+def test_a_shift_of_several_is_as_long_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    distances: list[int] = []
+    monkeypatch.setattr(annealing, "_shift_several", lambda *given: distances.append(given[3]))
+    for direction, length in ((0.0, 0.0), (0.0, 0.999), (0.9, 0.999)):
+        annealing._propose_move(problem_of(6), list(range(10)), 5, Given(direction, 0.0, length))
+    longest = annealing.MAX_SHIFT_OF_SEVERAL
+    assert distances == [1, longest, -longest] and longest > 1
+
+
+def test_codes_and_actions_are_the_same_orders() -> None:
+    problem = problem_of(4)
+    orders = sequential_orders(problem)
+    assert problem.codes(problem.orders(orders)) == orders

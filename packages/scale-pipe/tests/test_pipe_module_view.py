@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_cases import batch, mlp, mse
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -160,6 +161,14 @@ def test_modules_and_tensors_are_found_by_their_plain_names() -> None:
     averaged = torch.optim.swa_utils.AveragedModel(pipe)
     averaged.update_parameters(pipe)
     assert all(map(torch.equal, averaged.module.parameters(), pipe.parameters()))
+
+
+def test_a_module_is_found_within_what_is_around_it() -> None:
+    pipe = DistributedPipe(mlp(), "1f1b", balance=[12], chunks=2)
+    layer = pipe.get_submodule("0")
+    path = next(path for path, module in pipe.stages[0].named_modules() if module is layer)
+    pipe.stages[0].set_submodule(path, checkpoint_wrapper(layer))
+    assert pipe.get_submodule("0") is layer
 
 
 def test_a_pipeline_in_a_larger_module_is_saved_and_loaded_with_it() -> None:

@@ -19,6 +19,9 @@ def test_a_drawing_has_a_box_for_each_computation_and_a_row_for_each_rank() -> N
     assert "F0.0: 0 to 1" in titles
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert {"rank 0", "rank 1", "forward", "gradient of inputs", "gradient of weights"} <= set(texts)
+    kinds = [box for box in root.iter(f"{SVG}rect") if box.get("width") == box.get("height") == "14"]
+    places = [float(box.get("x", 0)) for box in kinds]  # of the legend, beside one another
+    assert len(places) == 3 and places == sorted(set(places)) and places[0] >= 0
 
 
 def test_several_simulations_stand_below_one_another_on_one_scale() -> None:

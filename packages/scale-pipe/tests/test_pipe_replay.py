@@ -93,6 +93,13 @@ def test_calls_in_another_order_than_that_of_registration_are_told_what_to_hold(
         run_in_turn(split(Calls(*order.split()), cuts), INPUT)
 
 
+def test_a_stage_that_calls_more_than_the_one_before_is_told_what_came_next_there() -> None:
+    first, second = split(Calls("one", "two"), ["two"])
+    second.order = ("one", "one", "two")  # type: ignore[assignment]
+    with pytest.raises(SplitError, match=r"calls 'one' on stage 1, where on the stage before it called 'two'"):
+        second(first(INPUT))
+
+
 def test_what_the_messages_say_mends_it() -> None:
     for order, cuts, hold in (
         ("one three two", ["two"], {"three": 0}),

@@ -6,6 +6,7 @@ import pytest
 from pipe_schedules import BUILDERS
 
 from scale_pipe import Schedule, StagePlacement, one_forward_one_backward, zb_v
+from scale_pipe.schedules.registry import get_schedule
 
 
 def test_a_schedule_prints_as_the_table_of_what_ranks_compute() -> None:
@@ -14,6 +15,11 @@ def test_a_schedule_prints_as_the_table_of_what_ranks_compute() -> None:
         "rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 B0.2",
         "rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2",
     ]
+
+
+def test_what_is_no_schedule_is_refused_by_its_type() -> None:
+    with pytest.raises(TypeError, match=r"expected a schedule or its name, but got int: one of 1f1b|gpipe"):
+        get_schedule(4, 2, 4, None)  # type: ignore[arg-type]
 
 
 def test_a_whole_list_has_transfers_and_the_step_in_it() -> None:

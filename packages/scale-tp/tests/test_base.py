@@ -25,7 +25,7 @@ from scale_core.state import load_sharded_state_dict, sharded_state_dict, target
 from scale_core.state.chunks import LocalShard
 from scale_core.testing import run_ranks
 from scale_tp import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, split_heads
-from scale_tp.layers.base import ParallelModule, ParamSharding
+from scale_tp.layers.base import ParallelModule, ParamSharding, _FullTensorCache
 from scale_tp.split import Split
 
 
@@ -184,6 +184,20 @@ def test_a_tensor_of_another_shape_is_refused_with_both_that_would_fit() -> None
     message = r"weight: expected the whole tensor \(3, 4\), or the part \(1, 4\) that rank 1 of 2 has, got \(5, 4\)"
     with pytest.raises(RuntimeError, match=message):
         layer.load_state_dict(wrong)
+    with pytest.raises(RuntimeError, match="size mismatch for weight") as caught:
+        ColumnParallelLinear(4, 3).load_state_dict(wrong)
+    assert "the part" not in str(caught.value)  # One rank has no parts; torch has said it all.
+
+
+def test_parameters_of_inference_mode_are_gathered_for_a_state_dict_too() -> None:
+    class Destination(dict[str, Any]):
+        """A state dict that can be referred to weakly."""
+
+    with torch.inference_mode():
+        param = nn.Parameter(torch.ones(2), requires_grad=False)
+    cache, destination, full = _FullTensorCache(), Destination(), torch.ones(4)
+    for _ in range(2):
+        assert cache.get(destination, param, lambda: full) is full
 
 
 def test_a_placement_says_what_each_rank_has() -> None:

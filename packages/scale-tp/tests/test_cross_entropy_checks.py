@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scale_core.comm.group import Group
-from scale_tp.layers.cross_entropy import check_not_gathered, check_options, vocab_split
+from scale_tp.layers.cross_entropy import LossTerms, check_not_gathered, check_options, check_weight, vocab_split
 
 TWO = Group(1, 2, ranks=(0, 1))
 
@@ -21,6 +21,14 @@ def test_options_that_a_loss_can_have_are_accepted_as_any_kind_of_number() -> No
     check_options(0, 1, -100, "mean")
     with pytest.raises(TypeError, match="label_smoothing to be a number, got True"):
         check_options(True, 0.0, -100, "mean")
+
+
+@pytest.mark.parametrize("weight", [torch.ones(5), torch.ones(1, 9), torch.ones(9, dtype=torch.int64)])
+def test_a_weight_is_one_number_for_each_word_of_all_ranks(weight: torch.Tensor) -> None:
+    terms = LossTerms(TWO, 5, 9, -100, 0.0, 0.0, 16)
+    check_weight(torch.ones(9), terms)
+    with pytest.raises(ValueError, match=r"expected weight to be \[9\] of floating point, one number for each word"):
+        check_weight(weight, terms)
 
 
 def test_ranks_that_have_the_same_logits_have_all_of_them() -> None:

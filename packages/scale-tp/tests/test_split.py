@@ -100,6 +100,10 @@ def test_ranges_that_have_something_in_common_are_the_same_or_refused() -> None:
     assert not Split(2, (((0, 1), (1, 2)), ((0, 1),))).has_only_full_copies
 
 
+def test_a_range_without_indices_may_stand_anywhere() -> None:
+    assert Split(5, (((0, 5),), ((2, 2),), ())).sizes == (5, 0, 0)
+
+
 def test_equal_splits_are_equal() -> None:
     assert Split.even(6, 2) == Split.of_sizes([3, 3])
     assert hash(Split.even(6, 2)) == hash(Split.of_sizes([3, 3]))
