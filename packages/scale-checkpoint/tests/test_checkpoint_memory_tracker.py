@@ -50,6 +50,10 @@ def test_steps_follow_one_another() -> None:
     tracker.stop()
     names = [trace.module_name for trace in tracker.memory_traces if trace.module_name]
     assert names[: len(names) // 2] == names[len(names) // 2 :]
+    tracker.monitor(model)  # Again: what was found before stays.
+    model(batch)
+    tracker.stop()
+    assert tracker.memory_traces[: len(so_far)] == so_far and len(tracker.memory_traces) > len(so_far)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -167,6 +167,11 @@ def test_a_plan_names_the_first_difference_to_another_model() -> None:
         apply_plan(other, plan)
 
 
+def test_a_profile_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"made for another model: 'blocks\.3' is a AttentionBlock there"):
+        plan_memory(Transformer(num_blocks=3), torch.zeros(1), 10**9, profile=profile_of("transformer"))
+
+
 def test_a_model_that_has_more_blocks_than_the_plan_is_another_model() -> None:
     plan = MemoryPlan(dict.fromkeys(profile_of("transformer").blocks, "recompute"), profile_of("transformer"))
     longer = Transformer(num_blocks=7)

@@ -39,6 +39,13 @@ def test_the_cpu_is_timed_with_one_thread_and_has_its_threads_back() -> None:
         assert torch.get_num_threads() == 1
         raise KeyError
     assert torch.get_num_threads() == before
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with single_threaded(torch.device("meta")):
+            assert torch.get_num_threads() == 2  # Another device's times are not those of the CPU.
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_gradients_buffers_and_random_numbers_stay() -> None:

@@ -44,6 +44,26 @@ def net(how: str, **kwargs: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(inner, **kwargs), nn.Linear(4, 4))
 
 
+class After(nn.Module):
+    """Differs after the call of a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.differs = nn.Linear(4, 4), Differs("operator")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Differs.forward(self.differs, self.inside(x))
+        return y
+
+
+def test_what_follows_a_module_inside_is_said_of_the_one_around_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(nn.Sequential(After(), nn.Tanh())))
+    with check_recomputation(model):
+        output = model(torch.randn(3, 4))
+        with pytest.raises(RecomputationError, match=r"aten.sin.default in '1\.0' in the forward, and is aten.cos"):
+            output.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [

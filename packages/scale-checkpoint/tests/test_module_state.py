@@ -300,6 +300,20 @@ class Changing(nn.Module):
         return y
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_buffer_that_is_written_to_after_calls_that_left_it_alone_is_named(in_place: bool) -> None:
+    module = checkpoint_wrapper(Changing(in_place))
+    x = torch.ones(2, 3, requires_grad=True)
+    module.changes = False
+    module(x).sum().backward()
+    module.changes = True
+    if not in_place:  # What was replaced is still there as it was.
+        module(x).sum().backward()
+        return
+    with pytest.raises(RuntimeError, match=r"a Changing has changed its buffer 'scale' \[3\] after calls in which"):
+        module(x)
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("how", ["recompute", "selective"])

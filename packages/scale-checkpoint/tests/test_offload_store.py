@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -81,12 +82,52 @@ def test_the_backward_fetches_one_ahead_in_reverse_order() -> None:
         found.append(packed.pop().unpack()[0].item())
     assert found == [3.0, 2.0, 0.0]
     assert place.events == ["back 3", "back 2", "back 0"]
-    first, second = store.pack(torch.ones(4)), store.pack(torch.ones(4))
+    first, second, third = (store.pack(torch.ones(4)) for _ in range(3))
     place.events.clear()
+    third.unpack()
+    assert place.events == ["back 6", "back 5"], "the one before is on its way, and no other"
     second.unpack()
-    assert place.events == ["back 5", "back 4"], "the one before is on its way"
     first.unpack()
-    assert place.events == ["back 5", "back 4"]
+    assert place.events == ["back 6", "back 5", "back 4"]
+
+
+class Underway:
+    """The event of a copy that takes a while."""
+
+    def __init__(self) -> None:
+        self.has_arrived, self.num_queries = False, 0
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        assert self.num_queries < 10, "nobody asks for ever"
+        return self.has_arrived
+
+
+def test_a_source_is_held_until_its_copy_has_arrived_and_must_not_change_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    event, place = Underway(), RecordedHostMemory()
+    plain = place.put
+
+    def put(source: Tensor) -> StoredBytes:
+        stored = plain(source)
+        stored.copied = event  # type: ignore[assignment]
+        return stored
+
+    monkeypatch.setattr(place, "put", put)
+    store = Store(place)
+    packed = [store.pack(torch.ones(4))]
+    assert len(store._in_flight) == 1 and store._in_flight_bytes == 16
+    event.has_arrived = True
+    packed.append(store.pack(torch.ones(4)))
+    assert not store._in_flight and store._in_flight_bytes == 0
+    event.has_arrived = False
+    changing = torch.ones(4)
+    packed.append(store.pack(changing))
+    changing.add_(1)
+    event.has_arrived = True
+    with pytest.raises(RuntimeError, match=r"a tensor \[4\] that autograd has saved was changed in place while it was"):
+        store.pack(torch.ones(4))
 
 
 def test_the_host_memory_is_free_after_the_backward_and_when_a_graph_is_dropped() -> None:

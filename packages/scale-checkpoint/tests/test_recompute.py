@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -26,6 +27,22 @@ class Fails(nn.Module):
         if self.fails_in == ("backward" if is_recomputing() else "forward"):
             raise MemoryError("no room")
         return y.tanh().exp()
+
+
+def test_the_forward_has_the_name_of_the_plain_one() -> None:
+    module = checkpoint_wrapper(Fails())
+    forward: Any = module.forward
+    assert (forward.__name__, forward.__qualname__) == ("forward", "Fails.forward")
+    assert list(inspect.signature(forward).parameters) == ["x"]
+
+
+@pytest.mark.parametrize("preserves", [False, True])
+def test_random_numbers_are_drawn_again_only_where_they_are_not_preserved(preserves: bool) -> None:
+    module = checkpoint_wrapper(nn.Sequential(nn.Linear(8, 8), nn.Dropout()), preserve_random_state=preserves)
+    loss = module(torch.ones(2, 8)).square().sum()
+    before = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), before) is preserves
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])

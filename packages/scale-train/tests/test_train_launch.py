@@ -12,7 +12,7 @@ import pytest
 
 from scale_train.cli import main
 from scale_train.errors import InputError
-from scale_train.launch import RankExit, _check_environment, is_under_torchrun
+from scale_train.launch import _PIPE_CHARACTERS, RankExit, _check_environment, _exit_of, is_under_torchrun
 from scale_train.options import Options, ParallelOptions
 from scale_train.training.reporters import read_metrics
 
@@ -169,6 +169,13 @@ def test_what_one_rank_alone_finds_it_says_and_what_all_find_rank_0_says():
         outcome = RankExit(2, "what", found_by)
         said = [rank for rank in range(4) if outcome.should_print({"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})]
         assert said == speakers
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_message_is_cut_where_it_is_longer_than_a_pipe_writes_at_once(more):
+    prefix = "scale-train: "
+    message = _exit_of(2, ValueError("x" * (_PIPE_CHARACTERS - len(prefix) + more)), "all", 0).message
+    assert message == prefix + "x" * (_PIPE_CHARACTERS - len(prefix)) + " ..." * more
 
 
 @pytest.mark.parametrize(

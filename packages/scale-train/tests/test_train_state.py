@@ -25,6 +25,26 @@ def test_the_same_seed_builds_the_same_weights(tmp_path: Path):
     assert first.step == 0 and first.saved_step == -1 and first.sampler.num_bytes == len(first.text.train)
 
 
+@pytest.mark.parametrize(("parallel", "shown"), [("none", False), ("fsdp", True)])
+def test_a_bar_is_shown_where_units_get_their_values_one_by_one(tmp_path: Path, monkeypatch, parallel, shown):
+    text, plain, asked = tmp_path / "text", state.initialisation_bar, []
+    text.write_bytes(b"some text " * 100)
+    options = Options(
+        data=DataOptions(text=(text,), sequence=16),
+        model=ModelOptions(layers=1, width=16, heads=2),
+        parallel=ParallelOptions(parallel=parallel, device="cpu"),
+    )
+
+    def bar(*, shown: bool):
+        asked.append(shown)
+        return plain(shown=False)
+
+    monkeypatch.setattr(state, "uses_progress_bar", lambda _: True)
+    monkeypatch.setattr(state, "initialisation_bar", bar)
+    build_state(options, read_text((text,)), Group())
+    assert asked == [shown]
+
+
 def test_speed_leaves_out_what_is_no_training_and_the_time_left_does_not(monkeypatch):
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr("scale_train.training.state.time", SimpleNamespace(monotonic=lambda: now.seconds))

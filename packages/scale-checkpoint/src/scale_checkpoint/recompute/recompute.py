@@ -76,7 +76,9 @@ class CheckpointedForward:
     def __getattr__(self, name: str) -> Any:
         if name in ("__wrapped__", "__name__", "__qualname__") and "_module" in vars(self):
             plain = self._plain_forward(self._owner)
-            return plain if name == "__wrapped__" else getattr(plain, name)
+            if name == "__wrapped__":
+                return plain
+            return getattr(plain.func if isinstance(plain, partial) else plain, name)
         raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
