@@ -9,7 +9,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from scale_core.errors import ScaleError
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import COMPUTES, Action, Kind
 from scale_pipe.schedules.placement import StagePlacement
@@ -126,7 +125,7 @@ class Schedule:
         return "\n".join([head, *(row.rstrip() for row in rows)])
 
 
-class ScheduleError(ScaleError, ValueError):
+class ScheduleError(ValueError):
     """A schedule is wrong.
 
     Attributes:
