@@ -71,7 +71,7 @@ TOO_MANY = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
         ("--text text --resume nowhere --parallel none", "--resume nowhere: no such folder"),
         (
             "--text text --resume weights.pt --parallel none",
-            "scale-train snapshot convert weights.pt weights.pt-snapshot",
+            "snapshot convert weights.pt weights.pt-snapshot",
         ),
     ],
 )

@@ -96,9 +96,7 @@ def _chosen(state: StoredState, model_only: bool) -> dict[str, LazyTensor]:
     found = {key.removeprefix("model."): tensor for key, tensor in state.tensors.items() if key.startswith("model.")}
     if not found:
         objects = sorted({key.partition(".")[0] for key in state.tensors})
-        raise ValueError(
-            f"it has no weights under model., but {', '.join(objects)}: say which is the model with --model"
-        )
+        raise ValueError(f"it has no weights under model., but {', '.join(objects)}: name the model by --model")
     return found
 
 
