@@ -77,7 +77,7 @@ def on_devices_alone() -> list[str]:
 def test_a_group_of_devices_alone_moves_what_is_on_the_host_within_the_limit() -> None:
     (late, absent), nothing = run_ranks(on_devices_alone, 2, backend="cuda:gloo")
     assert late.startswith("exchange with rank 1 failed: ")
-    assert absent.startswith("to meet on the host with the group failed: ")
+    assert absent.startswith("meeting on the host with the group failed: ")
     assert nothing == []
 
 

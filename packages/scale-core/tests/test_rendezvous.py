@@ -102,7 +102,7 @@ def test_tensors_of_either_device_can_be_sent(monkeypatch: pytest.MonkeyPatch, d
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(rendezvous, "_take_device", lambda local_rank: None)
-    monkeypatch.setattr(rendezvous, "_rendezvous", lambda place, timeout: None)
+    monkeypatch.setattr(rendezvous, "_rendezvous", lambda place, timeout, config: None)
     monkeypatch.setattr(rendezvous, "group_of", lambda: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: found.append(backend))
     init_distributed(device=device)

@@ -24,9 +24,9 @@ class StopSignal:
         >>> from scale_core.launch import StopSignal
         >>> with StopSignal() as stop:
         ...     for step in range(3):
-        ...         ...  # forward, backward, optimizer.step()
+        ...         # forward, backward, optimizer.step()
         ...         if stop.on_any_rank():
-        ...             ...  # save_snapshot("runs/1", step, state)
+        ...             # save_snapshot("runs/1", step, state)
         ...             raise SystemExit(stop.exit_code)  # 143 after SIGTERM, 130 after Ctrl-C
 
     Attributes:
