@@ -8,7 +8,8 @@ Each rank holds its rows of some large matrices and a thousand small tensors, as
   hashing and verification taken out. *DCP*: `torch.distributed.checkpoint` with the same shards, which waits for the
   disk, too, and verifies nothing.
 - All take turns, and the time of a turn is that of the slower rank. Ratios are medians of ratios within one turn. GB/s
-  counts the bytes of the state over the median time.
+  counts the bytes of the state over the median time. CPU time is that of all ranks; on a machine with other work it
+  says more than the time on the wall.
 - A *cold* read finds nothing in the system's cache of files, which is emptied of them before; below the virtual machine
   other caches may have them. A *warm* one finds all there. *columns*: each rank reads its columns of matrices that were
   saved by rows. *1 to 2 ranks*: what one rank saved is read by two, each its rows.
@@ -102,15 +103,15 @@ class Rank:
         elif self.rank == 0 and name in self.saved:
             shutil.rmtree(self.saved[name])
         dist.barrier()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         if verb == "write":
             self.write(way, name, state)
         else:
             self.read(way, name, state)
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, time.process_time() - worked
         right = verb == "write" or all(self.is_right(key, shard, columns) for key, shard in state.items())
         dist.barrier()
-        return {"seconds": seconds, "right": right}
+        return {"seconds": seconds, "cpu_seconds": cpu, "right": right}
 
     def state(self, *, columns: bool, alone: bool) -> dict[str, LocalShard]:
         """The shards of this rank, in memory of their own."""
@@ -224,7 +225,9 @@ class Result:
 
     Attributes:
         seconds: Per turn, of the slower rank.
+        cpu_seconds: Per turn, of all ranks.
         ratio: Over the plain one of the same turn, median.
+        cpu_ratio: The same of CPU time.
         right: Whether all that was read is what was saved.
     """
 
@@ -233,7 +236,9 @@ class Result:
     way: str
     megabytes: int
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     ratio: float | None = None
+    cpu_ratio: float | None = None
     right: bool = True
 
 
@@ -257,9 +262,11 @@ def measure_row(nursery: Nursery, row: Row, turns: int, folder: Path) -> list[Re
                     results[operation, way].right &= all(answer["right"] for answer in answers)
                     if turn >= 0:
                         results[operation, way].seconds.append(max(answer["seconds"] for answer in answers))
+                        results[operation, way].cpu_seconds.append(sum(answer["cpu_seconds"] for answer in answers))
     for (operation, _), result in results.items():
-        plain = results[operation, "plain"].seconds
-        result.ratio = median(a / b for a, b in zip(result.seconds, plain, strict=True))
+        plain = results[operation, "plain"]
+        result.ratio = median(a / b for a, b in zip(result.seconds, plain.seconds, strict=True))
+        result.cpu_ratio = median(a / b for a, b in zip(result.cpu_seconds, plain.cpu_seconds, strict=True))
     return list(results.values())
 
 
@@ -269,8 +276,11 @@ def table_of(row: Row, results: Sequence[Result]) -> Table:
         seconds = median(result.seconds)
         speed = f"{result.megabytes / 1000 / seconds:.2f}"
         right = "" if result.operation == "write" else "right" if result.right else "WRONG"
-        lines.append([result.operation, WAYS[result.way], f"{result.ratio:.2f}", f"{seconds:.3f}", speed, right])
-    return Table(row.title, ["", "", "over plain", "s", "GB/s", "values"], lines)
+        lines.append(
+            [result.operation, WAYS[result.way], f"{result.ratio:.2f}", f"{result.cpu_ratio:.2f}", f"{seconds:.3f}"]
+        )
+        lines[-1] += [f"{median(result.cpu_seconds):.3f}", speed, right]
+    return Table(row.title, ["", "", "over plain", "CPU", "s", "CPU s", "GB/s", "values"], lines)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
