@@ -69,7 +69,7 @@ def test_programs_that_new_processes_cannot_follow_end_with_what_to_write(tmp_pa
     for process, call in zip(unguarded, ("launch_local", "run_ranks", "launch_local"), strict=True):
         output, _ = process.communicate()
         assert process.returncode == 1 and "at work" not in output
-        errors = ("scale_core.launch.rendezvous.LaunchError", "scale_core.testing.rank.RankError")
+        errors = ("scale_core.errors.LaunchError", "scale_core.testing.rank.RankError")
         assert output.rstrip().splitlines()[-1].startswith(errors)
         assert f'Write `if __name__ == "__main__":` above the line that calls {call}' in output.splitlines()[-1]
     for process, name in zip(in_no_file, ("work", "main", "work", "main"), strict=True):
