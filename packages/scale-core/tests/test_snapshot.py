@@ -26,9 +26,9 @@ from scale_core.snapshot import (
     SnapshotError,
     latest_snapshot,
     load_snapshot,
-    safetensors_io,
     save_snapshot,
 )
+from scale_core.snapshot.format import safetensors_io
 from scale_core.snapshot.format.checksums import checksum
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.chunks import LocalShard
