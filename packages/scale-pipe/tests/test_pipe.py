@@ -46,6 +46,7 @@ def test_modes_are_those_of_the_layers() -> None:
 
 
 def test_copies_and_pickles_are_whole() -> None:
+    torch.manual_seed(0)  # With other weights no input may pass the ReLU.
     pipe, x = Pipe(layers(), [1, 2], chunks=2), torch.randn(4, 2)
     pipe(x).sum().backward()
     for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
