@@ -26,8 +26,7 @@
     `-- RanksLost                  scale_train, exit code 1: another rank ended, or can't be reached
 
 A wrong argument is a `ValueError` or a `TypeError`, as anywhere in Python; so is a wrong schedule, scale_pipe's
-`ScheduleError`. The text of a transport (gloo, NCCL) is the
-cause of such an error, never its message.
+`ScheduleError`. The text of a transport (gloo, NCCL) is the cause of such an error, never its message.
 """
 
 from __future__ import annotations
