@@ -316,7 +316,7 @@ def test_a_step_passes_few_files() -> None:
 def test_a_trace_of_a_profiler_names_units() -> None:
     """`python benchmarks/step_path.py --ranges` prints all names."""
     script = HOME.parent / "benchmarks" / "step_path.py"
-    command = [sys.executable, script, *NAMES_IN_A_TRACE, "--ranges"]
+    command = [sys.executable, str(script), *NAMES_IN_A_TRACE, "--ranges"]
     printed = subprocess.run(command, capture_output=True, check=True).stdout
     ranges = json.loads(printed.splitlines()[-1])  # The profiler may print lines of its own.
     for technique, names in NAMES_IN_A_TRACE.items():
