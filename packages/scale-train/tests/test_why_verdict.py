@@ -48,7 +48,7 @@ def texts_of(case: str, keep: str = "") -> dict[str, str]:
             "order",
             1,
             4,
-            "in step 4 ranks 0, 2 waited for rank 1 in the gather of unit 'layers.2', while rank 1 waited for rank 2 "
+            "ranks 0, 2 waited for rank 1 in the gather of unit 'layers.2' in step 4, while rank 1 waited for rank 2 "
             "in the forward of unit 'layers.2': they ran different things",
         ),
         ("desync", None, 0, "the ranks differ in the settings, first at place 1: ranks 0, 1: lr 0.0; rank 2: lr 0.1"),
@@ -87,3 +87,26 @@ def test_tagged_lines_of_several_ranks_in_one_log_are_told_apart():
 def test_logs_that_say_nothing_have_no_verdict():
     assert verdict({"a.log": "loss 3.2\nloss 3.1\n"}).kind == "unknown"
     assert verdict({}).sentence == ""
+
+
+def test_a_rank_that_was_lost_in_a_save_is_named_with_what_the_others_did_together():
+    text = (
+        "scale_core.ScaleDistributedError: saving runs/step-00000005 failed: exchange with rank 1 failed: it has "
+        "closed the connection, as a process does that ends or gives up a wait\nWhat each rank did last:\n"
+        "  rank 0: failed in saving runs/step-00000005 (exchange with rank 1 failed: it has closed the connection)\n"
+        "  rank 1: no flight record: it has exited\n"
+    )
+    found = verdict({"rank0.log": text})
+    assert found.sentence == (
+        "rank 1 ended without an error before saving runs/step-00000005, where rank 0 waited for it"
+    )
+
+
+def test_the_training_programs_own_line_is_enough():
+    text = (
+        "scale-train, rank 0: lost the other ranks after step 12 (step 13: gather of unit 'blocks.0': all_gather with "
+        "rank 1 failed: no answer within 300 s); go on with --resume scale-runs/lm-1\n"
+    )
+    assert verdict({"out": text}).sentence == (
+        "rank 1 never entered the gather of unit 'blocks.0' in step 13, where rank 0 waited for it"
+    )

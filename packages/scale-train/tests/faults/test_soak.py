@@ -26,6 +26,7 @@ def soak(*arguments: str) -> str:
     return run.stdout
 
 
+@pytest.mark.soak  # The default run has test_train_launch.py's restart.
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun's agent as Linux has it")
 def test_a_killed_rank_is_restarted_by_torchrun_and_nothing_is_lost() -> None:
     told = soak("--smoke", "--seed", "1")

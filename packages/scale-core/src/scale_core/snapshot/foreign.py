@@ -9,6 +9,7 @@ import json
 import os
 import pickletools
 import re
+import shlex
 import struct
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -86,7 +87,8 @@ class Recognized:
             return fact + _INSTEAD[self.format]
         target = self.path.with_name(f"{self.path.name}-snapshot")
         return (
-            f"{fact}Convert it, and load {target}: scale-train snapshot convert {self.path} {target} (or, in Python: "
+            f"{fact}Convert it, and load {target}: scale-train snapshot convert {shlex.quote(str(self.path))} "
+            f"{shlex.quote(str(target))} (or, in Python: "
             f"from scale_core.convert import convert_checkpoint; convert_checkpoint({str(self.path)!r}, "
             f"{str(target)!r}))"
         )

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
 _WAIT = re.compile(r"step (\d+): ([^:\n]+): (\w+) with (?:rank (\d+)|the group) failed: (.*)")
+_JOINT_WAIT = re.compile(
+    r"((?:saving|loading|verifying) [^:\n]*?) failed: (\w+) with (?:rank (\d+)|the group) failed: (.*)"
+)
 _LAST = re.compile(r"^\s*rank (\d+): (.+)$")
-_EVENT = re.compile(r"step (\d+): (failed in |raised )?(.+)", re.DOTALL)
+_EVENT = re.compile(r"(?:step (\d+): )?(failed in |raised )?(.+)", re.DOTALL)
 _FAILED_IN = re.compile(r"(.+?) \((\w+) with (?:rank (\d+)|the group) failed: (.*)\)$", re.DOTALL)
 _DESYNC = re.compile(
-    r"(?:step (\d+): )?the ranks (are about to run different (?:units|things)|differ in [^:]*?): "
+    r"(?:step (\d+): )?the ranks (are about to run different (?:units|things)|do different things|differ in [^:]*?): "
     r"(ranks? .+?)(?:\. [A-Z]|$)"
 )
 _GIVEN_UP = re.compile(
@@ -29,7 +32,7 @@ _TORCHRUN_CODE = re.compile(r"^\s*exitcode\s*: (-?\d+) ")
 _ERROR = re.compile(
     r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Lost|Diverged)\w*)(?:: (.*))?$"
 )
-_TAG = re.compile(r"^\[(?:rank|default)(\d+)\]:\s?")
+_TAG = re.compile(r"^(?:\[(?:rank|default)(\d+)\]:\s?|scale-train, rank (\d+): )")
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])rank[-_]?0*(\d+)(?:$|\D)")
 _TIMED_OUT = re.compile(r"timed? ?out|no answer within", re.IGNORECASE)
 _SIGNALS = {2: "SIGINT", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
@@ -142,7 +145,7 @@ def _add_text(found: LogEvidence, text: str, of_file: int | None) -> None:
     number = 0
     while number < len(lines):
         tag = _TAG.match(lines[number])
-        rank = int(tag[1]) if tag else of_file
+        rank = int(tag[1] or tag[2]) if tag else of_file
         line = lines[number][tag.end() :] if tag else lines[number]
         number += 1
         if given_up := _GIVEN_UP.search(line):
@@ -150,7 +153,10 @@ def _add_text(found: LogEvidence, text: str, of_file: int | None) -> None:
             _add_given_up(found, given_up, block)
             in_traceback = False
         elif wait := _WAIT.search(line):
-            found.waited.append(_waited(rank, wait))
+            found.waited.append(_wait(rank, int(wait[1]), *wait.groups()[1:]))
+            in_traceback = False
+        elif wait := _JOINT_WAIT.search(line):
+            found.waited.append(_wait(rank, 0, *wait.groups()))
             in_traceback = False
         elif desync := _DESYNC.search(line):
             found.desyncs.append(Desync(int(desync[1] or 0), desync[2], desync[3].rstrip(".")))
@@ -211,16 +217,13 @@ def _add_events(found: LogEvidence, rank: int, events: list[str], at: float = 0.
         if event[2] == "raised ":
             error = _ERROR.match(event[3].splitlines()[0])
             if error:
-                found.ended.append(_raised(rank, error, int(event[1]), at))
+                found.ended.append(_raised(rank, error, int(event[1] or 0), at))
         elif wait := _FAILED_IN.fullmatch(event[3]):
-            peer = int(wait[3]) if wait[3] else None
-            is_late = bool(_TIMED_OUT.search(wait[4]))
-            found.waited.append(Waited(rank, int(event[1]), wait[1], wait[2], peer, is_late))
+            found.waited.append(_wait(rank, int(event[1] or 0), *wait.groups()))
 
 
-def _waited(rank: int | None, wait: re.Match[str]) -> Waited:
-    peer = int(wait[4]) if wait[4] else None
-    return Waited(rank, int(wait[1]), wait[2], wait[3], peer, bool(_TIMED_OUT.search(wait[5])))
+def _wait(rank: int | None, step: int, place: str, op: str, peer: str | None, reason: str) -> Waited:
+    return Waited(rank, step, place, op, int(peer) if peer else None, bool(_TIMED_OUT.search(reason)))
 
 
 def _raised(rank: int | None, error: re.Match[str], step: int, at: float = 0.0) -> Ended:
@@ -239,11 +242,3 @@ def _exit(rank: int, code: int) -> Ended:
         # torchrun ends the others by SIGTERM when one has failed.
         return Ended(rank, f"was killed by {_SIGNALS.get(-code, f'signal {-code}')}", is_own=code != -15)
     return Ended(rank, f"exited with code {code}", is_own=code != 1)
-
-
-def events_in(events: list[str]) -> Iterator[tuple[int, str]]:
-    """The events as (step, what), without those that say how they failed."""
-    for text in events:
-        event = _EVENT.fullmatch(text)
-        if event is not None and event[2] is None:
-            yield int(event[1]), event[3]

@@ -56,8 +56,7 @@ def _of_own_error(found: LogEvidence) -> Verdict | None:
     rank = next((ended.rank for ended in [first, *same] if ended.rank is not None), None)
     ranks = sorted({ended.rank for ended in same if ended.rank is not None})
     who = "a rank" if rank is None else _ranks(ranks)
-    in_step = f" in step {step}" if step else ""
-    return Verdict(f"{who} {first.how}{in_step}{_while_others(found, ranks)}", "raised", rank, step)
+    return Verdict(f"{who} {first.how}{_in(step)}{_while_others(found, ranks)}", "raised", rank, step)
 
 
 def _of_end(found: LogEvidence) -> Verdict | None:
@@ -78,8 +77,7 @@ def _of_desync(found: LogEvidence) -> Verdict | None:
     if not found.desyncs:
         return None
     first = min(found.desyncs, key=lambda desync: desync.step or 1 << 62)
-    in_step = f" in step {first.step}" if first.step else ""
-    return Verdict(f"the ranks {first.what}{in_step}: {first.places}", "desync", None, first.step)
+    return Verdict(f"the ranks {first.what}{_in(first.step)}: {first.places}", "desync", None, first.step)
 
 
 def _of_waits(found: LogEvidence) -> Verdict | None:
@@ -93,7 +91,7 @@ def _of_waits(found: LogEvidence) -> Verdict | None:
     where, step = (place[0][0], earliest) if place else ("", earliest)
     if missing is None or not where:
         return Verdict(
-            f"{_ranks(waiting) or 'a rank'} waited in vain in {_the(waits[0].place)} in step {step}",
+            f"{_ranks(waiting) or 'a rank'} waited in vain in {_the(waits[0].place)}{_in(step)}",
             "missing",
             None,
             step,
@@ -102,20 +100,18 @@ def _of_waits(found: LogEvidence) -> Verdict | None:
     for_it = f", where {_ranks(others)} waited for it" if others else ""
     own = next((waited for waited in waits if waited.rank == missing and waited.place != where), None)
     if own is not None:
-        of_whom = f" for rank {own.peer}" if own.peer is not None else ""
-        return Verdict(
-            f"in step {step} {_ranks(others)} waited for rank {missing} in {_the(where)}, while rank {missing} waited"
-            f"{of_whom} in {_the(own.place)}: they ran different things",
-            "crossed",
-            missing,
-            step,
+        for_whom = f" for rank {own.peer}" if own.peer is not None else ""
+        text = (
+            f"{_ranks(others)} waited for rank {missing} in {_the(where)}{_in(step)}, while rank {missing} waited"
+            f"{for_whom} in {_the(own.place)}: they ran different things"
         )
+        return Verdict(text, "crossed", missing, step)
     if any(waited.timed_out for waited in waits):
-        how = f"rank {missing} never entered {_the(where)} in step {step}{for_it}"
+        how = f"rank {missing} never entered {_the(where)}{_in(step)}{for_it}"
         last = _last_of(found, missing)
         return Verdict(f"{how}; {last}" if last else how, "missing", missing, step)
     return Verdict(
-        f"rank {missing} ended without an error before {_the(where)} in step {step}{for_it}", "missing", missing, step
+        f"rank {missing} ended without an error before {_the(where)}{_in(step)}{for_it}", "missing", missing, step
     )
 
 
@@ -145,7 +141,7 @@ def _while_others(found: LogEvidence, ranks: Iterable[int]) -> str:
     first = [waited for waited in theirs if waited.step == step]
     place = Counter(waited.place for waited in first).most_common(1)[0][0]
     who = sorted({waited.rank for waited in first if waited.place == place and waited.rank is not None})
-    return f"; {_ranks(who) or 'another rank'} waited for it in {_the(place)} in step {step}"
+    return f"; {_ranks(who) or 'another rank'} waited for it in {_the(place)}{_in(step)}"
 
 
 def _last_of(found: LogEvidence, rank: int) -> str:
@@ -159,6 +155,10 @@ def _first(ended: Sequence[Ended]) -> Ended:
     if timed:
         return min(timed, key=lambda each: each.at)
     return max(ended, key=lambda each: (each.rank is not None, each.step > 0))
+
+
+def _in(step: int) -> str:
+    return f" in step {step}" if step else ""
 
 
 def _the(place: str) -> str:
