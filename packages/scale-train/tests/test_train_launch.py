@@ -1,20 +1,25 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scale_train.cli import main
+from scale_core.comm.group import group_of
+from scale_core.testing import faults, run_ranks
+from scale_train.cli import main, parse
 from scale_train.errors import InputError
 from scale_train.launch import _PIPE_CHARACTERS, RankExit, _check_environment, _exit_of, is_under_torchrun
 from scale_train.options import Options, ParallelOptions
 from scale_train.training.reporters import read_metrics
+from scale_train.training.train import train_language_model
 
 STEPS = 8
 ARGUMENTS = (
@@ -22,6 +27,7 @@ ARGUMENTS = (
     f"--steps {STEPS} --warmup 2 --sample-length 0 --device cpu --ranks 2 --log-every 1 --log-format json"
 ).split()
 
+TEXT = bytes((7 * index * index) % 26 + 97 for index in range(3_000))
 UNDER_TORCHRUN = " ".join(ARGUMENTS).replace("--ranks 2 ", "").split()
 
 
@@ -36,11 +42,31 @@ def program(*arguments: str, command: list[str] | None = None) -> Iterator[subpr
         process.communicate()
 
 
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def rank_variables(process: subprocess.Popen[str], name: str) -> list[str]:
+    """An environment variable of each rank that a launcher has started."""
+    found = []
+    for pid in children(process):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            found += [line.partition("=")[2] for line in variables if line.startswith(f"{name}=")]
+    return found
+
+
 def pid_of_rank(rank: int, process: subprocess.Popen[str]) -> int:
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+    for child in children(process):
         if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return int(child)
+            return child
     raise AssertionError(f"there is no rank {rank}")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def is_running(pid: int) -> bool:
@@ -71,12 +97,31 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # Warnings are errors here, not in the program that is started: Python's multiprocessing itself has some at its end.
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
-    Path("text").write_bytes(bytes((7 * index * index) % 26 + 97 for index in range(3_000)))
+    Path("text").write_bytes(TEXT)
+
+
+def train_here(options: Options) -> None:
+    train_language_model(options, group_of())
+
+
+def train_forked(*arguments: str) -> None:
+    """What `scale-train` does, on ranks that have imported everything already."""
+    run_ranks(train_here, 2, parse([*ARGUMENTS, *arguments]))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[int, float]:
+    """The losses of a run that nobody has disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "text").write_bytes(TEXT)
+    train_forked("--text", str(folder / "text"), "--out", str(folder / "run"))
+    found = losses(str(folder / "run"))
+    assert len(found) == STEPS
+    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
-def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_curve(capfd):
-    assert main([*ARGUMENTS, "--out", "whole"]) == 0
+def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_curve(whole):
     with program("--out", "broken") as killed:
         wait_for_step(killed, 3)
         os.kill(pid_of_rank(1, killed), signal.SIGKILL)
@@ -93,47 +138,78 @@ def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_cur
         _, err = interrupted.communicate(timeout=600)
     assert interrupted.returncode == 130, err
     assert "which is saved; go on with --resume broken, from step-" in err and err.count("\n") == 1
-    assert main([*ARGUMENTS, "--resume", "broken"]) == 0
-    assert losses("broken") == losses("whole")
-    assert len(losses("whole")) == STEPS
+    train_forked("--resume", "broken")
+    assert losses("broken") == whole
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
-def test_torchrun_starts_ranks_again_and_they_go_on_to_the_same_curve():
-    assert main([*ARGUMENTS, "--out", "whole"]) == 0
+def test_torchrun_starts_ranks_again_they_end_with_its_agent_and_what_they_saved_goes_on_to_the_same_curve(
+    whole, monkeypatch
+):
+    # The ranks that are started again wait here for their agent's end, in their fourth step.
+    late = faults.delay_at("optimizer.step", 0, 4, seconds=600, attempt=1)
+    for name, value in faults.to_environment(late).items():
+        monkeypatch.setenv(name, value)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     command += ["--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     command += ["-m", "scale_train", *UNDER_TORCHRUN, "--out", "restarted"]
     with program(command=command) as agent:
         wait_for_step(agent, 3)
         os.kill(pid_of_rank(1, agent), signal.SIGKILL)
-        _, err = agent.communicate(timeout=600)
-    assert agent.returncode == 0, err
-    assert "scale-train, rank 0: lost the other ranks after step" in err and "Connection closed" not in err
-    assert losses("restarted") == losses("whole")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
-def test_ranks_end_with_torchruns_agent():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += [
-        "--rdzv-endpoint=127.0.0.1:0",
-        "-m",
-        "scale_train",
-        *UNDER_TORCHRUN,
-        "--out",
-        "run",
-        "--steps",
-        "100000",
-    ]
-    with program(command=command) as agent:
-        wait_for_step(agent, 2)
+        wait_for_step(agent, 5)
         ranks = [pid_of_rank(rank, agent) for rank in range(2)]
         agent.kill()
         deadline = time.monotonic() + 60
         while any(is_running(pid) for pid in ranks):
             assert time.monotonic() < deadline, "ranks are left without their agent"
             time.sleep(0.05)
+        _, err = agent.communicate(timeout=600)
+    assert "scale-train, rank 0: lost the other ranks after step" in err and "Connection closed" not in err
+    for name in faults.to_environment():
+        monkeypatch.delenv(name)
+    assert set(losses("restarted")) < set(whole)
+    train_forked("--resume", "restarted")
+    assert losses("restarted") == whole
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
+def test_agents_that_come_and_go_leave_the_curve_as_it_is_on_the_ranks_that_are_there(monkeypatch):
+    steps = 100
+    more = ["--steps", str(steps), "--save-every", "5"]
+    run_ranks(train_here, 2, parse([*ARGUMENTS, *more, "--out", "whole"]))
+    late = [faults.delay_at("optimizer.step", 0, step, seconds=0.5, attempt=None) for step in range(1, steps)]
+    for name, value in faults.to_environment(*late).items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=1"]
+    command += ["--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    command += ["--rdzv-id=job", "--local-addr=127.0.0.1"]
+
+    def agent(is_host: int) -> Any:
+        conf = f"--rdzv-conf=is_host={is_host},last_call_timeout=2,keep_alive_interval=1"
+        return program(command=[*command, conf, "-m", "scale_train", *UNDER_TORCHRUN, *more, "--out", "run"])
+
+    def wait_until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 300
+        while not condition():
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.1)
+
+    def reached(step: int) -> bool:
+        return Path("run", "metrics.jsonl").exists() and max(losses("run"), default=0) >= step
+
+    with agent(1) as first:
+        wait_until(lambda: reached(6))
+        with agent(0) as second:  # torchrun starts the first one's rank again, and does not count that.
+            wait_until(lambda: rank_variables(second, "WORLD_SIZE") == ["2"])
+            assert rank_variables(second, "TORCHELASTIC_RESTART_COUNT") == ["0"]
+            before = max(losses("run"))
+            wait_until(lambda: reached(before + 8))
+        _, err = first.communicate(timeout=600)
+    assert first.returncode == 0, err
+    found, expected = losses("run"), losses("whole")
+    assert before < steps - 20 and list(found) == list(expected)
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-3)
 
 
 def test_a_request_to_end_to_one_rank_is_obeyed_by_all_after_one_step_and_two_are_one():
@@ -147,6 +223,7 @@ def test_a_request_to_end_to_one_rank_is_obeyed_by_all_after_one_step_and_two_ar
     assert err.startswith("scale-train: stopped after step ") and "which is saved" in err and err.count("\n") == 1
 
 
+@pytest.mark.soak  # The default run has the ranks' one line of an interrupted run.
 def test_what_all_ranks_find_wrong_is_said_once(capfd):
     Path("run").mkdir()
     Path("run/kept").write_text("")
