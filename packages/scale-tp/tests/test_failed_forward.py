@@ -39,7 +39,7 @@ def one_rank_fails(num_block: int) -> tuple[str, str, float, str]:
     model = build(dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS)))
     x = torch.ones(2, 4)
     model(x).sum().backward()
-    raise_before(model[num_block], 1)
+    hook = raise_before(model[num_block], 1)
     began, texts = time.monotonic(), []
     try:
         for _ in range(2):  # The others may be in a backward pass, and then in the next forward.
@@ -47,6 +47,7 @@ def one_rank_fails(num_block: int) -> tuple[str, str, float, str]:
     except (ValueError, TransferError) as error:
         texts = [f"{type(error).__name__}: {error}", " ".join(getattr(error, "__notes__", []))]
     seconds = time.monotonic() - began
+    hook.remove()
     with pytest.raises(TransferError) as again:
         model(x)
     return texts[0], texts[1], seconds, str(again.value)
