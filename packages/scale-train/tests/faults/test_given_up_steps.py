@@ -212,7 +212,9 @@ def test_a_killed_worker_of_a_loader_is_named_there_and_the_rank_by_the_others(
     with pytest.raises(Exception, match=r"rank 1"):
         run_ranks(loader_loses_a_worker, 2, kind, str(tmp_path))
     error, seconds, text = (tmp_path / "told-1").read_text().split("\n", 2)
-    assert error == "RuntimeError" and re.search(r"DataLoader worker \(pid.* \d+\)", text), text
+    # torch's loader hears of it by a signal, which has the pid, or by the queue that the worker held, whichever is first.
+    by_signal = error == "RuntimeError" and re.search(r"DataLoader worker \(pid.* \d+\)", text)
+    assert by_signal or error == "ConnectionResetError", text
     error, seconds, text = (tmp_path / "told-0").read_text().split("\n", 2)
     assert float(seconds) < 60
     if kind in OVER_DDP:  # What waits there is torch's reducer; its error is torch's own.
@@ -244,8 +246,12 @@ def test_a_validation_that_is_shorter_on_one_rank_is_an_error_or_changes_nothing
         return
     for text, seconds in told:
         assert seconds < 60
-        assert text.startswith("DivergenceError: " if kind == "tp" else ("ContractError: ", "ScaleDistributedError: "))
-        assert re.search(r"rank", text), text
+        if kind == "fsdp":
+            assert text.startswith(("ContractError: ", "ScaleDistributedError: ")) and "rank 1" in text, text
+        elif kind == "tp":
+            assert text.startswith("DivergenceError: ") and "rank 1" in text, text
+        else:
+            assert text.startswith("StageError: ") and "rank 1 began a step with pipe.step" in text, text
 
 
 def validates_nothing() -> str:
