@@ -212,7 +212,7 @@ def test_a_killed_worker_of_a_loader_is_named_there_and_the_rank_by_the_others(
     with pytest.raises(Exception, match=r"rank 1"):
         run_ranks(loader_loses_a_worker, 2, kind, str(tmp_path))
     error, seconds, text = (tmp_path / "told-1").read_text().split("\n", 2)
-    # torch's loader hears of it by a signal, which has the pid, or by the queue that the worker held, whichever is first.
+    # torch's loader hears of it by a signal, which has the pid, or by the worker's queue, whichever is first.
     by_signal = error == "RuntimeError" and re.search(r"DataLoader worker \(pid.* \d+\)", text)
     assert by_signal or error == "ConnectionResetError", text
     error, seconds, text = (tmp_path / "told-0").read_text().split("\n", 2)
