@@ -1,14 +1,12 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,27 +44,11 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def rank_variables(process: subprocess.Popen[str], name: str) -> list[str]:
-    """An environment variable of each rank that a launcher has started."""
-    found = []
-    for pid in children(process):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-            found += [line.partition("=")[2] for line in variables if line.startswith(f"{name}=")]
-    return found
-
-
 def pid_of_rank(rank: int, process: subprocess.Popen[str]) -> int:
     for child in children(process):
         if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
             return child
     raise AssertionError(f"there is no rank {rank}")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def is_running(pid: int) -> bool:
@@ -170,46 +152,6 @@ def test_torchrun_starts_ranks_again_they_end_with_its_agent_and_what_they_saved
     assert set(losses("restarted")) < set(whole)
     train_forked("--resume", "restarted")
     assert losses("restarted") == whole
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
-def test_agents_that_come_and_go_leave_the_curve_as_it_is_on_the_ranks_that_are_there(monkeypatch):
-    steps = 100
-    more = ["--steps", str(steps), "--save-every", "5"]
-    run_ranks(train_here, 2, parse([*ARGUMENTS, *more, "--out", "whole"]))
-    late = [faults.delay_at("optimizer.step", 0, step, seconds=0.5, attempt=None) for step in range(1, steps)]
-    for name, value in faults.to_environment(*late).items():
-        monkeypatch.setenv(name, value)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=1"]
-    command += ["--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
-    command += ["--rdzv-id=job", "--local-addr=127.0.0.1"]
-
-    def agent(is_host: int) -> Any:
-        conf = f"--rdzv-conf=is_host={is_host},last_call_timeout=2,keep_alive_interval=1"
-        return program(command=[*command, conf, "-m", "scale_train", *UNDER_TORCHRUN, *more, "--out", "run"])
-
-    def wait_until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 300
-        while not condition():
-            assert time.monotonic() < deadline and first.poll() is None
-            time.sleep(0.1)
-
-    def reached(step: int) -> bool:
-        return Path("run", "metrics.jsonl").exists() and max(losses("run"), default=0) >= step
-
-    with agent(1) as first:
-        wait_until(lambda: reached(6))
-        with agent(0) as second:  # torchrun starts the first one's rank again, and does not count that.
-            wait_until(lambda: rank_variables(second, "WORLD_SIZE") == ["2"])
-            assert rank_variables(second, "TORCHELASTIC_RESTART_COUNT") == ["0"]
-            before = max(losses("run"))
-            wait_until(lambda: reached(before + 8))
-        _, err = first.communicate(timeout=600)
-    assert first.returncode == 0, err
-    found, expected = losses("run"), losses("whole")
-    assert before < steps - 20 and list(found) == list(expected)
-    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-3)
 
 
 def test_a_request_to_end_to_one_rank_is_obeyed_by_all_after_one_step_and_two_are_one():
