@@ -39,7 +39,7 @@ FILES_AND_JUMPS = {
     "OSS with DDP": (5, 18),
     "DistributedPipe": (15, 110),
     "Pipe": (10, 120),
-    "parallelize": (7, 60),
+    "parallelize": (8, 60),
     "ColumnParallelLinear": (7, 16),
     "AdaScale": (12, 60),
     "checkpoint_wrapper": (3, 26),
