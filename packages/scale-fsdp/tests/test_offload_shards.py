@@ -16,7 +16,7 @@ from scale_core.optim.clip_grad import clip_grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
-from scale_fsdp import MixedPrecision, OffloadOptimizer, fully_shard
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadOptimizer, fully_shard
 from scale_fsdp.offload.backward import ConsumedGradient
 
 STEPS = 4
@@ -106,10 +106,10 @@ def clips_in_half_precision() -> None:
 
 def works_beside_shards_that_are_on_the_host() -> None:
     """ "cpu:0" is the host under another name, so that shards and gradients move; computed with in bf16."""
-    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for overlap_step in (False, True):
         mine, theirs = (
-            fully_shard(model(), move_params_to_cpu=True, compute_device="cpu:0", mixed_precision=policy)
+            fully_shard(model(), offload_policy=CPUOffloadPolicy(), compute_device="cpu:0", mp_policy=policy)
             for _ in range(2)
         )
         ours, other = offloaded(mine, True, host_fraction=0.5, overlap_step=overlap_step), adam(theirs, True)
