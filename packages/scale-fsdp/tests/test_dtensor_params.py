@@ -119,6 +119,7 @@ def sharded(mesh: DeviceMesh, **kwargs: Any) -> Llama:
     model = parallel(Llama(**kwargs), mesh["tp"])
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
+    fully_shard([model.norm, model.output], mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"])
 
 

@@ -111,7 +111,9 @@ def norm_of(norm: Tensor) -> Tensor:
 
 
 def run_both(half: bool, clips: bool) -> tuple[Any, Any]:
-    return tuple(program(importlib.import_module(name), half, clips) for name in ("torch.distributed.fsdp", "scale_fsdp"))
+    apis = map(importlib.import_module, ("torch.distributed.fsdp", "scale_fsdp"))
+    theirs, ours = (program(api, half, clips) for api in apis)
+    return theirs, ours
 
 
 def test_a_program_written_for_fsdp2_computes_the_same_with_one_import_changed() -> None:

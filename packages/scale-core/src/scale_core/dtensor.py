@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -54,8 +54,8 @@ class DTensorSpec:
         if len(plain) > 1 or any(type(placement).__name__ != "Shard" for placement in plain):
             raise TypeError(
                 f"'{name}' is a DTensor with the placements {tuple(dtensor.placements)} over the mesh dimensions "
-                f"{dtensor.device_mesh.mesh_dim_names}: expected Shard along one of them at most and Replicate along the "
-                "others. Parallelize the module over the tensor parallel dimension alone, mesh['tp'], and give "
+                f"{dtensor.device_mesh.mesh_dim_names}: expected Shard along one of them at most and Replicate along "
+                "the others. Parallelize the module over the tensor parallel dimension alone, mesh['tp'], and give "
                 "fully_shard the data parallel one, mesh['dp']"
             )
         return cls(dtensor.device_mesh, tuple(dtensor.placements), dtensor.shape, dtensor.stride())
@@ -78,10 +78,7 @@ class DTensorSpec:
                 axes.append(Axis(group, Placement.SHARD))
                 ranges[placement.dim] = (_chunk(self.shape[placement.dim], group),)
         piece = Shard.of_ranges(name, tuple(self.shape), tuple(ranges), tuple(axes))
-        if first_copy:
-            return piece
-        place = piece.name, piece.shape, piece.start, piece.stop, piece.axes, piece.unit, piece.ranges
-        return Shard(*place, gathered=False, first_copy=False)
+        return replace(piece, first_copy=first_copy)
 
     def wrap(self, local: Tensor) -> Tensor:
         """Returns a DTensor around a local tensor, whose memory it shares; gradients reach that."""
@@ -115,8 +112,11 @@ def local_gradient(grad: Any, placements: Sequence[Any]) -> Tensor:
 
     All ranks of its mesh call it together.
     """
-    if tuple(grad.placements) != tuple(placements):
-        grad = grad.redistribute(placements=placements)
+    from torch.distributed.tensor import Replicate
+
+    wanted = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    if tuple(grad.placements) != wanted:
+        grad = grad.redistribute(placements=wanted)
     return compat.waited(grad.to_local())
 
 
@@ -125,7 +125,7 @@ def sharding_groups(dtensor: Any) -> tuple[Group, ...]:
     groups = (
         group_of(dtensor.device_mesh.get_group(number))
         for number, placement in enumerate(dtensor.placements)
-        if not placement.is_replicate()
+        if not (placement.is_replicate() or placement.is_partial())
     )
     return tuple(group for group in groups if group.size > 1)
 

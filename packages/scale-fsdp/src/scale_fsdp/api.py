@@ -55,7 +55,9 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
-def resolve_precision(mp_policy: MixedPrecisionPolicy | None, buffer_dtype: torch.dtype | None = None) -> UnitPrecision:
+def resolve_precision(
+    mp_policy: MixedPrecisionPolicy | None, buffer_dtype: torch.dtype | None = None
+) -> UnitPrecision:
     """Returns the dtypes behind the arguments of `fully_shard`."""
     if mp_policy is None:
         return UnitPrecision(buffer_dtype=buffer_dtype)
@@ -104,8 +106,8 @@ def resolve_placement(
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(
             f"offload_policy: expected a torch.distributed.fsdp.CPUOffloadPolicy or OffloadPolicy, got "
-            f"{offload_policy!r}: write offload_policy=CPUOffloadPolicy() to keep shards, gradients and the optimizer's "
-            "state on the host, or leave it out"
+            f"{offload_policy!r}: write offload_policy=CPUOffloadPolicy() to keep shards, gradients and the "
+            "optimizer's state on the host, or leave it out"
         )
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     pins = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else True

@@ -257,7 +257,7 @@ class FSDPModule(ConversionMethods):
         """Returns the plain module's state dict: full tensors under plain names. All ranks call it together.
 
         Which ranks get it, and on which device, is set by `state_dict_on_rank_0_only` and `state_dict_device` of
-        `fully_shard`; `full_state_dict` takes both at the call. The arguments are those of `nn.Module`.
+        `FullyShardedDataParallel`; `full_state_dict` takes both at the call. The arguments are those of `nn.Module`.
 
         Raises:
             RuntimeError: torch's checkpoint functions call it, and parameters are flat.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scale_core import compat
+from scale_core.compat import inner_tensors
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
 from scale_core.dtensor import DTensorSpec, is_dtensor, local_parameter
@@ -311,7 +312,8 @@ def _init_shards(
     if sync:
         managed = [child for module, _ in parts for _, child in managed_modules(module)]
         buffers = [b for child in managed for b in child._buffers.values() if b is not None]
-        options.mesh_info.broadcast_from_rank_0((*values.values(), *buffers))
+        local = [tensor for buffer in buffers for tensor in compat.inner_tensors(buffer)]
+        options.mesh_info.broadcast_from_rank_0((*values.values(), *local))
     for info, slot in zip(own, slots, strict=True):
         if info.param in values:  # One that is tied comes again. What was made for this alone is freed here.
             slot.buffer.load(slot.number, values.pop(info.param))
