@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.comm.group import group_of
-from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
@@ -82,7 +82,7 @@ def clips_and_scales_over_all_ranks() -> None:
             if optimizer is ours:
                 norms.append(ours.clip_grad_norm_(0.05))
             else:
-                norms.append(clip_grad_norm(theirs.parameters(), 0.05))
+                norms.append(clip_grad_norm_(theirs.parameters(), 0.05))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -97,7 +97,7 @@ def clips_in_half_precision() -> None:
         x = torch.randn(6, 9, generator=torch.Generator().manual_seed(step)).bfloat16()
         for each in (mine, theirs):
             each(x).float().square().mean().backward()
-        assert torch.equal(ours.clip_grad_norm_(0.01), clip_grad_norm(theirs.parameters(), 0.01))
+        assert torch.equal(ours.clip_grad_norm_(0.01), clip_grad_norm_(theirs.parameters(), 0.01))
         for optimizer in (ours, other):
             optimizer.step()
             optimizer.zero_grad()

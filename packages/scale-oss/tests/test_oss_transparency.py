@@ -157,7 +157,7 @@ class Side:
         if case.scaled and case.clip is not None:
             self.scaler.unscale_(self.optimizer)
         if case.clip is not None:
-            clip = self.optimizer.clip_grad_norm if self.ours else self._clip
+            clip = self.optimizer.clip_grad_norm_ if self.ours else self._clip
             self.norms.append(float(clip(case.clip)))
         self.scaler.step(self.optimizer)
         self.scaler.update()

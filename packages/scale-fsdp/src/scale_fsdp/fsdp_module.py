@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.consistency.execution_order import Event
-from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_fsdp.reshard.convert import ConversionMethods
 from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
 from scale_fsdp.runtime.param_registry import register_owner
@@ -68,7 +68,7 @@ class FSDPModule(ConversionMethods):
         root = outermost_root(self)
         contract = root.contract
         with contract.waiting(Event("gradient norm", "")):
-            return clip_grad_norm(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
+            return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, with those accumulated under `no_sync`, which an optimizer's `zero_grad` can't see."""

@@ -251,7 +251,7 @@ def sharded_gradients(folder: str) -> None:
         group = scale_tp.get_data_parallel_group()
         optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, group=group)
         wrapped = ShardedDataParallel(model, optimizer, process_group=group)
-        found = train(wrapped, optimizer, lambda optimizer=optimizer: optimizer.clip_grad_norm(0.5))
+        found = train(wrapped, optimizer, lambda optimizer=optimizer: optimizer.clip_grad_norm_(0.5))
         compare(found, model, optimizer, f"{folder}/{number}")
 
 

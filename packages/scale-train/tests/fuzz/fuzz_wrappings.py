@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 
 from scale_adascale import AdaScale
 from scale_checkpoint import checkpoint_modules
-from scale_core import clip_grad_norm
+from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
@@ -285,8 +285,8 @@ class Wrapped:
         optimizer = self.optimizers[0]
         optimizer = optimizer.optimizer if isinstance(optimizer, AdaScale) else optimizer
         if isinstance(optimizer, OSS):
-            return optimizer.clip_grad_norm(step.clip, step.norm_type)
-        return clip_grad_norm(list(self.module.parameters()), step.clip, step.norm_type)
+            return optimizer.clip_grad_norm_(step.clip, step.norm_type)
+        return clip_grad_norm_(list(self.module.parameters()), step.clip, step.norm_type)
 
     def fail(self, number: int, step: Fail) -> None:
         """A forward pass that raises, on all ranks, and is caught."""

@@ -157,7 +157,7 @@ def norm_of(
 
 
 @torch.no_grad()
-def clip_grad_norm(
+def clip_grad_norm_(
     params: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, limit_seconds: float | None = None
 ) -> Tensor:
     """Scales all gradients in place so that their norm is at most `max_norm`; returns the norm before.
@@ -174,7 +174,7 @@ def clip_grad_norm(
     stages = stages_of(given)
     if not given and not stages:
         raise ValueError(
-            "clip_grad_norm: expected parameters, got an empty list, and nothing would be clipped: pass "
+            "clip_grad_norm_: expected parameters, got an empty list, and nothing would be clipped: pass "
             "model.parameters(), or leave the call out where nothing trains"
         )
     return clip(measured_gradients(given), max_norm, norm_type, limit_seconds, stages)
@@ -190,7 +190,7 @@ def clip(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips as `clip_grad_norm` does, what `norm_of` measures; with `error_if_nonfinite` as in `check_finite`."""
+    """Clips as `clip_grad_norm_` does, what `norm_of` measures; with `error_if_nonfinite` as in `check_finite`."""
     check_max_norm(max_norm)
     norm = norm_of(gradients, norm_type, limit_seconds, stages)
     if error_if_nonfinite:
