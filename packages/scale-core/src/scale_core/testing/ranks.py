@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from scale_core.errors import renamed_arguments
 from scale_core.launch.launcher import (
     UNGUARDED,
     check_may_start,
