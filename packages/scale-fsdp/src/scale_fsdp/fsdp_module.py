@@ -140,9 +140,9 @@ class FSDPModule(ConversionMethods):
             return super().apply(fn)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this unit's parameters; they stay whole, in the dtype that they are computed in, until `reshard()`.
+        """Gathers this unit's parameters, in the dtype that they are computed in.
 
-        All ranks call it together. The whole parameters are copies: a change to them is lost.
+        They stay whole until `reshard()`, or until a pass that runs the unit has released them, as in FSDP2. All ranks call it together. The whole parameters are copies: a change to them is lost.
 
         Args:
             async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.

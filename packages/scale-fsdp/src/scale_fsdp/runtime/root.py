@@ -154,6 +154,7 @@ class Root(UnitContext):
         if (slot := unit.replaced_slot()) is not None:
             raise param_replaced(unit, slot)
         unit.to_unsharded()
+        unit.kept_unsharded = False  # This pass releases it as it does any unit.
 
     def reshard(self, unit: Unit) -> None:
         """After a forward: releases a unit, unless it is kept, and shows its shards."""

@@ -137,7 +137,7 @@ class Unit:
         self.reshards_entry = options.reshard_after_forward is not None  # also where it is the unit called first
         self.reshard_after_backward = self.synchronizes = True
         self.prefetch: dict[str, list[Unit]] = {}  # by hand, in a "forward" and in a "backward"
-        self.kept_unsharded = False  # between `unshard()` and `reshard()`
+        self.kept_unsharded = False  # from `unshard()` to the next pass that runs it, or `reshard()`
         self.in_summon = False  # inside `summon_full_params`
 
         # The pass that runs now.
