@@ -403,7 +403,9 @@ def test_new_values_are_cast_to_where_they_are_computed_with(overlap_copies: boo
         for each, its in ((model, optimizer), (twin, other)):
             cases.loss_of(each, number).backward()
             if number:
-                (optimizer.clip_grad_norm_ if its is optimizer else lambda n: clip_grad_norm_(twin.parameters(), n))(0.5)
+                (optimizer.clip_grad_norm_ if its is optimizer else lambda n: clip_grad_norm_(twin.parameters(), n))(
+                    0.5
+                )
             its.step()
             its.zero_grad()
         for param, target in zip(twin.parameters(), targets, strict=True):

@@ -314,7 +314,7 @@ def test_fsdp2_s_methods_are_there_and_those_that_can_t_be_say_what_to_do() -> N
 def switch_replicas_off() -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(2, 2), mesh=mesh)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="over the shards alone") as caught:
         model.set_requires_all_reduce(False)
     return str(caught.value)
 

@@ -27,8 +27,8 @@ def test_a_container_that_is_never_called_is_refused(container):
 
 
 def test_only_modules_are_sharded():
-    with pytest.raises(TypeError, match=r"expected an nn.Module, got list"):
-        fully_shard([nn.Linear(2, 2)])
+    with pytest.raises(TypeError, match=r"expected an nn.Module or a list of them, got dict"):
+        fully_shard({"layer": nn.Linear(2, 2)})
     with pytest.raises(TypeError, match="expected a ProcessGroup"):
         fully_shard(nn.Linear(2, 2), "gloo")
 
@@ -226,7 +226,7 @@ def shard_what_is_parallel_already() -> tuple[str, list[str]]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model[1], mesh, ColwiseParallel())
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="is a part") as caught:
         fully_shard(model, mesh)
     kinds = [type(param.data).__name__ for param in model.parameters()]
     fully_shard(model[0], mesh)  # The layer beside it.

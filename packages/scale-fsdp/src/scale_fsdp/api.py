@@ -55,9 +55,7 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
-def resolve_precision(
-    mp_policy: MixedPrecisionPolicy | None, buffer_dtype: torch.dtype | None = None
-) -> UnitPrecision:
+def resolve_precision(mp_policy: MixedPrecisionPolicy | None, buffer_dtype: torch.dtype | None = None) -> UnitPrecision:
     """Returns the dtypes behind the arguments of `fully_shard`."""
     if mp_policy is None:
         return UnitPrecision(buffer_dtype=buffer_dtype)

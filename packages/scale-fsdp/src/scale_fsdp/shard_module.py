@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scale_core import compat
-from scale_core.compat import inner_tensors
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
 from scale_core.dtensor import DTensorSpec, is_dtensor, local_parameter
@@ -247,9 +246,7 @@ def _own_of(own: Sequence[ParamModuleInfo], module: nn.Module) -> list[ParamModu
     return [place for place in own if id(place.module) in inside]
 
 
-def _local_pieces(
-    own: Sequence[ParamModuleInfo], init: Init
-) -> tuple[list[ParamModuleInfo], list[DTensorSpec | None]]:
+def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[ParamModuleInfo], list[DTensorSpec | None]]:
     """The same places with the local tensors of DTensors, each known as a piece; and how these are made of them."""
     specs: list[DTensorSpec | None] = []
     pieces: dict[nn.Parameter, nn.Parameter] = {}

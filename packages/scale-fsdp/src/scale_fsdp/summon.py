@@ -102,8 +102,7 @@ def _replaced_slots(units: Iterable[Unit], full: FullParams) -> list[tuple[Unit,
         for unit in units
         for place, slot in enumerate(unit.slots)
         if slot.buffer in full
-        and slot.module._parameters.get(slot.attribute)
-        is not unit.dtensors.get(place, full[slot.buffer][slot.number])
+        and slot.module._parameters.get(slot.attribute) is not unit.dtensors.get(place, full[slot.buffer][slot.number])
     ]
 
 

@@ -354,7 +354,10 @@ def test_so_it_is_between_all_meshes(case: Case, tmp_path: Path) -> None:
     for number in range(0, len(everything), 8):
         folder = tmp_path / str(number)
         folder.mkdir()
-        assert run_ranks(between, RANKS, str(folder), {case: everything[number : number + 8]}, limit_seconds=600) == [[]] * 4
+        assert (
+            run_ranks(between, RANKS, str(folder), {case: everything[number : number + 8]}, limit_seconds=600)
+            == [[]] * 4
+        )
 
 
 class Uneven(nn.Module):

@@ -161,7 +161,7 @@ def reshard_to(
     the order in which gradients are summed over the ranks.
 
     A rank that joins builds the model under `torch.device("meta")`, shards it in the same units by
-    `fully_shard(..., process_group, init=False)`, and builds the optimizer. It gets all state and the options of
+    `fully_shard(..., mesh, init=False)`, and builds the optimizer. It gets all state and the options of
     parameter groups; its scheduler it sets itself. A rank that leaves passes what `torch.distributed.new_group` has
     returned to it; its model is left on the meta device, and may join again.
 

@@ -61,9 +61,9 @@ def managed_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
         stack.extend(reversed(children))
 
 
-def managed_params(module: nn.Module, path: str = "") -> Iterator[ParamModuleInfo]:
+def managed_params(module: nn.Module, prefix: str = "") -> Iterator[ParamModuleInfo]:
     """Yields each place outside of nested units that holds a parameter; a shared one stands in several."""
-    for path, child in managed_modules(module, path):
+    for path, child in managed_modules(module, prefix):
         for attribute, param in child._parameters.items():
             if param is not None:
                 yield ParamModuleInfo(f"{path}.{attribute}".lstrip("."), child, attribute, param)
