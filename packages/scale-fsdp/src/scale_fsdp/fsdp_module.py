@@ -142,7 +142,8 @@ class FSDPModule(ConversionMethods):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, in the dtype that they are computed in.
 
-        They stay whole until `reshard()`, or until a pass that runs the unit has released them, as in FSDP2. All ranks call it together. The whole parameters are copies: a change to them is lost.
+        They stay whole until `reshard()`, or until a pass that runs the unit has released them, as in FSDP2. All
+        ranks call it together. The whole parameters are copies: a change to them is lost.
 
         Args:
             async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.
