@@ -285,7 +285,7 @@ class FlatBuffer(FlatReduced):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name in _KEPT:
-            setattr(self, name, state[name] if name in state else None)  # An earlier version knew fewer.
+            setattr(self, name, state.get(name))  # An earlier version knew fewer.
         self._past_versions = 0
         shard, devices = state["shard"], state["devices"]
         if shard.device != devices.shard:  # torch.load has mapped it elsewhere.
