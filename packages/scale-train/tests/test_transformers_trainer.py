@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from scale_core.testing import run_ranks
 from scale_core.testing import ranks as testing
-from scale_train.transformers_trainer import ScaleTrainer
+from scale_core.testing import run_ranks
+from scale_train.transformers_trainer import ScaleTrainer, ScaleTrainerMixin
 
 testing._PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate"]
 
@@ -32,13 +32,19 @@ def samples(seed: int, count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def train(folder: str, sharding: str | None, resume: str | None = None, **more: Any) -> dict[str, Any]:
-    """Losses by step, norms of gradients, evaluations and weights of a run; `sharding` None is the plain Trainer."""
+def set_environment() -> int:
+    """Sets the variables that torchrun sets; returns the number of ranks."""
     num_ranks = torch.distributed.get_world_size()
     os.environ.update(
         {"RANK": str(torch.distributed.get_rank()), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
         | {"LOCAL_RANK": str(torch.distributed.get_rank()), "MASTER_PORT": "29500"}
     )
+    return num_ranks
+
+
+def train(folder: str, sharding: str | None, resume: str | None = None, **more: Any) -> dict[str, Any]:
+    """Losses by step, norms of gradients, evaluations and weights of a run; `sharding` None is the plain Trainer."""
+    num_ranks = set_environment()
     accumulation = more.get("gradient_accumulation_steps", 1)
     options = {
         "per_device_train_batch_size": GLOBAL_BATCH // num_ranks // accumulation,
@@ -169,6 +175,49 @@ def test_autocast_and_recomputation_are_as_those_of_the_plain_trainer(tmp_path: 
     for runs in run_ranks(play_in_bf16, 2, str(tmp_path), [*SHARDINGS]):
         for found in runs.values():
             assert_equal(found, expected["None"], tolerance=2e-2)
+
+
+def train_sft(folder: str, shards: bool) -> dict[str, Any]:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    class ShardedSFTTrainer(ScaleTrainerMixin, SFTTrainer):
+        pass
+
+    num_ranks = set_environment()
+    words = Tokenizer(WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2", unk_token="0")
+    data = Dataset.from_dict({"input_ids": [sample["input_ids"].tolist() for sample in samples(1, 40)]})
+    args = SFTConfig(
+        folder,
+        per_device_train_batch_size=GLOBAL_BATCH // num_ranks,
+        max_steps=STEPS,
+        logging_steps=1,
+        learning_rate=1e-2,
+        adam_epsilon=1e-3,
+        use_cpu=True,
+        bf16=False,
+        ddp_backend="gloo",
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    cls = ShardedSFTTrainer if shards else SFTTrainer
+    trainer = cls(build(), args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    history = trainer.state.log_history
+    return {key: [line[key] for line in history if key in line] for key in ("loss", "grad_norm")}
+
+
+@pytest.mark.soak
+def test_the_sft_trainer_of_trl_runs_on_the_mixin(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    (expected,) = run_ranks(train_sft, 1, f"{tmp_path}/plain", False)
+    for found in run_ranks(train_sft, 2, f"{tmp_path}/sharded", True):
+        assert_equal(found, expected)
 
 
 def refused(folder: str, more: dict[str, Any]) -> None:

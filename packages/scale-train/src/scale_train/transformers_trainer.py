@@ -6,7 +6,6 @@ optimizer are built, what is written beside the weights, and what is read again.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -157,7 +156,9 @@ class ScaleTrainer(ScaleTrainerMixin, Trainer):
 
 def _plain(optimizer: Any) -> Any:
     """Returns what accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer) if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
+    return (
+        getattr(optimizer, "optimizer", optimizer) if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
+    )
 
 
 def _barrier() -> None:
