@@ -12,19 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer
 
 from scale_core import snapshot
-from scale_fsdp import full_state_dict, fully_shard_modules, no_split_policy
+from scale_fsdp import FSDPModule, full_state_dict, fully_shard_modules, no_split_policy
 from scale_oss import OSS, ShardedDataParallel
 
 Sharding = Literal["fsdp", "sharded_ddp", "oss"]
 _SNAPSHOTS = "scale"  # the directory inside of a checkpoint's
 
 
-class ScaleTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class ScaleTrainerMixin(_Base):
     """Gives a trainer of transformers, or one derived from it, a sharded model or optimizer. Name it first.
 
         class ShardedSFTTrainer(ScaleTrainerMixin, trl.SFTTrainer): ...
@@ -54,6 +61,7 @@ class ScaleTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[m
             raise ValueError(f"sharding: expected one of {', '.join(get_args(Sharding))}, got {sharding!r}")
         self.sharding = sharding
         self.sharding_options = dict(sharding_options or {})
+        self.optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None  # the trainer's, which has no type
         self._num_flop_params: int | None = None  # of the whole model; None as long as it isn't sharded
         super().__init__(*args, **kwargs)
         self._check_arguments()
@@ -67,6 +75,11 @@ class ScaleTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[m
             )
         if self.args.fp16:
             raise ValueError("fp16=True: accelerate's gradient scaler does not look at all shards. Write bf16=True")
+        if self.args.torch_compile and self.sharding != "oss":
+            raise ValueError(
+                f"torch_compile=True: accelerate would compile around the collectives of sharding={self.sharding!r}. "
+                "Leave it out, and compile the blocks before: for block in model.model.layers: block.compile()"
+            )
         if self.optimizer is None:
             return
         if self.sharding == "fsdp" or not isinstance(_plain(self.optimizer), OSS):
@@ -80,20 +93,17 @@ class ScaleTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[m
         """Shards the model if that is asked for, and builds the optimizer over it."""
         if self.sharding == "fsdp":
             self._shard_model()
-            return super().create_optimizer(model)
-        if self.optimizer is None:
+        elif self.optimizer is None:
             cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer_cls_and_kwargs = (OSS, {"optim": cls, **self.sharding_options, **kwargs})
-            try:
-                return super().create_optimizer(model)
-            finally:
-                self.optimizer_cls_and_kwargs = (cls, kwargs)
-        return self.optimizer
+            if cls is not OSS:  # as in the second of several trainings, each with a model of its own
+                self.optimizer_cls_and_kwargs = (OSS, {"optim": cls, **self.sharding_options, **kwargs})
+        optimizer: Optimizer = super().create_optimizer(model)
+        return optimizer
 
     def _shard_model(self) -> None:
-        if self._num_flop_params is not None:
-            return
         model = self.model
+        if isinstance(model, FSDPModule):
+            return
         if isinstance(model, PreTrainedModel):
             self._num_flop_params = model.num_parameters(exclude_embeddings=True)
         else:
@@ -104,8 +114,12 @@ class ScaleTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[m
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if not training or self.sharding == "oss":
-            return super()._wrap_model(model, training, dataloader)
-        # Autocast and compilation are accelerate's. A model that it has prepared it will not wrap in DDP.
+            if training and model is self.model:
+                # accelerate marks a model that was evaluated first, and would then train it without DDP.
+                model._is_accelerate_prepared = False
+            wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
+            return wrapped
+        # Autocast is accelerate's. A model that it has prepared it will not wrap in DDP.
         self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
         if self.sharding == "fsdp" or isinstance(model, ShardedDataParallel):
             return model
@@ -120,7 +134,7 @@ class ScaleTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[m
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Saves whole weights; all ranks call it together."""
-        if self.sharding == "fsdp" and self._num_flop_params is not None and state_dict is None:
+        if isinstance(self.model, FSDPModule) and state_dict is None:
             state_dict = full_state_dict(self.model, rank_0_only=True, device="cpu")
         elif isinstance(_plain(self.optimizer), OSS):
             _plain(self.optimizer).wait()  # The updated parameters arrive beside the next forward pass.
@@ -156,9 +170,7 @@ class ScaleTrainer(ScaleTrainerMixin, Trainer):
 
 def _plain(optimizer: Any) -> Any:
     """Returns what accelerate has wrapped."""
-    return (
-        getattr(optimizer, "optimizer", optimizer) if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
-    )
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _barrier() -> None:
