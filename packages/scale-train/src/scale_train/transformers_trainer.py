@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch.distributed as dist
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer
@@ -94,14 +94,15 @@ class ScaleTrainerMixin(_Base):
         if self.sharding == "fsdp":
             self._shard_model()
         elif self.optimizer is None:
-            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            whole: Any = self.model
+            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, whole)
             if cls is not OSS:  # as in the second of several trainings, each with a model of its own
                 self.optimizer_cls_and_kwargs = (OSS, {"optim": cls, **self.sharding_options, **kwargs})
         optimizer: Optimizer = super().create_optimizer(model)
         return optimizer
 
     def _shard_model(self) -> None:
-        model = self.model
+        model: Any = self.model
         if isinstance(model, FSDPModule):
             return
         if isinstance(model, PreTrainedModel):
@@ -116,7 +117,7 @@ class ScaleTrainerMixin(_Base):
         if not training or self.sharding == "oss":
             if training and model is self.model:
                 # accelerate marks a model that was evaluated first, and would then train it without DDP.
-                model._is_accelerate_prepared = False
+                model._is_accelerate_prepared = False  # type: ignore[assignment]
             wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
             return wrapped
         # Autocast is accelerate's. A model that it has prepared it will not wrap in DDP.
