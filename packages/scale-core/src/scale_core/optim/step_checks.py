@@ -67,6 +67,15 @@ def refuse_step_while_unreduced(owner: Any) -> None:
     _checked.clear()
 
 
+def zero_accumulated(optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:
+    """Clears gradients of the optimizer's parameters that wait to be reduced, as its `zero_grad` does with others."""
+    owners = [owner for owner in _waiting if owner.has_gradient]
+    if owners:
+        mine = {id(param) for param in _params(optimizer)}
+        for owner in owners:
+            owner.zero_accumulated(mine, set_to_none=set_to_none)
+
+
 def allow_full_state(optimizer: torch.optim.Optimizer) -> None:
     """Records that one rank steps on all elements of this optimizer's sharded parameters."""
     _for_all.add(optimizer)
