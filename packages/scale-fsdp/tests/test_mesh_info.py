@@ -13,7 +13,7 @@ from fsdp_cases import Case, run_cases
 from state_cases import Awkward, Differences, Layout, train, two_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scale_core.errors import DivergenceError
 from scale_core.shard import Placement, shard_of
@@ -101,6 +101,25 @@ def part_of_a_subgroup() -> list[int]:
     part = units_in(model)[1].buffers[0].groups.part
     assert part is not None
     return list(part.ranks)
+
+
+def copies_beside_other_meshes() -> tuple[tuple[int, ...], float]:
+    """Even and odd ranks have meshes of their own, of which the others know nothing, and other models."""
+    rank = dist.get_rank()
+    replicas = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
+    alone = [dist.new_group([member]) for member in range(4)][rank]
+    if rank == 3:
+        dist.new_group([rank], use_local_synchronization=True)  # It is in more groups than the others.
+    ranks = torch.tensor([[rank % 2], [rank % 2 + 2]])
+    mesh = DeviceMesh.from_group([replicas, alone], "cpu", mesh=ranks, mesh_dim_names=("replicas", "shard"))
+    model = fully_shard(nn.Linear(3 + rank % 2, 2, bias=False), mesh)
+    model(torch.full((1, 3 + rank % 2), float(rank))).sum().backward()
+    assert model.weight.grad is not None
+    return units_in(model)[0].options.mesh_info.whole.ranks, model.weight.grad[0, 0].item()
+
+
+def test_meshes_of_groups_that_have_a_part_of_the_ranks_are_not_mixed() -> None:
+    assert run_ranks(copies_beside_other_meshes, 4) == [((0, 2), 1.0), ((1, 3), 2.0)] * 2
 
 
 def refusals() -> list[str]:

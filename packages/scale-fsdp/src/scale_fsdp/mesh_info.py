@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
-from scale_core.comm.collectives import broadcast, new_group_limit, subgroup_of
+from scale_core.comm.collectives import broadcast, group_over, new_group_limit, subgroup_of
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.flat.buffer import ShardGroups
 
@@ -71,9 +71,18 @@ def resolve_mesh_info(process_group: GroupLike) -> MeshInfo:
                 f"dimensions {process_group.mesh_dim_names}: pass a part of it, such as mesh['replicas', 'shard']"
             )
         replicas, shard = (group_of(process_group.get_group(axis)) for axis in (0, 1))
-        return MeshInfo(shard, replicas, group_of(compat.flatten_mesh(process_group)))
+        if compat.spans_world(process_group):
+            return MeshInfo(shard, replicas, group_of(compat.flatten_mesh(process_group)))
+        ranks = tuple(int(rank) for rank in process_group.mesh.flatten())
+        return MeshInfo(shard, replicas, _whole_group(replicas, shard, ranks))
     group = group_of(process_group)
     return MeshInfo(group, Group(), group)
+
+
+@functools.cache
+def _whole_group(replicas: Group, shard: Group, ranks: tuple[int, ...]) -> Group:
+    """The group of all ranks of a mesh that ranks outside of it know nothing of: torch would mix it with theirs."""
+    return group_over((replicas, shard), ranks)
 
 
 @functools.cache  # One group for all units that want it: each costs the transport connections and buffers.
