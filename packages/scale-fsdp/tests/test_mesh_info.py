@@ -112,7 +112,11 @@ def copies_beside_other_meshes() -> tuple[tuple[int, ...], float]:
         dist.new_group([rank], use_local_synchronization=True)  # It is in more groups than the others.
     ranks = torch.tensor([[rank % 2], [rank % 2 + 2]])
     mesh = DeviceMesh.from_group([replicas, alone], "cpu", mesh=ranks, mesh_dim_names=("replicas", "shard"))
+    if rank % 2:
+        dist.barrier()  # After the even ones, whose addresses stand in the store by then.
     model = fully_shard(nn.Linear(3 + rank % 2, 2, bias=False), mesh)
+    if not rank % 2:
+        dist.barrier()
     model(torch.full((1, 3 + rank % 2), float(rank))).sum().backward()
     assert model.weight.grad is not None
     return units_in(model)[0].options.mesh_info.whole.ranks, model.weight.grad[0, 0].item()
