@@ -103,27 +103,28 @@ def part_of_a_subgroup() -> list[int]:
     return list(part.ranks)
 
 
-def copies_beside_other_meshes() -> tuple[tuple[int, ...], float]:
-    """Even and odd ranks have meshes of their own, of which the others know nothing, and other models."""
+def mesh_beside_another_rank() -> tuple[tuple[int, ...], float] | None:
+    """Four of five ranks make a mesh of their own groups, of which the fifth knows nothing."""
     rank = dist.get_rank()
-    replicas = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
-    alone = [dist.new_group([member]) for member in range(4)][rank]
+    rows = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3), (0, 1), (2, 3))}
+    if rank == 4:
+        return None
     if rank == 3:
         dist.new_group([rank], use_local_synchronization=True)  # It is in more groups than the others.
-    ranks = torch.tensor([[rank % 2], [rank % 2 + 2]])
-    mesh = DeviceMesh.from_group([replicas, alone], "cpu", mesh=ranks, mesh_dim_names=("replicas", "shard"))
-    if rank % 2:
-        dist.barrier()  # After the even ones, whose addresses stand in the store by then.
-    model = fully_shard(nn.Linear(3 + rank % 2, 2, bias=False), mesh)
-    if not rank % 2:
-        dist.barrier()
-    model(torch.full((1, 3 + rank % 2), float(rank))).sum().backward()
+    replicas, shard = (next(rows[ranks] for ranks in line if rank in ranks) for line in PAIRS)
+    names = ("replicas", "shard")
+    mesh = DeviceMesh.from_group([replicas, shard], "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=names)
+    model = fully_shard(nn.Linear(3, 2, bias=False), mesh)
+    model(torch.full((1, 3), float(rank))).sum().backward()
     assert model.weight.grad is not None
-    return units_in(model)[0].options.mesh_info.whole.ranks, model.weight.grad[0, 0].item()
+    return units_in(model)[0].options.mesh_info.whole.ranks, model.weight.grad.flatten()[0].item()
 
 
-def test_meshes_of_groups_that_have_a_part_of_the_ranks_are_not_mixed() -> None:
-    assert run_ranks(copies_beside_other_meshes, 4) == [((0, 2), 1.0), ((1, 3), 2.0)] * 2
+PAIRS = (((0, 2), (1, 3)), ((0, 1), (2, 3)))  # the lines along both axes of a mesh of four ranks
+
+
+def test_a_mesh_of_groups_that_have_a_part_of_the_ranks_waits_for_no_other() -> None:
+    assert run_ranks(mesh_beside_another_rank, 5) == [((0, 1, 2, 3), 1.5)] * 4 + [None]
 
 
 def refusals() -> list[str]:
