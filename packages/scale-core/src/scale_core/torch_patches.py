@@ -1,4 +1,4 @@
-"""torch's own functions on shards: clipping, clearing, gradient scaling, wrapping, vectors and saving.
+"""torch's own functions on shards: clipping, gradient scaling, wrapping, vectors and saving.
 
 Programs call `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel`, make vectors of parameters, scale by
 `GradScaler` and save `optimizer.state_dict()`. On shards these would silently compute with one rank's part. So they are
@@ -34,7 +34,6 @@ from scale_core.optim.clip_grad import (
     norm_of,
     warn_if_used_up,
 )
-from scale_core.optim.step_checks import zero_accumulated
 from scale_core.shard import check_undivided, is_divided, on_first_shard, registered_parameters, shard_of, stages_of
 from scale_core.state.torch_state_dict import install_hooks
 
@@ -49,7 +48,6 @@ def install() -> None:
     compat.hook_parameter_vectors(_refuse_vector)
     register_module_module_registration_hook(_refuse_replicas)
     GradScaler._unscale_grads_ = _refuse_lone_scaler(GradScaler._unscale_grads_)  # type: ignore[method-assign]
-    Optimizer.zero_grad = _with_accumulated(Optimizer.zero_grad)  # type: ignore[method-assign]
     Optimizer.state_dict = _with_hooks(Optimizer.state_dict)  # type: ignore[method-assign]
     Optimizer.load_state_dict = _with_hooks(Optimizer.load_state_dict)  # type: ignore[method-assign]
 
@@ -140,20 +138,6 @@ def _owners_of(tensors: list[Tensor]) -> list[Tensor]:
         grad, param = by_grad.get(id(tensor), (None, tensor))
         owners.append(param if grad is tensor else tensor)
     return owners
-
-
-# Clearing.
-
-
-def _with_accumulated(own: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `zero_grad`, to clear gradients of shards that were accumulated under `no_sync()`, too."""
-
-    @functools.wraps(own)
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        own(self, set_to_none)
-        zero_accumulated(self, set_to_none=set_to_none)
-
-    return zero_grad
 
 
 # Scaling.
