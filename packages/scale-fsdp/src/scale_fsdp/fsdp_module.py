@@ -71,10 +71,11 @@ class FSDPModule(ConversionMethods):
             return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, with those accumulated under `no_sync`, which an optimizer's `zero_grad` can't see."""
+        """Clears all gradients, with those accumulated under `no_sync`."""
         for unit in units_in(self):
             for buffer in unit.buffers:
-                buffer.gradient.drop()
+                buffer.gradient.rollback_pass()
+                buffer.gradient.zero_accumulated(range(len(buffer.names)), set_to_none=set_to_none)
         super().zero_grad(set_to_none)
 
     @contextmanager
