@@ -1,5 +1,4 @@
 import os
-import random
 import struct
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from scale_core.snapshot.format.safetensors_io import (
     DTYPES,
     TensorEntry,
     WrittenFile,
-    cached_bytes,
     memory_of,
     opened,
     read_into,
@@ -97,19 +95,6 @@ def test_a_file_that_ends_early_says_where(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(10))
     with opened(tmp_path / "file") as descriptor, pytest.raises(EOFError, match="it ends at byte 10, before what was"):
         read_into(descriptor, [memoryview(bytearray(8))], 4)
-
-
-@pytest.mark.parametrize("can_map", [True, False])
-def test_cached_bytes_are_those_of_any_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_map: bool) -> None:
-    if not can_map:
-        monkeypatch.setattr(safetensors_io, "_MADV_POPULATE_READ", 12345)  # As on a system that does not know it.
-    data = random.Random(0).randbytes(20_000)
-    (tmp_path / "file").write_bytes(data)
-    with opened(tmp_path / "file") as descriptor:
-        for begin, end in ((0, 1), (0, 4096), (1, 4097), (4096, 8192), (5000, 20_000), (19_999, 20_000)):
-            assert cached_bytes(descriptor, end - begin, begin) == data[begin:end]
-        with pytest.raises(EOFError, match="it ends at byte 20000"):
-            cached_bytes(descriptor, 2, 19_999)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import json
 import math
-import mmap
 import os
 import stat
 import struct
@@ -49,7 +48,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PIECE_BYTES = 1 << 20  # of what is hashed and written at once
 _BUFFERED_BYTES = 64 << 10  # Less than a piece, so that pieces are not copied, and small tensors are written together.
 _BUFFERS_AT_ONCE = 512  # The system takes 1024.
-_MADV_POPULATE_READ = 22  # Python has no name for it.
 _HEADER_LIMIT_BYTES = 100_000_000  # The limit of the safetensors library.
 
 
@@ -145,24 +143,6 @@ def read_into(descriptor: int, buffers: Sequence[memoryview], begin: int) -> Non
             got -= len(waiting.popleft())
         if got:
             waiting[0] = waiting[0][got:]
-
-
-def cached_bytes(descriptor: int, num_bytes: int, begin: int) -> memoryview:
-    """These bytes of a file, without a copy: as they stand in the system's cache of files.
-
-    All of them are brought there first, so that a disk that fails is an error and no signal. Where the system can't do
-    that (it takes Linux 5.14) or fails to, they are copied, or the error is that of reading.
-    """
-    before = begin % mmap.ALLOCATIONGRANULARITY
-    try:
-        window = mmap.mmap(descriptor, before + num_bytes, access=mmap.ACCESS_READ, offset=begin - before)
-        window.madvise(mmap.MADV_SEQUENTIAL)  # The disk reads ahead.
-        window.madvise(_MADV_POPULATE_READ)
-    except (OSError, ValueError):  # ValueError: the file is shorter.
-        data = memoryview(bytearray(num_bytes))
-        read_into(descriptor, [data], begin)
-        return data
-    return memoryview(window)[before:]  # Unmapped when nothing refers to it any more.
 
 
 def read_metadata(descriptor: int, num_bytes: int) -> dict[str, str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from scale_core.errors import DamagedSnapshotError
 from scale_core.snapshot.format.checksums import BlockChecksums, ranges_of
 from scale_core.snapshot.format.metadata import Manifest, read_manifest
-from scale_core.snapshot.format.safetensors_io import cached_bytes, is_damage, opened, read_metadata
+from scale_core.snapshot.format.safetensors_io import is_damage, opened, read_into, read_metadata
 
-_WINDOW_BYTES = 4 << 20  # Of a file, mapped at once
+_PIECE_BYTES = 1 << 20  # Read and hashed at once, so that the processor still has in its cache what is hashed.
 _NAMED = 10
 
 BlockRanges = Mapping[str, Iterable[tuple[int, int]]]
@@ -95,10 +95,12 @@ def _damage_of(
 
 def _checksums(descriptor: int, begin: int, end: int, block_bytes: int, progress: Callable[[int], None]) -> list[str]:
     hashed = BlockChecksums(block_bytes)
-    for position in range(begin, end, _WINDOW_BYTES):
-        window = cached_bytes(descriptor, min(_WINDOW_BYTES, end - position), position)
-        hashed.update(window)
-        progress(len(window))
+    piece = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
+    for position in range(begin, end, _PIECE_BYTES):
+        part = piece[: end - position]
+        read_into(descriptor, [part], position)
+        hashed.update(part)
+        progress(len(part))
     return hashed.digests()
 
 
