@@ -33,13 +33,12 @@ from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, Snap
 from scale_core.snapshot.foreign import Format, recognize
 from scale_core.snapshot.format.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
 from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan, State, plan_reads, write_part
-from scale_core.snapshot.format.reads import blocks_of, read_tensors
+from scale_core.snapshot.format.reads import Read, blocks_of, read_tensors
 from scale_core.snapshot.format.verification import (
-    BlockRanges,
+    RankReads,
+    blocks_to_verify,
     describe_damage,
     find_damage,
-    share_of_unread,
-    united,
     verify_snapshot,
 )
 from scale_core.state.validation import StateDifferences, StateMismatch, compare_states
@@ -167,8 +166,13 @@ def load_snapshot(
 def _load(path: Path, state: State | Callable[[State], State], group: Group, strict: bool, cast: bool) -> Snapshot:
     together = CollectiveCall(group, f"loading {path}", SnapshotError)
     manifest = together.rank0(lambda: _read_manifest_of(path))
-    target = together.each_rank(lambda: dict(state(manifest.saved) if callable(state) else state))
-    compared = together.all_ranks(lambda: compare_states(target, manifest.saved))
+    target: dict[str, Any] = {}
+
+    def compare() -> StateDifferences:
+        target.update(state(manifest.saved) if callable(state) else state)
+        return compare_states(target, manifest.saved)
+
+    compared = together.all_ranks(compare)
     differences = StateDifferences.of_ranks(compared)
     if cast:
         differences.other_dtype.clear()
@@ -176,8 +180,13 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
         mismatch = StateMismatch(differences.refusal())
         raise SnapshotError(f"{together.doing} failed: {mismatch}") from mismatch
     fits = {key: place for key, place in target.items() if key not in differences.keys}
-    reads = together.each_rank(lambda: plan_reads(manifest, fits))
-    _verify(together, path, manifest, blocks_of(reads, manifest.block_bytes))
+    reads: list[Read] = []
+
+    def plan() -> RankReads:
+        reads.extend(plan_reads(manifest, fits))
+        return RankReads(socket.gethostname(), blocks_of(reads, manifest.block_bytes))
+
+    _verify(together, path, manifest, together.all_ranks(plan))
     if differences and group.rank == 0:
         warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=3)
     overwriting = CollectiveCall(group, f"loading {path}, which has overwritten a part of the state,", SnapshotError)
@@ -194,11 +203,9 @@ def _read_manifest_of(path: Path) -> Manifest:
     return read_manifest(path)
 
 
-def _verify(together: CollectiveCall, path: Path, manifest: Manifest, blocks: BlockRanges) -> None:
-    """Each rank verifies the blocks that it is going to read, and all together the rest."""
-    group = together.group
-    everyones = together.all_ranks(lambda: blocks)
-    mine = united(blocks, share_of_unread(manifest, everyones, group.rank, group.size))
+def _verify(together: CollectiveCall, path: Path, manifest: Manifest, reads: list[RankReads]) -> None:
+    """Verifies all blocks of a snapshot, which the ranks share out among them."""
+    mine = blocks_to_verify(manifest, reads, together.group.rank)
     found = together.all_ranks(lambda: find_damage(path, manifest, mine))
     if any(found):
         raise DamagedSnapshotError(describe_damage(path, list(dict.fromkeys(itertools.chain(*found)))))
@@ -209,7 +216,8 @@ def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
     for older in paths[paths.index(path) + 1 :] if path in paths else ():
         together = CollectiveCall(group, f"verifying {older}", SnapshotError)
         try:
-            _verify(together, older, together.rank0(partial(read_manifest, older)), {})
+            manifest = together.rank0(partial(read_manifest, older))
+            _verify(together, older, manifest, [RankReads("", {})] * group.size)
         except SnapshotError:
             continue
         return f"The newest older snapshot that is whole is {older}: load that, step={_step_of(older)}"

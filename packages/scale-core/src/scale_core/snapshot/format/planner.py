@@ -1,28 +1,22 @@
 """Plans which chunks of a state each rank writes, and which saved chunks it reads.
 
 Ranks hold what their sharding gave them, some of it twice, and the next run may shard otherwise. The planner of
-`torch.distributed.checkpoint` decides who writes what, checks that no element is written twice, and intersects what is
-saved with what is held; this file gives it flat states with `LocalShard`s, and proves what it plans.
+`torch.distributed.checkpoint` decides who writes what, and checks that no element is written twice; this file gives it
+flat states with `LocalShard`s. What is read are the intersections of saved and held chunks. Both plans are proved.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from scale_core.comm.group import Group
@@ -177,62 +171,52 @@ def _json_text(key: str, value: Any) -> str:
         raise type(error)(f"{key}: {error}: expected a tensor, or a finite value that JSON knows") from error
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """torch's planner, for a flat dict that may hold `LocalShard`s beside tensors."""
-
-    def __init__(self, target: dict[str, Any], metadata: Metadata) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        # Not through set_up_planner, which replaces by None what it does not know.
-        self.state_dict, self.original_state_dict, self.metadata = target, target, metadata
-        self.is_coordinator = False
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        held = self.state_dict[index.fqn]
-        found: Tensor = (
-            held.__get_tensor_shard__(index) if isinstance(held, LocalShard) else super().lookup_tensor(index)
-        )
-        return found.detach()
-
-
 def plan_reads(manifest: Manifest, target: State) -> list[Read]:
     """What to read into the tensors of `target`: each element of each of them exactly once, which is proved here."""
-    tensors = {key: place for key, place in target.items() if key in manifest.tensors}
-    planner = _LoadPlanner(tensors, _as_metadata(manifest))
-    places = {(key, at.chunk.offsets): at for key, chunks in manifest.chunks.items() for at in chunks}
     reads: list[Read] = []
-    held = {(key, chunk.offsets): chunk for key, place in tensors.items() for chunk in _chunks_held(place)}
-    filled: dict[tuple[str, tuple[int, ...]], list[Chunk]] = {place: [] for place in held}
-    for item in planner.create_local_plan().items:
-        key = item.storage_index.fqn
-        at = places[key, tuple(item.storage_index.offset or ())]
-        into = Chunk(tuple(item.dest_offsets), tuple(item.lengths))
-        filled[key, tuple(item.dest_index.offset or ())].append(into)
-        part = Chunk(tuple(item.storage_offsets), tuple(item.lengths))
-        reads.append(
-            Read(at.file, at.begin, at.chunk.sizes, part, manifest.tensors[key].dtype, planner.resolve_tensor(item))
-        )
-    for place, chunk in held.items():
-        check_coverage(f"reading {place[0]}", chunk.sizes, filled[place])
+    for key, place in target.items():
+        if key in manifest.tensors:
+            for chunk, piece in _pieces_held(place).items():
+                reads += _reads_of(key, chunk, piece, manifest)
     return reads
 
 
-def _chunks_held(place: Tensor) -> list[Chunk]:
+def _reads_of(key: str, held: Chunk, piece: Tensor, manifest: Manifest) -> list[Read]:
+    """Of each saved chunk of a tensor the part that is in the chunk `held`, whose elements are `piece`."""
+    reads: list[Read] = []
+    filled: list[Chunk] = []
+    for at in manifest.chunks[key]:
+        common = _intersection(at.chunk, held)
+        if common is not None:
+            into = piece
+            filled.append(_relative(common, held))
+            if common != held:
+                for dim, (offset, length) in enumerate(zip(*filled[-1], strict=True)):
+                    into = into.narrow(dim, offset, length)
+            part = _relative(common, at.chunk)
+            reads.append(Read(at.file, at.begin, at.chunk.sizes, part, manifest.tensors[key].dtype, into))
+    check_coverage(f"reading {key}", held.sizes, filled)
+    return reads
+
+
+def _intersection(one: Chunk, other: Chunk) -> Chunk | None:
+    """The elements that are in both chunks; None if there are none."""
+    offsets, sizes = [], []
+    for a, m, b, n in zip(*one, *other, strict=True):
+        begin, end = max(a, b), min(a + m, b + n)
+        if begin >= end:
+            return None
+        offsets.append(begin)
+        sizes.append(end - begin)
+    return Chunk(tuple(offsets), tuple(sizes))
+
+
+def _relative(chunk: Chunk, outer: Chunk) -> Chunk:
+    """A chunk as it lies in an outer one."""
+    return Chunk(tuple(map(operator.sub, chunk.offsets, outer.offsets)), chunk.sizes)
+
+
+def _pieces_held(place: Tensor) -> dict[Chunk, Tensor]:
     if isinstance(place, LocalShard):
-        return list(place.chunks)
-    return [Chunk((0,) * place.ndim, tuple(place.shape))]
-
-
-def _as_metadata(manifest: Manifest) -> Metadata:
-    return Metadata(
-        {
-            key: TensorStorageMetadata(
-                TensorProperties(dtype=saved.dtype),
-                torch.Size(saved.shape),
-                [
-                    ChunkStorageMetadata(torch.Size(at.chunk.offsets), torch.Size(at.chunk.sizes))
-                    for at in manifest.chunks[key]
-                ],
-            )
-            for key, saved in manifest.tensors.items()
-        }
-    )
+        return place.chunks
+    return {Chunk((0,) * place.ndim, tuple(place.shape)): place.detach()}

@@ -46,6 +46,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _PIECE_BYTES = 1 << 20  # of what is hashed and written at once
+_BUFFERED_BYTES = 64 << 10  # Less than a piece, so that pieces are not copied, and small tensors are written together.
 _BUFFERS_AT_ONCE = 512  # The system takes 1024.
 _HEADER_LIMIT_BYTES = 100_000_000  # The limit of the safetensors library.
 
@@ -93,7 +94,7 @@ def write_tensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     hashed = BlockChecksums(BLOCK_BYTES)
-    with path.open("xb", buffering=_PIECE_BYTES) as file:
+    with path.open("xb", buffering=_BUFFERED_BYTES) as file:
 
         def write(data: memoryview) -> None:
             for begin in range(0, len(data), _PIECE_BYTES):  # What was hashed is still in the processor's cache.
