@@ -329,6 +329,12 @@ def test_the_picture_shows_the_house_as_it_is() -> None:
     subprocess.run([sys.executable, script, "--check"], check=True)
 
 
+def test_the_page_of_figures_is_what_the_results_are() -> None:
+    """`python benchmarks/figures.py` writes it anew."""
+    script = HOME.parent / "benchmarks" / "figures.py"
+    subprocess.run([sys.executable, script, "--check"], check=True)
+
+
 @each_package
 def test_each_folder_says_what_it_is_and_where_to_begin(package: str) -> None:
     for path in sources(package):
