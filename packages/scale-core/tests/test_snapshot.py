@@ -19,6 +19,7 @@ from torch import Tensor
 import scale_core.snapshot.snapshot
 import scale_core.testing.ranks
 from scale_core.comm.group import Group
+from scale_core.errors import ScaleDistributedError
 from scale_core.snapshot import (
     DamagedSnapshotError,
     ForeignCheckpointError,
@@ -34,7 +35,6 @@ from scale_core.snapshot.format.checksums import checksum
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.chunks import LocalShard
 from scale_core.state.validation import StateMismatch
-from scale_core.errors import ScaleDistributedError
 from scale_core.testing import RankError, run_ranks
 
 safetensors = pytest.importorskip("safetensors")

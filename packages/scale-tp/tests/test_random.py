@@ -197,7 +197,7 @@ def dropped(folder: Path, resumed: bool) -> tuple[list[Tensor], dict[str, Any]]:
         steps(2)
         snapshot.save(folder, 2, objects)
     found = steps(3)
-    with pytest.raises(ValueError, match="seed .* already exists"):  # The seeds are known, too.
+    with pytest.raises(ValueError, match=r"seed .* already exists"):  # The seeds are known, too.
         get_rng_tracker().add("another", 7 + 2718 + group_of().rank)
     return found, objects["streams"].state_dict()
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import scale_core.snapshot.snapshot
 import scale_core.testing.ranks
 import scale_train.training.train
-from scale_checkpoint import checkpoint_wrapper, check_recomputation, is_recomputing, plan_memory
+from scale_checkpoint import check_recomputation, checkpoint_wrapper, is_recomputing, plan_memory
 from scale_core import check_replicas, simulate, snapshot
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group, group_of
-from scale_core.errors import ScaleDistributedError, ScaleError, TransferError, set_last_snapshot
+from scale_core.errors import ScaleError, TransferError, set_last_snapshot
 from scale_core.launch import init_distributed
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.snapshot.format.checksums import checksum
@@ -57,6 +57,15 @@ def text_of(act: Callable[[], object]) -> str:
     except ScaleError as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return ""
+
+
+def raise_cause(act: Callable[[], object]) -> None:
+    """Raises the cause of what is raised."""
+    with pytest.raises(ScaleError) as caught:
+        act()
+    cause = caught.value.__cause__
+    assert cause is not None
+    raise cause
 
 
 def compare(found: Mapping[str, str]) -> None:
@@ -103,13 +112,9 @@ def foreign(folder: Path) -> None:
 
 
 def mismatch(folder: Path) -> None:
-    path = {"model": nn.Sequential(nn.Linear(2, 2))}
-    snapshot.save("runs/1", 12, path)
-    try:
-        snapshot.load("runs/1", {"model": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))})
-    except ScaleError as error:
-        assert error.__cause__ is not None
-        raise error.__cause__ from None
+    snapshot.save("runs/1", 12, {"model": nn.Sequential(nn.Linear(2, 2))})
+    changed = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))
+    raise_cause(lambda: snapshot.load("runs/1", {"model": changed}))
 
 
 class Differs(nn.Module):
@@ -210,7 +215,9 @@ ALONE: dict[str, Raised] = {
     "PlaceholderTensorError": lambda folder: run_stage(reads=True),
     "UseAfterReleaseError": use_after_release,
     "RankError": lambda folder: run_ranks(die, 1),
-    "InputError": lambda folder: check_options(replace(options(), data=DataOptions(batch=7), parallel=ParallelOptions()), 2),
+    "InputError": lambda folder: check_options(
+        replace(options(), data=DataOptions(batch=7), parallel=ParallelOptions()), 2
+    ),
     "Interrupted": interrupted,
     "TrainingDiverged": diverged,
 }
@@ -326,11 +333,8 @@ def lose_a_message() -> None:
     pipe = DistributedPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), balance=[1, 1], chunks=1)
     if dist.get_rank() == 0:
         next(iter(pipe.stages.values())).register_forward_pre_hook(lambda *_: die())
-    try:
-        pipe.step(torch.ones(2, 2), target=torch.ones(2, 2), loss_fn=nn.functional.mse_loss)
-    except ScaleDistributedError as error:
-        assert error.__cause__ is not None
-        raise error.__cause__ from None
+    x = torch.ones(2, 2)
+    raise_cause(lambda: pipe.step(x, target=x, loss_fn=nn.functional.mse_loss))
 
 
 LOST: dict[str, Callable[[], None]] = {

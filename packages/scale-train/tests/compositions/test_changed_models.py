@@ -1,4 +1,4 @@
-"""A snapshot of a model that has changed since: one error lists all that differs on any rank, or what fits is loaded."""
+"""A snapshot of a model that has changed: one error lists all that differs on any rank, or what fits is loaded."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def extra_state_target(
 
 
 def _named_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules of a model by their names in the plain one, without wrappers; of wrappers the inner one last."""
+    """Yields the modules of a model by their names in the plain one; a wrapper has the name of what is inside."""
     yield name, module
     inner = "module" if callable(getattr(module, "no_sync", None)) else _INNER.get(type(module).__name__)
     is_part = isinstance(module, PartOfModel)  # Its children are stages.

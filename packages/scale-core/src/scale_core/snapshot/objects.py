@@ -70,7 +70,9 @@ class _Model:
 
     def load(self, state: Mapping[str, Any], left_out: Collection[str]) -> None:
         """Gives them what was read: all, unless some of it was left out."""
-        strict = not any(key.startswith((f"{self.name}.", *(f"{name}." for name in self.optimizers))) for key in left_out)
+        strict = not any(
+            key.startswith((f"{self.name}.", *(f"{name}." for name in self.optimizers))) for key in left_out
+        )
         weights = self._weights(state)
         misfits = _renamed(dict.fromkeys(left_out), self.name, "model")
         load_what_fits(without_misfits(weights, misfits), self.module, copy=False, strict=strict)

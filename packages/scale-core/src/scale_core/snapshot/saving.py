@@ -148,9 +148,9 @@ def load(
         objects: As given to `save`. Tensors are written to in place.
         step: This snapshot and no other.
         group: The ranks that hold the state together; the default group if None.
-        strict: False loads what was saved and fits what is given, and warns of the rest, which stays as it is. An optimizer's
-            state of a parameter is loaded if all of it and the parameter fit, and left out as a whole if it is that of
-            another kind of optimizer.
+        strict: False loads what was saved and fits what is given, and warns of the rest, which stays as it is. An
+            optimizer's state of a parameter is loaded if all of it and the parameter fit; that of another kind of
+            optimizer is left out as a whole.
         cast: Whether floating-point numbers and integers are converted to the dtypes of the parameters and buffers.
 
     Returns:

@@ -328,9 +328,7 @@ def _are_views_of(live: Tensor, parts: Mapping[ParamSlice, Tensor]) -> bool:
     return all(holding.view(live).is_set_to(part) for holding, part in parts.items())
 
 
-def _empty_state(
-    key: str, saved: SavedTensor, holding: ParamSlice, group: Mapping[str, Any], allocate: bool
-) -> Tensor:
+def _empty_state(key: str, saved: SavedTensor, holding: ParamSlice, group: Mapping[str, Any], allocate: bool) -> Tensor:
     """A new tensor for one state of an owner, with the device and dtype that the optimizer expects."""
     owner = holding.owner if allocate else holding.owner.detach().to("meta")
     if not is_per_param_number(key, saved.shape, holding.shape) and saved.shape == holding.shape:

@@ -162,9 +162,7 @@ def load_what_fits(
         for key in own
         if key in mine
     }
-    loaded = (
-        [] if optimizer is None else state_entries(mine, model, _listed(optimizer), names.in_group, strict=strict)
-    )
+    loaded = [] if optimizer is None else state_entries(mine, model, _listed(optimizer), names.in_group, strict=strict)
     wait_sent()
     for key, source in sources.items():
         if not own[key].is_set_to(source):

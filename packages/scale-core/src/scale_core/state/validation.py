@@ -95,9 +95,7 @@ class StateDifferences:
     @property
     def keys(self) -> set[str]:
         """All keys that differ."""
-        return {
-            *(*self.missing, *self.unexpected, *self.misshapen, *self.other_dtype, *self.other_kind, *self.misfits)
-        }
+        return {*(*self.missing, *self.unexpected, *self.misshapen, *self.other_dtype, *self.other_kind, *self.misfits)}
 
 
 def compare_states(own: Mapping[str, Any], given: Mapping[str, Any]) -> StateDifferences:

@@ -17,7 +17,15 @@ from scale_train.memory import format_bytes, held_bytes, peak_bytes, replicated_
 from scale_train.model import GPT, generate, num_parameters
 from scale_train.options import Options
 from scale_train.resolve import check_options, options_without_effect
-from scale_train.training.checkpoint import CHECKPOINTS, METRICS, RunPaths, load, refusing_lost_saves, resolve_paths, save
+from scale_train.training.checkpoint import (
+    CHECKPOINTS,
+    METRICS,
+    RunPaths,
+    load,
+    refusing_lost_saves,
+    resolve_paths,
+    save,
+)
 from scale_train.training.plot import plot_loss
 from scale_train.training.reporters import begin_metrics, make_reporter
 from scale_train.training.state import TrainState, build_state
