@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from scale_core import snapshot
+from scale_core.comm.group import group_of
 from scale_core.errors import SnapshotError
 from scale_core.state import sharded_state_dict
 from scale_core.state.chunks import LocalShard
@@ -57,7 +58,7 @@ def built(way: str, changed: bool) -> tuple[nn.Module, Optimizer]:
         assert isinstance(model, nn.Sequential)
         model = DistributedPipe(model, balance=[2, 2], chunks=1)
     else:
-        model = parallelize(model, {"first": "colwise_gather_output", "head": "colwise_gather_output"})
+        model = parallelize(model, {"first": "colwise_gather_output", "head": "colwise_gather_output"}, group_of())
     return model, SGD(model.parameters(), **options)
 
 
