@@ -180,7 +180,7 @@ def load_snapshot(
 def _load(path: Path, state: State | Callable[[State], State], group: Group, strict: bool, cast: bool) -> Snapshot:
     together = CollectiveCall(group, f"loading {path}", SnapshotError)
     manifest = together.rank0(lambda: _read_manifest_of(path))
-    target: State = {}
+    target: dict[str, Any] = {}
 
     def compare() -> StateDifferences:
         try:
