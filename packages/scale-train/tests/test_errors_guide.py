@@ -324,6 +324,7 @@ def lose_a_unit() -> None:
 
 
 def lose_a_collective() -> None:
+    all_reduce(torch.ones(2), group_of()).wait()  # They are connected.
     if dist.get_rank() == 1:
         die()
     all_reduce(torch.ones(2), group_of()).wait()
@@ -331,9 +332,10 @@ def lose_a_collective() -> None:
 
 def lose_a_message() -> None:
     pipe = DistributedPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), balance=[1, 1], chunks=1)
+    x = torch.ones(2, 2)
+    pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
     if dist.get_rank() == 0:
         next(iter(pipe.stages.values())).register_forward_pre_hook(lambda *_: die())
-    x = torch.ones(2, 2)
     raise_cause(lambda: pipe.step(x, target=x, loss_fn=nn.functional.mse_loss))
 
 
