@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import scale_core.snapshot.snapshot
-import scale_core.testing.ranks
 import scale_train.training.train
 from scale_checkpoint import check_recomputation, checkpoint_wrapper, is_recomputing, plan_memory
 from scale_core import check_replicas, simulate, snapshot
@@ -117,6 +116,11 @@ def mismatch(folder: Path) -> None:
     raise_cause(lambda: snapshot.load("runs/1", {"model": changed}))
 
 
+def transfer(folder: Path) -> None:
+    set_last_snapshot("runs/1/step-00000012")
+    raise TransferError("all_reduce", 1, "Timed out waiting 300000ms for recv operation to complete")
+
+
 class Differs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.cos() if is_recomputing() else x.sin()
@@ -209,6 +213,7 @@ ALONE: dict[str, Raised] = {
     "NewerSnapshotError": newer,
     "ForeignCheckpointError": foreign,
     "StateMismatch": mismatch,
+    "TransferError": transfer,
     "RecomputationError": recomputation,
     "BudgetError": budget,
     "SplitError": lambda folder: run_stage(reads=False),
@@ -315,54 +320,11 @@ def test_the_examples_of_the_guide_are_what_all_ranks_raise(tmp_path: Path) -> N
     compare(run_ranks(all_together, 2, tmp_path)[0])
 
 
-def lose_a_unit() -> None:
-    model = Layers()
-    model(torch.ones(1, 2), (0, 1, 2)).sum().backward()
-    if dist.get_rank() == 1:
-        model.layers[1].register_forward_pre_hook(lambda *_: die(), prepend=True)
-    model(torch.ones(1, 2), (0, 1, 2)).sum().backward()
-
-
-def lose_a_collective() -> None:
-    all_reduce(torch.ones(2), group_of()).wait()  # They are connected.
-    if dist.get_rank() == 1:
-        die()
-    all_reduce(torch.ones(2), group_of()).wait()
-
-
-def lose_a_message() -> None:
-    pipe = DistributedPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), balance=[1, 1], chunks=1)
-    x = torch.ones(2, 2)
-    pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
-    if dist.get_rank() == 0:
-        next(iter(pipe.stages.values())).register_forward_pre_hook(lambda *_: die())
-    raise_cause(lambda: pipe.step(x, target=x, loss_fn=nn.functional.mse_loss))
-
-
-LOST: dict[str, Callable[[], None]] = {
-    "ScaleDistributedError": lose_a_unit,
-    "TransferError": lose_a_collective,
-    "P2PError": lose_a_message,
-}
-
-
-def say_what_was_lost(folder: Path, name: str) -> None:
-    set_last_snapshot("runs/1/step-00000012")
-    text = text_of(LOST[name])
-    (folder / "told").write_text(text)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", LOST)
-def test_the_example_of_the_guide_is_what_is_raised_where_a_rank_is_lost(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
-    with pytest.raises(scale_core.testing.RankError):
-        run_ranks(say_what_was_lost, 2, tmp_path, name)
-    compare({name: (tmp_path / "told").read_text()})
+# What is raised where a rank is lost is not to be had in the default run; its texts are those of
+# `faults/test_lost_ranks.py` and of scale-pipe's `test_distributed_failures.py`.
+ELSEWHERE = {"ScaleDistributedError", "P2PError"}
 
 
 def test_every_example_of_the_guide_is_held() -> None:
     named = re.findall(r"^### (\w+)$", GUIDE.read_text(), re.MULTILINE)
-    assert set(named) == {*ALONE, "RanksLost", *TOGETHER, *LOST}
+    assert set(named) == {*ALONE, "RanksLost", *TOGETHER, *ELSEWHERE}
