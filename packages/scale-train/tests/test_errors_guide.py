@@ -22,8 +22,7 @@ import scale_core.snapshot.snapshot
 import scale_train.training.train
 from scale_checkpoint import check_recomputation, checkpoint_wrapper, is_recomputing, plan_memory
 from scale_core import check_replicas, simulate, snapshot
-from scale_core.comm.collectives import all_reduce
-from scale_core.comm.group import Group, group_of
+from scale_core.comm.group import Group
 from scale_core.errors import ScaleError, TransferError, set_last_snapshot
 from scale_core.launch import init_distributed
 from scale_core.snapshot import load_snapshot, save_snapshot
