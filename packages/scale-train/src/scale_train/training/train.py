@@ -25,6 +25,7 @@ from scale_train.training.checkpoint import (
     refusing_lost_saves,
     resolve_paths,
     save,
+    torchrun_run,
 )
 from scale_train.training.plot import plot_loss
 from scale_train.training.reporters import begin_metrics, make_reporter
@@ -191,7 +192,7 @@ def _resolve_paths_on_rank0(options: Options, group: Group) -> RunPaths:
     found = problem = point = ""
     if group.rank == 0:
         try:
-            paths = resolve_paths(options.run)
+            paths = resolve_paths(options.run, torchrun_run(options))
             found, point = str(paths.folder), str(paths.resume_from or "")
             begin_metrics(paths.folder / METRICS, paths.step)
         except InputError as error:
