@@ -17,7 +17,9 @@ from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor
 
 import scale_core.snapshot.snapshot
+import scale_core.testing.ranks
 from scale_core.comm.group import Group
+from scale_core.errors import ScaleDistributedError
 from scale_core.snapshot import (
     DamagedSnapshotError,
     ForeignCheckpointError,
@@ -132,7 +134,11 @@ def save_and_be_killed(directory: Path, rank: int, point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     vars(scale_core.snapshot.snapshot)["at_stage"] = at_stage
-    save_trained(directory, steps=4)
+    try:
+        save_trained(directory, steps=4)
+    except ScaleDistributedError as error:
+        (directory.parent / "told").write_text(str(error))
+        raise
 
 
 def lose_a_rank_while_saving(directory: Path, num_ranks: int, rank: int, point: str) -> None:
@@ -163,10 +169,15 @@ def test_any_rank_killed_at_any_stage_leaves_the_last_snapshot_as_it_was(tmp_pat
     lose_a_rank_while_saving(tmp_path, 3, rank, point)
 
 
-def test_a_rank_killed_after_the_rename_has_saved(tmp_path: Path) -> None:
+def test_a_rank_killed_after_the_rename_has_saved_and_the_others_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)  # The other one has time to say it.
+    folder = tmp_path / "snapshots"
     with pytest.raises(RankError):
-        run_ranks(save_and_be_killed, 2, tmp_path, 0, "renamed")
-    assert at(0, load_and_train_on, tmp_path, 4) == "step-00000004"
+        run_ranks(save_and_be_killed, 2, folder, 0, "renamed")
+    assert (tmp_path / "told").read_text().endswith(f"start from the last checkpoint, {folder / 'step-00000004'}")
+    assert at(0, load_and_train_on, folder, 4) == "step-00000004"
 
 
 def save_while_something_happens(directory: Path, point: str, happens: Callable[[Path], object]) -> str:
@@ -475,11 +486,12 @@ def load_another_model(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_a_snapshot_of_another_model_names_the_first_parameter_that_differs_on_every_rank(tmp_path: Path) -> None:
+def test_a_snapshot_of_another_model_lists_all_that_differs_on_every_rank(tmp_path: Path) -> None:
     run_ranks(save_trained, 2, tmp_path)
     first, second = run_ranks(load_another_model, 2, tmp_path)
     assert first == second
     assert "model.embed.weight: the saved shape is (7, 5), expected (7, 6)" in first
+    assert "optim.embed.weight.exp_avg: the saved shape is (7, 5), expected (7, 6)" in first
 
 
 def save_what_differs(directory: Path, kind: str) -> str:

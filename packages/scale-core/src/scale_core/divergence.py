@@ -28,8 +28,8 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, fingerprint_of
-from scale_core.consistency.flight_recorder import by_rank, recovery_hint
-from scale_core.errors import DivergenceError
+from scale_core.consistency.flight_recorder import by_rank
+from scale_core.errors import DivergenceError, recovery_hint
 from scale_core.shard import Placement, names_of_stages, shard_of, stages_of
 
 EVERY_VARIABLE = "SCALE_CHECK_REPLICAS_EVERY"

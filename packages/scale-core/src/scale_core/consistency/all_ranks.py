@@ -23,8 +23,8 @@ from scale_core.comm.group import Group
 from scale_core.comm.work import limit_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import END, Event
-from scale_core.consistency.flight_recorder import FlightRecorder, by_rank, recovery_hint
-from scale_core.errors import ScaleDistributedError, TransferError
+from scale_core.consistency.flight_recorder import FlightRecorder, by_rank
+from scale_core.errors import ScaleDistributedError, TransferError, recovery_hint
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ class CollectiveCall:
     doing: str  # What they do, for the error: "saving runs/1/step-00000012"; the same on all of them
     error: type[Exception]  # The type of the error that all of them raise if one fails
     limit_seconds: float | None = None  # The longest wait for another rank; None: see `limit_of`
+    on_lost: Callable[[], object] | None = None  # Called where a rank is lost, before that is told
 
     def __post_init__(self) -> None:
         self._recorder = FlightRecorder(self.group)
@@ -102,6 +103,8 @@ class CollectiveCall:
         return outcomes
 
     def _explained(self, error: TransferError) -> ScaleDistributedError:
+        if self.on_lost is not None:
+            self.on_lost()
         self._recorder.events.append(f"failed in {self.doing} ({error.fact})")
         self._recorder.publish()
         lines = [f"{self.doing} failed: {error.fact}", "What each rank did last:"]

@@ -135,6 +135,7 @@ def load(
     step: int | None = None,
     group: GroupLike = None,
     strict: bool = True,
+    cast: bool = False,
 ) -> Snapshot:
     """Loads the newest whole snapshot of a directory into objects that are built already; optimizers may be fresh.
 
@@ -147,8 +148,10 @@ def load(
         objects: As given to `save`. Tensors are written to in place.
         step: This snapshot and no other.
         group: The ranks that hold the state together; the default group if None.
-        strict: False loads what was saved and fits what is given, and warns of the rest. Of a module of which not all
-            fits, parameters and buffers that do are loaded, and its optimizers are left out.
+        strict: False loads what was saved and fits what is given, and warns of the rest, which stays as it is. An
+            optimizer's state of a parameter is loaded if all of it and the parameter fit; that of another kind of
+            optimizer is left out as a whole.
+        cast: Whether floating-point numbers and integers are converted to the dtypes of the parameters and buffers.
 
     Returns:
         The snapshot; `state` has the objects by name, and the saved values of those that are values.
@@ -166,9 +169,9 @@ def load(
         parts[:] = [Objects(objects)]  # Anew for each snapshot, if one is passed over.
         return parts[0].target(saved, own, strict=strict)
 
-    snapshot = load_snapshot(directory, target, own, step=step, strict=strict)
+    snapshot = load_snapshot(directory, target, own, step=step, strict=strict, cast=cast)
     together = CollectiveCall(own, f"loading {snapshot.path}", SnapshotError)
-    loaded = together.each_rank(lambda: parts[0].load(snapshot.state, own))
+    loaded = together.each_rank(lambda: parts[0].load(snapshot.state, own, snapshot.left_out))
     return replace(snapshot, state=loaded)
 
 

@@ -20,6 +20,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,7 @@ from typing import Any
 from scale_core import fault_points
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
-from scale_core.consistency.flight_recorder import set_last_snapshot
-from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, SnapshotError
+from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, ScaleError, SnapshotError, set_last_snapshot
 from scale_core.snapshot.foreign import Format, recognize
 from scale_core.snapshot.format.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
 from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan, State, plan_reads, write_part
@@ -47,6 +47,9 @@ _FINISHED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 _IDLE_SECONDS = 24 * 3600.0
 
+INDEX = "scale.objects"
+"""The key under which a snapshot of `save` says which objects it holds; who loads a flat state may leave it out."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -57,12 +60,14 @@ class Snapshot:
         step: The training step that it was taken after.
         state: The state it was read into: the caller's tensors, and the saved values of what is no tensor.
         extra: What the caller of `save_snapshot` added.
+        left_out: The keys that did not fit, of which `strict=False` has read nothing.
     """
 
     path: Path
     step: int
     state: dict[str, Any]
     extra: JSON
+    left_out: frozenset[str] = frozenset()
 
 
 def save_snapshot(
@@ -90,7 +95,15 @@ def save_snapshot(
     group = group_of(group)
     _check_arguments(group, "save_snapshot", directory=os.fspath(directory), step=step)
     place = Path(directory) / f"step-{step:08d}"
-    together = CollectiveCall(group, f"saving {place}", SnapshotError)
+    save = ""
+
+    def name_if_committed() -> None:
+        """Rank 0 may be lost when the directory has its name: then this snapshot is the last one."""
+        with suppress(OSError, ScaleError):
+            if read_manifest(place).save == save:
+                set_last_snapshot(str(place))
+
+    together = CollectiveCall(group, f"saving {place}", SnapshotError, on_lost=name_if_committed)
     made: list[Path] = []  # on rank 0: what must not stay if anything fails
     try:
         unfinished, save = together.rank0(lambda: (_make_room(place, made), uuid.uuid4().hex))
@@ -169,17 +182,22 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
     target: dict[str, Any] = {}
 
     def compare() -> StateDifferences:
-        target.update(state(manifest.saved) if callable(state) else state)
-        return compare_states(target, manifest.saved)
+        try:
+            target.update(state(manifest.saved) if callable(state) else state)
+        except StateMismatch as error:
+            if error.differences is None or not strict or cast:
+                raise
+            return error.differences  # Other ranks may have found more.
+        return compare_states({INDEX: None, **target}, {INDEX: None, **manifest.saved})
 
-    compared = together.all_ranks(compare)
-    differences = StateDifferences.of_ranks(compared)
+    differences = StateDifferences.of_ranks(together.all_ranks(compare))
     if cast:
         differences.other_dtype.clear()
+    left_out = frozenset(differences.keys)
     if differences and strict:
-        mismatch = StateMismatch(differences.refusal())
+        mismatch = StateMismatch(differences.refusal(), differences)
         raise SnapshotError(f"{together.doing} failed: {mismatch}") from mismatch
-    fits = {key: place for key, place in target.items() if key not in differences.keys}
+    fits = {key: place for key, place in target.items() if key not in left_out}
     reads: list[Read] = []
 
     def plan() -> RankReads:
@@ -193,7 +211,7 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
     overwriting.each_rank(lambda: read_tensors(path, reads))
     values = {key: value for key, value in manifest.values.items() if key in fits}
     set_last_snapshot(str(path))
-    return Snapshot(path, manifest.step, {**target, **values}, manifest.extra)
+    return Snapshot(path, manifest.step, {**target, **values}, manifest.extra, left_out)
 
 
 def _read_manifest_of(path: Path) -> Manifest:
