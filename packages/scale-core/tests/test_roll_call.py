@@ -88,6 +88,11 @@ def test_differences_are_named_to_the_leaf() -> None:
     assert differences({"a": 1}, {"a": 1}) == []
 
 
+def test_numbers_that_are_none_are_no_difference() -> None:
+    everyone = [facts(rank, config={"clip": float("nan")}) for rank in range(2)]
+    assert compare(everyone) == ("", "")
+
+
 def test_a_configuration_is_anything_that_json_knows() -> None:
     assert facts_of(1, 2, {"sizes": (1, 2)}).config == {"sizes": [1, 2]}
     with pytest.raises(TypeError, match="expected a config of what JSON knows"):

@@ -89,6 +89,21 @@ def test_logs_that_say_nothing_have_no_verdict():
     assert verdict({}).sentence == ""
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format": "scale-flight-record", "rank": "one", "events": []}',
+        '{"format": "scale-flight-record", "rank": 1, "events": 5}',
+        '{"format": "scale-flight-record", "rank": 1, "events": [], "time": null}',
+        '{"message": {"message": 5, "extraInfo": 3}}',
+        "[1]",
+        "[" * 100_000,
+    ],
+)
+def test_a_json_file_of_another_kind_says_nothing(text):
+    assert verdict({"rank1.json": text}).kind == "unknown"
+
+
 def test_a_rank_that_was_lost_in_a_save_is_named_with_what_the_others_did_together():
     text = (
         "scale_core.ScaleDistributedError: saving runs/step-00000005 failed: exchange with rank 1 failed: it has "

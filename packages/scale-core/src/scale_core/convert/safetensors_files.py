@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,6 @@ def read_safetensors_folder(folder: Path) -> dict[str, Any]:
     if missing := (index or {}).keys() - tree.keys():
         raise ValueError(f"{folder} has an index with {min(missing)}, which no file has")
     return tree
-
-
-def num_bytes(tensors: dict[str, LazyTensor]) -> int:
-    """The size of tensors in bytes."""
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
 
 
 def _reader(path: Path, name: str) -> Any:

@@ -21,7 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 from scale_core.comm.group import Group
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event
 from scale_core.errors import SnapshotError
 from scale_core.snapshot.format.planner import is_tensor
 from scale_core.snapshot.state_codec import decode, encode, tensor_keys
@@ -335,7 +334,7 @@ def collect(objects: Mapping[str, Any], contract: Contract, before: Callable[[],
         isinstance(refusal, SnapshotError),
         capture.about,
     ]
-    everyones = all_gather_json(told, contract, Event("the objects that are saved", ""))
+    everyones = all_gather_json(told, contract, "saving objects")
     if refusal is not None:
         raise refusal
     for number, (text, has_failed, _) in enumerate(everyones):

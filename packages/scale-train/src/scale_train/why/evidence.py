@@ -117,25 +117,26 @@ def _add_json(found: LogEvidence, text: str, rank: int | None) -> bool:
     """A flight record, or what torchrun's error handler wrote; False if it is neither."""
     try:
         document: Any = json.loads(text)
-    except ValueError:
-        return False
-    if not isinstance(document, dict):
-        return False
-    if document.get("format") == "scale-flight-record":
-        its, events = int(document["rank"]), [str(event) for event in document["events"]]
-        found.records.add(its)
-        if len(events) >= len(found.last_events.get(its, [])):
-            found.last_events[its] = events
-        _add_events(found, its, events, float(document.get("time", 0.0)))
-        return True
-    message = document.get("message")
-    if isinstance(message, dict):
-        error = _ERROR.match(str(message.get("message", "")).splitlines()[0] if message.get("message") else "")
+        if document.get("format") == "scale-flight-record":
+            at = float(document.get("time", 0.0))
+            _add_record(found, int(document["rank"]), [str(event) for event in document["events"]], at)
+            return True
+        message = document["message"]
+        first_line = str(message["message"]).partition("\n")[0]
         stamp = str(message.get("extraInfo", {}).get("timestamp", ""))
-        if error:
-            found.ended.append(_raised(rank, error, 0, float(stamp) if stamp.isdecimal() else 0.0))
-        return True
-    return False
+        at = float(stamp) if stamp.isdecimal() else 0.0
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return False
+    if error := _ERROR.match(first_line):
+        found.ended.append(_raised(rank, error, 0, at))
+    return True
+
+
+def _add_record(found: LogEvidence, rank: int, events: list[str], at: float) -> None:
+    found.records.add(rank)
+    if len(events) >= len(found.last_events.get(rank, [])):
+        found.last_events[rank] = events
+    _add_events(found, rank, events, at)
 
 
 def _add_text(found: LogEvidence, text: str, of_file: int | None) -> None:

@@ -103,7 +103,8 @@ def write_tensors(
 
         write(memoryview(struct.pack("<Q", len(text)) + text))
         for index, entry in enumerate(entries):
-            tensor = produce(index).detach().to("cpu").contiguous()
+            # A conjugated or negated view has its values by a flag, and others in its memory.
+            tensor = produce(index).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
             if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
                 raise AssertionError(f"{entry} was announced, {tensor.dtype} {tuple(tensor.shape)} came")
             write(memory_of(tensor))
