@@ -218,6 +218,13 @@ def test_what_can_be_no_name_is_refused(tmp_path: Path, name: str) -> None:
         save(tmp_path, 1, {"model": nn.Linear(1, 1), "model.x": 1})
 
 
+@pytest.mark.parametrize("first", ["a", "a.b"])
+def test_values_whose_entries_would_have_one_name_are_refused(tmp_path: Path, first: str) -> None:
+    values = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"'a.b' would be the name of two entries"):
+        save(tmp_path, 1, dict(sorted(values.items(), key=lambda item: item[0] != first)))
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step of at least 0, got -1"):
         save(tmp_path, -1, {})

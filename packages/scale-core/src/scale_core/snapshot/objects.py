@@ -157,11 +157,15 @@ class Objects:
                 nothing: list[list[str]] = [[] for _ in optimizer.param_groups]
                 state.update(_renamed(group_entries(optimizer, nothing), "optim", name))
         for name, value in self.values.items():
-            if isinstance(value, LocalShard | Tensor):
-                state[name] = value.detach()
-            else:
+            entries: dict[str, Any] = {name: value.detach()} if isinstance(value, LocalShard | Tensor) else {}
+            if not entries:
                 encoded = encode(value, name)
-                state.update({name: encoded.value, **encoded.tensors})
+                entries = {name: encoded.value, **encoded.tensors}
+            if doubled := sorted(entries.keys() & state.keys()):
+                raise ValueError(
+                    f"'{doubled[0]}' would be the name of two entries, one of them of '{name}': give one another name"
+                )
+            state.update(entries)
         captured = {name: part.capture(rank) for name, part in self.stateful.items()}
         about: dict[str, dict[str, Any]] = {name: {"kind": "module"} for name in self.models}
         about.update({name: {"kind": "optimizer"} for name in self.without_params})
