@@ -20,7 +20,7 @@ from scale_core.snapshot.background import AsyncSave, background_group, finish_p
 from scale_core.snapshot.format.metadata import JSON
 from scale_core.snapshot.objects import Objects, collect
 from scale_core.snapshot.retention import remove_old
-from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, write_snapshot
+from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, write_state
 from scale_core.snapshot.staging import copy_to_host
 
 
@@ -139,7 +139,7 @@ def _write(
     keep: int | None,
     extra: JSON,
 ) -> Path:
-    path = write_snapshot(directory, step, state, group, extra)
+    path = write_state(directory, step, state, group, extra)
     if keep is not None and group.rank == 0:
         remove_old(path, keep)
     return path

@@ -88,10 +88,10 @@ def save_snapshot(
         SnapshotError: On every rank, whichever failed: the disk is full, the step is there already, a value is none
             that JSON knows. The snapshots that were there still are.
     """
-    return write_snapshot(directory, step, lambda: state, group_of(group), extra)
+    return write_state(directory, step, lambda: state, group_of(group), extra)
 
 
-def write_snapshot(
+def write_state(
     directory: str | os.PathLike[str], step: int, state: Callable[[], State], group: Group, extra: JSON
 ) -> Path:
     """`save_snapshot` of what `state` returns; what that raises on one rank is an error on all, as all else is."""
