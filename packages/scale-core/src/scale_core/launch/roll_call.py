@@ -151,7 +151,8 @@ def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
             remarks.append(told)
         # No NaN is equal to another one, and these are no difference.
         if other.config != first.config and (names := differences(first.config, other.config)):
-            return f"the configuration of {who} is not that of rank {first.rank}: {'; '.join(names[:10])}", ""
+            told = f"the configuration of {who} is not that of rank {first.rank}: {'; '.join(names[:10])}"
+            return f"{told}. Give all ranks the same config", ""
     return "", f"the ranks have different releases: {'; '.join(remarks)}" if remarks else ""
 
 

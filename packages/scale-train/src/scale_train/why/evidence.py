@@ -143,6 +143,8 @@ def _add_text(found: LogEvidence, text: str, of_file: int | None) -> None:
     lines = text.splitlines()
     failed_rank: int | None = None
     in_traceback = False
+    raised: dict[int | None, Ended] = {}  # The last error of each rank
+    causes: dict[int | None, Ended] = {}  # Of the traceback that follows
     number = 0
     while number < len(lines):
         tag = _TAG.match(lines[number])
@@ -172,8 +174,13 @@ def _add_text(found: LogEvidence, text: str, of_file: int | None) -> None:
             found.ended.append(_exit(failed_rank, int(code[1])))
         elif line.startswith("Traceback (most recent call last)"):
             in_traceback = True
+        elif line.startswith("The above exception was the direct cause") and rank in raised:
+            causes[rank] = raised[rank]
         elif in_traceback and (error := _ERROR.match(line)):
-            found.ended.append(_raised(rank, error, 0))
+            raised[rank] = _raised(rank, error, 0)
+            found.ended.append(raised[rank])
+            if (cause := causes.pop(rank, None)) is not None and raised[rank].is_own:
+                found.ended.remove(cause)  # The error that names what it was.
             in_traceback = False
 
 
