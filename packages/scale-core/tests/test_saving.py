@@ -245,7 +245,7 @@ def call_with_wrong_arguments(folder: Path) -> list[str]:
         lambda: async_save(folder, 1, {"a": 1}, keep=0 if is_wrong else 1),
         lambda: load(folder, {"a": 1}, step=-1 if is_wrong else 1),
     ):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="of at least") as caught:
             call()
         found.append(str(caught.value))
     return found

@@ -88,9 +88,9 @@ def test_of_an_error_with_a_cause_the_error_is_said():
     text = (
         "Traceback (most recent call last):\n  File\nOSError: [Errno 28] No space left on device\n\n"
         "The above exception was the direct cause of the following exception:\n\n"
-        "Traceback (most recent call last):\n  File\nscale_core.errors.SnapshotError: saving runs/step-00000005 failed\n"
+        "Traceback (most recent call last):\n  File\nscale_core.errors.SnapshotError: saving step-00000005 failed\n"
     )
-    assert verdict({"rank1.log": text}).sentence == "rank 1 raised SnapshotError: saving runs/step-00000005 failed"
+    assert verdict({"rank1.log": text}).sentence == "rank 1 raised SnapshotError: saving step-00000005 failed"
 
 
 def test_logs_that_say_nothing_have_no_verdict():

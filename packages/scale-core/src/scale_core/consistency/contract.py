@@ -284,7 +284,9 @@ class Contract:
 
     @contextmanager
     def waiting(self, event: Event | str) -> Iterator[None]:
-        """A context in which this rank waits for others, at an event or in a call; a failed transfer is explained by every rank's last events.
+        """A context in which this rank waits for others, at an event or in a call of that name.
+
+        A failed transfer is explained by every rank's last events.
 
         Raises:
             ScaleDistributedError: In place of a `TransferError`.

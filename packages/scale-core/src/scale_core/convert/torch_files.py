@@ -78,7 +78,9 @@ def load_stored(source: Path | IO[bytes], place: str, *, trust: bool, mmap: bool
             "you trust whoever made it: --trust (in Python trust=True); otherwise save tensors, numbers and texts alone"
         ) from error
     except (RuntimeError, EOFError, KeyError, AttributeError, ImportError, TypeError, IndexError) as error:
-        raise ValueError(f"{place} can't be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        raise ValueError(
+            f"{place} can't be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def lazily(value: Any, path: Path) -> Any:

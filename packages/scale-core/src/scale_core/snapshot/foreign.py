@@ -150,7 +150,7 @@ def _of_pickle(path: Path, words: set[str]) -> Recognized:
 
 
 class _BoundedReader:
-    """A file for `pickletools`: a pickle may say that a text of 2^62 bytes follows, which `read` would make room for."""
+    """A file for `pickletools`: a pickle may announce a text of 2^62 bytes, for which `read` would make room."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.tell = file, file.tell
@@ -166,7 +166,8 @@ def _words(file: IO[bytes]) -> set[str]:
     """The texts of one pickle and the names of its classes, without modules; nothing of it is run."""
     found: set[str] = set()
     try:
-        for code, argument, position in pickletools.genops(_BoundedReader(file)):
+        # It calls these three methods, and its stubs ask for all of a file.
+        for code, argument, position in pickletools.genops(_BoundedReader(file)):  # type: ignore[arg-type]
             if isinstance(argument, str):
                 found.add(argument.rpartition(" ")[2].rpartition(".")[2] if code.name == "GLOBAL" else argument)
             if position is not None and position > _LONGEST_PICKLE:

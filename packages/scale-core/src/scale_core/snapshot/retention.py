@@ -59,4 +59,3 @@ def _is_complete(path: Path) -> bool:
     except (ValueError, RuntimeError):  # Damaged, unfinished, or written by a newer program.
         return False
     return True
-
