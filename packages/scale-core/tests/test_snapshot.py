@@ -617,3 +617,21 @@ def test_a_place_that_can_not_hold_what_was_saved_is_refused_before_anything_is_
     with pytest.raises(SnapshotError, match=words):
         load_snapshot(tmp_path, {"first": first, "t": place})
     assert first.item() == 0
+
+
+@pytest.mark.parametrize("how", ["file", "link to nothing", "snapshot of another step"])
+def test_what_is_only_named_as_a_snapshot_is_passed_over_with_a_warning(tmp_path: Path, how: str) -> None:
+    save_snapshot(tmp_path, 1, {"a": torch.ones(2)})
+    place = tmp_path / "step-00000002"
+    if how == "file":
+        place.write_text("no directory")
+    elif how == "link to nothing":
+        place.symlink_to(tmp_path / "nowhere")
+    else:
+        shutil.copytree(tmp_path / "step-00000001", place)
+    with pytest.warns(UserWarning, match="passing over a snapshot that is not whole: .*step-00000002"):
+        assert load_snapshot(tmp_path, {"a": torch.zeros(2)}).step == 1
+    with pytest.warns(UserWarning, match="passing over a snapshot that is not whole: .*step-00000002"):
+        assert latest_snapshot(tmp_path) == tmp_path / "step-00000001"
+    with pytest.raises(DamagedSnapshotError, match="step-00000001: load that, step=1"):
+        load_snapshot(tmp_path, {"a": torch.zeros(2)}, step=2)

@@ -48,7 +48,8 @@ def read_safetensors_folder(folder: Path) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name in files:
         if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing, which the index of {folder} names: copy it there again")
+            why = "it is a link to nothing" if index is None else "the index of the folder names it"
+            raise ValueError(f"{folder / name} is missing, and {why}: copy the file there again")
         part = read_safetensors_file(folder / name)
         if twice := tree.keys() & part.keys() - {SNAPSHOT_MARK}:
             raise ValueError(f"{min(twice)} is in {name} and in another file of {folder}: convert one file alone")

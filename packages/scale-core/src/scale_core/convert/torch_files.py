@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -77,7 +78,7 @@ def load_stored(source: Path | IO[bytes], place: str, *, trust: bool, mmap: bool
             f"{place} holds objects of {', '.join(names)}, and building them may run any code that the file says. If "
             "you trust whoever made it: --trust (in Python trust=True); otherwise save tensors, numbers and texts alone"
         ) from error
-    except (RuntimeError, EOFError, KeyError, AttributeError, ImportError, TypeError, IndexError) as error:
+    except (RuntimeError, EOFError, LookupError, AttributeError, ImportError, TypeError, AssertionError, struct.error) as error:
         raise ValueError(
             f"{place} can't be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error

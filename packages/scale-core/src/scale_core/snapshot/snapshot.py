@@ -194,7 +194,7 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
 
 
 def _read_manifest_of(path: Path) -> Manifest:
-    if not path.is_dir():
+    if not os.path.lexists(path):
         found = ", ".join(other.name for other in _finished(path.parent)[:5])
         raise FileNotFoundError(f"there is no {path}; the newest there are: {found or 'none'}")
     return read_manifest(path)
