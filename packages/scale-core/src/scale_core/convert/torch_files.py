@@ -21,6 +21,9 @@ from torch import Tensor
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.snapshot.foreign import index_of
 
+_DAMAGE = (RuntimeError, EOFError, LookupError, AttributeError, ImportError, TypeError, AssertionError, struct.error)
+"""What torch.load raises on damaged files, besides ValueError."""
+
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|<class '([\w.]+)'>")
 
 
@@ -78,7 +81,7 @@ def load_stored(source: Path | IO[bytes], place: str, *, trust: bool, mmap: bool
             f"{place} holds objects of {', '.join(names)}, and building them may run any code that the file says. If "
             "you trust whoever made it: --trust (in Python trust=True); otherwise save tensors, numbers and texts alone"
         ) from error
-    except (RuntimeError, EOFError, LookupError, AttributeError, ImportError, TypeError, AssertionError, struct.error) as error:
+    except _DAMAGE as error:
         raise ValueError(
             f"{place} can't be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error

@@ -128,9 +128,8 @@ def opened(path: Path) -> Iterator[int]:
 
 def is_damage(error: OSError | EOFError) -> bool:
     """Whether what was raised says that a file is not what was written, and not that this process can't read it now."""
-    return isinstance(error, EOFError) or error.errno in (
-        *(errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL),
-    )
+    damage = (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
+    return isinstance(error, EOFError) or error.errno in damage
 
 
 def read_into(descriptor: int, buffers: Sequence[memoryview], begin: int) -> None:
