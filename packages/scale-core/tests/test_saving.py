@@ -26,7 +26,8 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scale_core import ShardedGradScaler
-from scale_core.snapshot import RandomState, SnapshotError, latest, load, load_snapshot, save, save_snapshot
+from scale_core.errors import ScaleDistributedError
+from scale_core.snapshot import RandomState, SnapshotError, async_save, latest, load, load_snapshot, save, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.chunks import LocalShard
 from scale_core.testing import run_ranks
@@ -217,6 +218,13 @@ def test_what_can_be_no_name_is_refused(tmp_path: Path, name: str) -> None:
         save(tmp_path, 1, {"model": nn.Linear(1, 1), "model.x": 1})
 
 
+@pytest.mark.parametrize("first", ["a", "a.b"])
+def test_values_whose_entries_would_have_one_name_are_refused(tmp_path: Path, first: str) -> None:
+    values = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"'a.b' would be the name of two entries"):
+        save(tmp_path, 1, dict(sorted(values.items(), key=lambda item: item[0] != first)))
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step of at least 0, got -1"):
         save(tmp_path, -1, {})
@@ -227,6 +235,36 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"thing: a builtins.object can't be saved"):
         save(tmp_path, 1, {"thing": object()})
     assert not list(tmp_path.iterdir())
+
+
+def call_with_wrong_arguments(folder: Path) -> list[str]:
+    is_wrong = dist.get_rank() == 1
+    found = []
+    for call in (
+        lambda: save(folder, -1 if is_wrong else 1, {"a": 1}),
+        lambda: async_save(folder, 1, {"a": 1}, keep=0 if is_wrong else 1),
+        lambda: load(folder, {"a": 1}, step=-1 if is_wrong else 1),
+    ):
+        with pytest.raises(ValueError, match="of at least") as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_wrong_arguments_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
+    for messages in zip(*run_ranks(call_with_wrong_arguments, 2, tmp_path), strict=True):
+        assert all("of at least" in message for message in messages), messages
+
+
+def save_or_load(folder: Path) -> str:
+    with pytest.raises(ScaleDistributedError) as caught:
+        save(folder, 1, {"a": 1}) if dist.get_rank() == 0 else load(folder, {"a": 1})
+    return str(caught.value)
+
+
+def test_ranks_of_which_one_saves_and_one_loads_both_hear_of_it(tmp_path: Path) -> None:
+    for message in run_ranks(save_or_load, 2, tmp_path):
+        assert "the ranks do different things: rank 0: saving objects; rank 1: loading objects" in message
 
 
 # --------------------------------------------------------------------------------------------------- other shardings

@@ -39,7 +39,7 @@ _DEFAULT_EVERY = 100
 _SMALL_WORDS = 64  # Tensors of so few words are compared word by word.
 _NAMED = 3  # in an error
 _MASK = (1 << 62) - 1
-_COMPARISON = Event("the comparison of what must be equal", "")
+_COMPARISON = "the comparison of what must be equal"
 
 
 def check_replicas(

@@ -11,7 +11,6 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from scale_core.consistency.execution_order import Event
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_fsdp.reshard.convert import ConversionMethods
 from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
@@ -67,7 +66,7 @@ class FSDPModule(ConversionMethods):
         """
         root = outermost_root(self)
         contract = root.contract
-        with contract.waiting(Event("gradient norm", "")):
+        with contract.waiting("gradient norm"):
             return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -85,13 +85,7 @@ class CollectiveCall:
             record = [len(sent), zlib.crc32(self.doing.encode(errors="replace")), 0, 0, 0, 0]
             rows = exchange(record, group, limit_seconds=limit)
             if len({row[1] for row in rows}) > 1:
-                doing = exchange_text(self.doing, group, limit_seconds=limit)
-                raise ScaleDistributedError(
-                    f"the ranks do different things: {by_rank(doing)}. All ranks have to make this call together, with "
-                    "the same directory and step: let rank 0 decide, and broadcast it",
-                    rank=group.rank,
-                    op=self.doing,
-                )
+                raise _different_calls(exchange_text(self.doing, group, limit_seconds=limit), group)
             sizes = [row[0] for row in rows]
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
             shard = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
@@ -129,11 +123,24 @@ def _as_text(error: Exception | None) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def all_gather_json(value: T, contract: Contract, event: Event = END) -> list[T]:
-    """Returns every rank's `value`, which JSON can hold, by rank."""
+def _different_calls(calls: Sequence[str], group: Group) -> ScaleDistributedError:
+    return ScaleDistributedError(
+        f"the ranks do different things: {by_rank(calls)}. All ranks have to make this call together, with the same "
+        "directory and step: let rank 0 decide, and broadcast it",
+        rank=group.rank,
+        op=calls[group.rank],
+    )
+
+
+def all_gather_json(value: T, contract: Contract, event: Event | str = END) -> list[T]:
+    """Returns every rank's `value`, which JSON can hold, by rank; raises where a rank is at another event."""
     with contract.waiting(event):
-        texts = exchange_text(json.dumps(value), contract.group, limit_seconds=contract.limit_seconds)
-    return [json.loads(text) for text in texts]
+        text = json.dumps([str(event), value])
+        texts = exchange_text(text, contract.group, limit_seconds=contract.limit_seconds)
+    events, values = zip(*map(json.loads, texts), strict=True)
+    if len(set(events)) > 1:
+        raise _different_calls(events, contract.group)
+    return list(values)
 
 
 def all_gather_failures(error: BaseException | None, contract: Contract) -> list[str]:
@@ -158,7 +165,7 @@ def raise_on_all_ranks(
 ) -> None:
     """Raises `refusal` on the rank that has one, and `error` with its text on all others; `what` names the event."""
     own = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
-    texts = all_gather_json(own, contract, Event(what, ""))
+    texts = all_gather_json(own, contract, what)
     if refusal is not None:
         raise refusal
     for rank, text in enumerate(texts):

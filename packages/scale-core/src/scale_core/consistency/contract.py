@@ -282,8 +282,10 @@ class Contract:
             raise self._explain(event, error) from error
 
     @contextmanager
-    def waiting(self, event: Event) -> Iterator[None]:
-        """A context in which this rank waits for others; a failed transfer is explained by every rank's last events.
+    def waiting(self, event: Event | str) -> Iterator[None]:
+        """A context in which this rank waits for others, at an event or in a call of that name.
+
+        A failed transfer is explained by every rank's last events.
 
         Raises:
             ScaleDistributedError: In place of a `TransferError`.

@@ -12,16 +12,18 @@ import re
 import shlex
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 _STEP = re.compile(r"step-\d{8,}")
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch.save's magic number, pickled
 _LONGEST_PICKLE = 1 << 28  # bytes; of the structure alone, without tensors
+_LONGEST_TEXT = 1 << 24  # bytes; of one text in it
 _LONGEST_HEADER = 100_000_000  # bytes; as the safetensors library has it
 _MODEL_WORDS = {"weight", "bias", "model", "state_dict", "model_state_dict"}
 _NUMBER = re.compile(r"\d+")
@@ -130,9 +132,12 @@ def _recognize_zip(path: Path) -> Recognized | None:
                 return None
             if any("/code/" in name for name in names):
                 return Recognized(path, Format.TORCHSCRIPT)
-            with archive.open(pickled[0]) as file:
-                return _of_pickle(path, _words(file))  # type: ignore[arg-type]  # typed as an IO, and is one
-    except zipfile.BadZipFile:
+            try:
+                with archive.open(pickled[0]) as file:
+                    return _of_pickle(path, _words(file))
+            except (zipfile.BadZipFile, zlib.error, RuntimeError):  # Damaged; whoever opens it will say so.
+                return Recognized(path, Format.TORCH_FILE)
+    except (zipfile.BadZipFile, NotImplementedError):
         return None
 
 
@@ -144,11 +149,25 @@ def _of_pickle(path: Path, words: set[str]) -> Recognized:
     return Recognized(path, Format.TORCH_FILE)
 
 
-def _words(file: BinaryIO) -> set[str]:
+class _BoundedReader:
+    """A file for `pickletools`: a pickle may announce a text of 2^62 bytes, for which `read` would make room."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.tell = file, file.tell
+
+    def read(self, num_bytes: int) -> bytes:
+        return self._file.read(min(num_bytes, _LONGEST_TEXT))
+
+    def readline(self) -> bytes:
+        return self._file.readline(_LONGEST_TEXT)
+
+
+def _words(file: IO[bytes]) -> set[str]:
     """The texts of one pickle and the names of its classes, without modules; nothing of it is run."""
     found: set[str] = set()
     try:
-        for code, argument, position in pickletools.genops(file):
+        # It calls these three methods, and its stubs ask for all of a file.
+        for code, argument, position in pickletools.genops(_BoundedReader(file)):  # type: ignore[arg-type]
             if isinstance(argument, str):
                 found.add(argument.rpartition(" ")[2].rpartition(".")[2] if code.name == "GLOBAL" else argument)
             if position is not None and position > _LONGEST_PICKLE:

@@ -21,7 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 from scale_core.comm.group import Group
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event
 from scale_core.errors import SnapshotError
 from scale_core.snapshot.extra_state import KIND, extra_state_target, extra_states
 from scale_core.snapshot.format.planner import is_tensor
@@ -143,11 +142,15 @@ class Objects:
                 nothing: list[list[str]] = [[] for _ in optimizer.param_groups]
                 state.update(_renamed(group_entries(optimizer, nothing), "optim", name))
         for name, value in self.values.items():
-            if isinstance(value, LocalShard | Tensor):
-                state[name] = value.detach()
-            else:
+            entries: dict[str, Any] = {name: value.detach()} if isinstance(value, LocalShard | Tensor) else {}
+            if not entries:
                 encoded = encode(value, name)
-                state.update({name: encoded.value, **encoded.tensors})
+                entries = {name: encoded.value, **encoded.tensors}
+            if doubled := sorted(entries.keys() & state.keys()):
+                raise ValueError(
+                    f"'{doubled[0]}' would be the name of two entries, one of them of '{name}': give one another name"
+                )
+            state.update(entries)
         captured = {name: part.capture(rank) for name, part in (self.stateful | self.extra_states).items()}
         about: dict[str, dict[str, Any]] = {name: {"kind": "module"} for name in self.models}
         about.update({name: {"kind": "optimizer"} for name in self.without_params})
@@ -338,7 +341,7 @@ def collect(objects: Mapping[str, Any], contract: Contract, before: Callable[[],
         isinstance(refusal, SnapshotError),
         capture.about,
     ]
-    everyones = all_gather_json(told, contract, Event("the objects that are saved", ""))
+    everyones = all_gather_json(told, contract, "saving objects")
     if refusal is not None:
         raise refusal
     for number, (text, has_failed, _) in enumerate(everyones):

@@ -92,7 +92,13 @@ def save_snapshot(
         SnapshotError: On every rank, whichever failed: the disk is full, the step is there already, a value is none
             that JSON knows. The snapshots that were there still are.
     """
-    group = group_of(group)
+    return write_state(directory, step, lambda: state, group_of(group), extra)
+
+
+def write_state(
+    directory: str | os.PathLike[str], step: int, state: Callable[[], State], group: Group, extra: JSON
+) -> Path:
+    """`save_snapshot` of what `state` returns; what that raises on one rank is an error on all, as all else is."""
     _check_arguments(group, "save_snapshot", directory=os.fspath(directory), step=step)
     place = Path(directory) / f"step-{step:08d}"
     save = ""
@@ -107,7 +113,7 @@ def save_snapshot(
     made: list[Path] = []  # on rank 0: what must not stay if anything fails
     try:
         unfinished, save = together.rank0(lambda: (_make_room(place, made), uuid.uuid4().hex))
-        own = together.each_rank(lambda: LocalPlan.of(state, group))
+        own = together.each_rank(lambda: LocalPlan.of(state(), group))
         plans = together.all_ranks(lambda: (own.plan, own.values))
         everyones = together.each_rank(lambda: GlobalPlan.of(plans))
         plan = everyones.plans[group.rank]
@@ -215,7 +221,7 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
 
 
 def _read_manifest_of(path: Path) -> Manifest:
-    if not path.is_dir():
+    if not os.path.lexists(path):
         found = ", ".join(other.name for other in _finished(path.parent)[:5])
         raise FileNotFoundError(f"there is no {path}; the newest there are: {found or 'none'}")
     return read_manifest(path)

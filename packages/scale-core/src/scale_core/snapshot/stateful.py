@@ -85,7 +85,7 @@ class Captured:
         for key, value in sorted(self.flat(self.layout).items()):
             made.update(f"{key}\n".encode())
             if isinstance(value, Tensor):
-                host = value.detach().to("cpu").contiguous()
+                host = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
                 made.update(f"{host.dtype} {tuple(host.shape)}\n".encode())
                 made.update((ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b"")
             else:

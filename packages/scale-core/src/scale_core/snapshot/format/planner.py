@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -52,7 +53,10 @@ class LocalPlan:
     @staticmethod
     def of(state: State, group: Group) -> LocalPlan:
         planner = _SavePlanner()
-        planner.set_up_planner({key: value for key, value in state.items() if is_tensor(value)}, None, group.rank == 0)
+        tensors = {key: value for key, value in state.items() if is_tensor(value)}
+        for key, tensor in tensors.items():
+            _check_has_values(key, tensor)
+        planner.set_up_planner(tensors, None, group.rank == 0)
         values = {key: value for key, value in state.items() if not is_tensor(value)}
         for key, value in values.items():
             _json_text(key, value)
@@ -79,6 +83,8 @@ class GlobalPlan:
                 )
             for key, value in mine.items():
                 _check_equal(key, _json_text(key, values.setdefault(key, value)), _json_text(key, value), rank)
+        if both := sorted(tensors.keys() & values.keys()):
+            raise ValueError(f"{both[0]} is a tensor on some ranks and a value on others: save the same on all of them")
         plans, _ = _SavePlanner().create_global_plan(_by_first_holders([plan for plan, _ in owned]))
         return GlobalPlan(plans, tensors, values)
 
@@ -171,11 +177,25 @@ def _json_text(key: str, value: Any) -> str:
         raise type(error)(f"{key}: {error}: expected a tensor, or a finite value that JSON knows") from error
 
 
+def _check_has_values(key: str, tensor: Tensor) -> None:
+    if isinstance(tensor, LocalShard):
+        return
+    if tensor.is_meta:
+        raise ValueError(f"{key} is on the meta device, where there is nothing to save: give it values first")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{key} has the layout {tensor.layout}, which can't be saved: save {key}.to_dense()")
+
+
 def plan_reads(manifest: Manifest, target: State) -> list[Read]:
-    """What to read into the tensors of `target`: each element of each of them exactly once, which is proved here."""
+    """What to read into the tensors of `target`: each element of each of them exactly once, which is proved here.
+
+    Raises:
+        ValueError: A tensor can't be written to: it has no memory, or several elements share theirs.
+    """
     reads: list[Read] = []
     for key, place in target.items():
         if key in manifest.tensors:
+            _check_has_memory(key, place)
             for chunk, piece in _pieces_held(place).items():
                 reads += _reads_of(key, chunk, piece, manifest)
     return reads
@@ -214,6 +234,17 @@ def _intersection(one: Chunk, other: Chunk) -> Chunk | None:
 def _relative(chunk: Chunk, outer: Chunk) -> Chunk:
     """A chunk as it lies in an outer one."""
     return Chunk(tuple(map(operator.sub, chunk.offsets, outer.offsets)), chunk.sizes)
+
+
+def _check_has_memory(key: str, place: Tensor) -> None:
+    if place.is_meta:
+        raise ValueError(f"{key} is on the meta device, where there is no memory to load into: call to_empty before")
+    held = place.tensor if isinstance(place, LocalShard) else place
+    if held.numel() and any(size > 1 and not stride for size, stride in zip(held.shape, held.stride(), strict=True)):
+        raise ValueError(
+            f"{key}: its elements share memory, as `expand` makes them, so they can't be loaded one by one: build it "
+            "with .clone()"
+        )
 
 
 def _pieces_held(place: Tensor) -> dict[Chunk, Tensor]:

@@ -104,7 +104,8 @@ def write_tensors(
 
         write(memoryview(struct.pack("<Q", len(text)) + text))
         for index, entry in enumerate(entries):
-            tensor = produce(index).detach().to("cpu").contiguous()
+            # A conjugated or negated view has its values by a flag, and others in its memory.
+            tensor = produce(index).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
             if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
                 raise AssertionError(f"{entry} was announced, {tensor.dtype} {tuple(tensor.shape)} came")
             write(memory_of(tensor))
@@ -128,7 +129,8 @@ def opened(path: Path) -> Iterator[int]:
 
 def is_damage(error: OSError | EOFError) -> bool:
     """Whether what was raised says that a file is not what was written, and not that this process can't read it now."""
-    return isinstance(error, EOFError) or error.errno in (errno.EIO, errno.ENOENT, errno.ELOOP, errno.EINVAL)
+    damage = (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
+    return isinstance(error, EOFError) or error.errno in damage
 
 
 def read_into(descriptor: int, buffers: Sequence[memoryview], begin: int) -> None:
