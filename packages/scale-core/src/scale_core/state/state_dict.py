@@ -66,7 +66,7 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
     state: dict[str, Any] = {
         f"model.{name}": local_chunk(holding, holding.owner) for name, holding in _holdings_with_memory(model).items()
     }
-    for name, buffer in _persistent_buffers(model):
+    for name, buffer in persistent_buffers(model):
         state[f"model.{name}"] = buffer.detach()
     state.update(optimizer_entries(model, _listed(optimizer)))
     return state
@@ -100,6 +100,20 @@ def target_state_dict(model: nn.Module, optimizer: Optimizers, saved: Mapping[st
     return {key_of[own]: value for own, value in target.items()}
 
 
+def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
+    """Returns the whole tensors of which this rank has elements: the `model.<name>` of `sharded_state_dict`, by name.
+
+    The model may be on the meta device.
+    """
+    found = {name: SavedTensor(held.shape, held.owner.dtype) for name, held in named_param_slices(model).items()}
+    return found | {name: SavedTensor(tuple(each.shape), each.dtype) for name, each in persistent_buffers(model)}
+
+
+def names_in_model(model: nn.Module) -> Mapping[str, str]:
+    """Returns all names that the whole model has for its tensors, each with the first one of the same tensor."""
+    return _names(model).first
+
+
 def load_sharded_state_dict(
     state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True
 ) -> None:
@@ -123,7 +137,7 @@ def load_sharded_state_dict(
     given = {key: value for key, value in mine.items() if key.startswith("model.")}
     holdings = {f"model.{name}": holding for name, holding in _holdings_with_memory(model).items()}
     own: dict[str, Tensor] = {key: holding.view(holding.owner) for key, holding in holdings.items()}
-    own.update({f"model.{name}": buffer.detach() for name, buffer in _persistent_buffers(model)})
+    own.update({f"model.{name}": buffer.detach() for name, buffer in persistent_buffers(model)})
     check_keys(own, given)
     sources: dict[str, Tensor] = {}
     for key, tensor in own.items():
@@ -172,7 +186,7 @@ class _Names:
 
 def _names(model: nn.Module) -> _Names:
     holdings = named_param_slices(model)
-    held = frozenset([*holdings, *(name for name, _ in _persistent_buffers(model))])
+    held = frozenset([*holdings, *(name for name, _ in persistent_buffers(model))])
     if isinstance(model, PartOfModel):
         return _Names(model.names_of_model(), held)
     outer, first = _outer_prefix(model), {name: name for name in held}
@@ -211,13 +225,14 @@ def _holdings_with_memory(model: nn.Module) -> dict[str, ParamSlice]:
     return holdings
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers of this rank that are saved, by their names in the plain model."""
     outer = _outer_prefix(model)
     persistent = {
         buffer
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        if buffer is not None and name not in module._nonpersistent_buffers_set
     }
     for listed, buffer in model.named_buffers():
         if buffer in persistent:

@@ -8,10 +8,10 @@ saved with what is held; this file gives it flat states with `LocalShard`s, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,6 +64,14 @@ class LocalPlan:
             _json_text(key, value)
         return LocalPlan(planner, planner.create_local_plan(), values)
 
+    def parts(self, plan: SavePlan) -> Iterator[tuple[str, Chunk, Tensor]]:
+        """Yields each chunk that the rank writes by a global plan: the key, which elements it has, and these."""
+        plan = self.planner.finish_plan(plan)
+        for item in plan.items:
+            tensor = self.planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)  # the planner's bytes are for values, which it never gets
+            yield item.index.fqn, _chunk_of(item), tensor
+
 
 @dataclass(frozen=True)
 class GlobalPlan:
@@ -87,6 +95,15 @@ class GlobalPlan:
                 _check_equal(key, _json_text(key, values.setdefault(key, value)), _json_text(key, value), rank)
         plans, _ = _SavePlanner().create_global_plan(_by_first_holders([plan for plan, _ in owned]))
         return GlobalPlan(plans, tensors, values)
+
+    def check(self) -> None:
+        """Proves that the ranks together write each element of each tensor, once."""
+        chunks: dict[str, list[Chunk]] = {key: [] for key in self.tensors}
+        for plan in self.plans:
+            for item in plan.items:
+                chunks[item.index.fqn].append(_chunk_of(item))
+        for key, saved in self.tensors.items():
+            check_coverage(key, saved.shape, chunks[key])
 
     def manifest(self, save: str, step: int, written: list[WriteResult], extra: JSON) -> Manifest:
         chunks: dict[str, list[SavedChunk]] = {key: [] for key in self.tensors}
@@ -194,7 +211,19 @@ class _LoadPlanner(DefaultLoadPlanner):
         return found.detach()
 
 
-def plan_reads(manifest: Manifest, target: State) -> list[Read]:
+class SavedChunks(Protocol):
+    """Where the chunks of saved tensors lie: a `Manifest`, for one."""
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """Each tensor's shape and dtype."""
+
+    @property
+    def chunks(self) -> Mapping[str, list[SavedChunk]]:
+        """The chunks of each tensor; together they are the tensor, each element once."""
+
+
+def plan_reads(manifest: SavedChunks, target: State) -> list[Read]:
     """What to read into the tensors of `target`: each element of each of them exactly once, which is proved here."""
     tensors = {key: place for key, place in target.items() if key in manifest.tensors}
     planner = _LoadPlanner(tensors, _as_metadata(manifest))
@@ -222,7 +251,7 @@ def _chunks_held(place: Tensor) -> list[Chunk]:
     return [Chunk((0,) * place.ndim, tuple(place.shape))]
 
 
-def _as_metadata(manifest: Manifest) -> Metadata:
+def _as_metadata(manifest: SavedChunks) -> Metadata:
     return Metadata(
         {
             key: TensorStorageMetadata(
