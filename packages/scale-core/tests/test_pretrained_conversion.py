@@ -29,11 +29,6 @@ class Concatenate:
     dim: int = 0
 
 
-@dataclass(eq=False)
-class Split:
-    dim: int = 0
-
-
 Divide = type("Chunk", (), {"dim": 1, "num_shards_attribute": None})
 Transpose = type("Transpose", (), {})
 

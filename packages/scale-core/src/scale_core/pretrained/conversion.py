@@ -97,7 +97,7 @@ class Conversions:
         found: dict[str, Assembled] = {}
         collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
         first: dict[str, str] = {}
-        for name in sorted(saved, key=_natural):
+        for name in sorted(saved, key=natural_key):
             target, converter, pattern = self._target(name, known)
             if target not in known and any(re.search(each, target) for each in self.ignored):
                 continue
@@ -192,7 +192,7 @@ def _as_replacement(pattern: str) -> str:
     return re.sub(r"\(\?.*?\)", "", pattern).removeprefix("^")
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural_key(name: str) -> list[tuple[int, str]]:
     """A key by which `experts.10` comes after `experts.9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.errors import SnapshotError
-from scale_core.pretrained.conversion import Conversions, Piece, model_of_transformers
+from scale_core.pretrained.conversion import Conversions, Piece, model_of_transformers, natural_key
 from scale_core.pretrained.folder import INDEX, FolderLayout, NewFile, size_in_bytes
 from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan
 from scale_core.snapshot.format.safetensors_io import memory_of
@@ -75,7 +75,8 @@ def save_pretrained(
     made: list[Path] = []
     try:
         own = together.each_rank(lambda: LocalPlan.of(_state(inner), ranks))
-        everyones = GlobalPlan.of(together.all_ranks(lambda: (own.plan, own.values)))
+        plans = together.all_ranks(lambda: (own.plan, own.values))
+        everyones = together.each_rank(lambda: GlobalPlan.of(plans))
         pieces = together.rank0(lambda: _pieces(inner, everyones, save_original_format))
         layout = together.each_rank(lambda: FolderLayout.of(_saved_tensors(pieces, everyones.tensors), limit))
         unfinished = together.rank0(lambda: _prepare(path, layout.files, made))
@@ -127,9 +128,10 @@ def _pieces(model: nn.Module, everyones: GlobalPlan, original: bool) -> Pieces:
 
 
 def _saved_tensors(pieces: Pieces, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    return {
+    found = {
         piece.name: SavedTensor(piece.shape, tensors[name].dtype) for name, parts in pieces.items() for piece in parts
     }
+    return {name: found[name] for name in sorted(found, key=natural_key)}
 
 
 def _prepare(path: Path, files: Iterable[NewFile], made: list[Path]) -> Path:
