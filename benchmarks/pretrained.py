@@ -9,8 +9,8 @@ A Llama of transformers, saved by its own `save_pretrained` in files of a tenth 
 long as its slower rank, and ratios are medians of ratios within one turn. Loading:
 
 - *plain read*: each rank reads its share of the bytes of all files into new memory, in pieces of 64 MiB.
-- *load_pretrained*: into a model of `fully_shard_modules(..., init=False)` on the meta device; and *with memory*: into one
-  that had memory before.
+- *load_pretrained*: into a model of `fully_shard_modules(..., init=False)` on the meta device; and *with memory*: into
+  one that had memory before.
 - *from_pretrained*: transformers reads the whole model on each rank, which is sharded afterwards.
 
 The files are in the system's cache (*warm*), or were taken out of it before (*cold*). Saving waits for the disk:
@@ -176,9 +176,9 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, list[dict[str, float]
     model = sharded(on_meta(config), init=False)
     load_pretrained(model, source)
     data = torch.ones(sum(file.stat().st_size for file in files) // dist.get_world_size(), dtype=torch.uint8)
+    place = Path(folder) / "saved"
     for turn in range(-1, options["turns"]):
         for way in SAVING:
-            place = Path(folder) / "saved"
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(place, ignore_errors=True)
@@ -197,7 +197,9 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, list[dict[str, float]
     return found
 
 
-def table_of(title: str, plain: str, ways: list[str], ranks: list[dict[str, list[dict[str, float]]]], mb: float) -> Table:
+def table_of(
+    title: str, plain: str, ways: list[str], ranks: list[dict[str, list[dict[str, float]]]], mb: float
+) -> Table:
     def seconds(way: str) -> list[float]:
         return [max(each["seconds"] for each in turn) for turn in zip(*(rank[way] for rank in ranks), strict=True)]
 

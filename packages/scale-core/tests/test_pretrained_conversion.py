@@ -91,7 +91,10 @@ def test_expressions_rename_and_others_leave_out() -> None:
     conversions = Conversions(patterns=[(r"^text\.(\d+)", r"layers.\1")], ignored=[r"inv_freq$"])
     saved = {"text.3.weight": SavedTensor((1,), F32), "rope.inv_freq": SavedTensor((1,), F32)}
     assert set(conversions.assemble(saved, {"layers.3.weight"})) == {"layers.3.weight"}
-    assert set(conversions.assemble(saved, {"layers.3.weight", "rope.inv_freq"})) == {"layers.3.weight", "rope.inv_freq"}
+    assert set(conversions.assemble(saved, {"layers.3.weight", "rope.inv_freq"})) == {
+        "layers.3.weight",
+        "rope.inv_freq",
+    }
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_what_can_not_be_put_together_says_why(saved: dict[str, SavedTensor], co
 
 def test_what_can_not_be_taken_apart_says_why() -> None:
     undo = Transform([".experts.gate_up"], [".experts.*.w1"], [Transpose()])
-    with pytest.raises(ValueError, match="made by Transpose.*save_original_format=False"):
+    with pytest.raises(ValueError, match=r"made by Transpose.*save_original_format=False"):
         Conversions(converters=[undo]).split({"a.experts.gate_up": SavedTensor((2, 4, 3), F32)})
     with pytest.raises(ValueError, match="3 elements along dimension 1 are not 2 equal parts"):
         Conversions(converters=[PART]).split({"a.experts.gate_up": SavedTensor((2, 3, 3), F32)})

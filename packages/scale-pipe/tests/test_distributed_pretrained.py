@@ -42,4 +42,6 @@ def test_each_rank_reads_and_writes_its_own_stages(tmp_path: Path) -> None:
     model = layers(3)
     load_pretrained(model, tmp_path / "hub again")
     assert all(torch.equal(value, layers(1).state_dict()[name]) for name, value in model.state_dict().items())
-    assert {file.name for file in (tmp_path / "hub").iterdir()} == {file.name for file in (tmp_path / "hub again").iterdir()}
+    assert {file.name for file in (tmp_path / "hub").iterdir()} == {
+        file.name for file in (tmp_path / "hub again").iterdir()
+    }

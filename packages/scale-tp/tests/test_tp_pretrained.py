@@ -54,4 +54,6 @@ def test_parts_are_read_where_they_are_and_written_between_each_other(tmp_path: 
     assert not any(run_ranks(load_and_save, world, str(tmp_path)))
     for name in NAMES:
         again = type(build(name)).from_pretrained(f"{tmp_path}/{name} again")
-        assert all(torch.equal(one, other) for one, other in zip(again.parameters(), build(name).parameters(), strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(again.parameters(), build(name).parameters(), strict=True)
+        )

@@ -19,7 +19,7 @@ from scale_core.state.chunks import Chunk
 from scale_core.state.validation import SavedTensor
 
 
-class Piece(NamedTuple):
+class SavedPiece(NamedTuple):
     """A tensor of the files, as a part of one of the model's."""
 
     name: str  # In the files
@@ -31,12 +31,12 @@ class Assembled(NamedTuple):
     """A tensor of the model, and what it is made of."""
 
     tensor: SavedTensor
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPiece, ...]
 
     @classmethod
     def of(cls, name: str, tensor: SavedTensor) -> Assembled:
         """One that is saved as it is."""
-        return cls(tensor, (Piece(name, tensor.shape, Chunk((0,) * len(tensor.shape), tensor.shape)),))
+        return cls(tensor, (SavedPiece(name, tensor.shape, Chunk((0,) * len(tensor.shape), tensor.shape)),))
 
 
 def model_of_transformers(model: nn.Module) -> nn.Module | None:
@@ -108,7 +108,9 @@ class Conversions:
                 raise ValueError(f"{first[target]} and {name} are both {target} in the model: pass key_mapping=")
             found[target], first[target] = Assembled.of(name, saved[name]), name
         for target, (converter, by_pattern) in collected.items():
-            lists = {pattern: [Assembled.of(name, saved[name]) for name in names] for pattern, names in by_pattern.items()}
+            lists = {
+                pattern: [Assembled.of(name, saved[name]) for name in names] for pattern, names in by_pattern.items()
+            }
             found[target] = _joined(target, converter, lists)
         return found
 
@@ -241,7 +243,7 @@ def _concatenate(target: str, parts: Sequence[Assembled], dim: int) -> Assembled
         shape = part.tensor.shape
         return (*shape[:dim], *shape[dim + 1 :], part.tensor.dtype)
 
-    pieces: list[Piece] = []
+    pieces: list[SavedPiece] = []
     length = 0
     for part in parts:
         if rest(part) != rest(parts[0]):
@@ -259,15 +261,18 @@ def _concatenate(target: str, parts: Sequence[Assembled], dim: int) -> Assembled
     return Assembled(SavedTensor((*shape[:dim], length, *shape[dim + 1 :]), parts[0].tensor.dtype), tuple(pieces))
 
 
-def _divided(name: str, tensor: SavedTensor, converter: Any, pattern: str) -> list[Piece]:
+def _divided(name: str, tensor: SavedTensor, converter: Any, pattern: str) -> list[SavedPiece]:
     """What the reverse of a converter makes of one tensor; the names are patterns without their stars."""
-    whole = Piece(pattern, tensor.shape, Chunk((0,) * len(tensor.shape), tensor.shape))
+    whole = SavedPiece(pattern, tensor.shape, Chunk((0,) * len(tensor.shape), tensor.shape))
     parts = [whole._replace(name=converter.target_patterns[0])] if len(converter.target_patterns) == 1 else [whole]
     for operation in converter.operations:
         kind = type(operation).__name__
         targets = converter.target_patterns
         if kind == "Chunk" and len(parts) == 1 and getattr(operation, "num_shards_attribute", None) is None:
-            parts = [part._replace(name=at) for part, at in zip(_cut(parts[0], operation.dim, len(targets)), targets, strict=True)]
+            parts = [
+                part._replace(name=at)
+                for part, at in zip(_cut(parts[0], operation.dim, len(targets)), targets, strict=True)
+            ]
         elif kind == "SplitModulelist":
             parts = [
                 _without_dim(each, operation.dim)._replace(name=part.name.replace("*", str(number)))
@@ -282,7 +287,7 @@ def _divided(name: str, tensor: SavedTensor, converter: Any, pattern: str) -> li
     return parts
 
 
-def _cut(piece: Piece, dim: int, count: int) -> list[Piece]:
+def _cut(piece: SavedPiece, dim: int, count: int) -> list[SavedPiece]:
     """Equal parts of a box along a dimension."""
     size, left = divmod(piece.shape[dim], count)
     if left:
@@ -295,13 +300,11 @@ def _cut(piece: Piece, dim: int, count: int) -> list[Piece]:
     return [
         piece._replace(
             shape=replaced(piece.shape, size),
-            chunk=Chunk(
-                replaced(piece.chunk.offsets, offset + number * size), replaced(piece.chunk.sizes, size)
-            ),
+            chunk=Chunk(replaced(piece.chunk.offsets, offset + number * size), replaced(piece.chunk.sizes, size)),
         )
         for number in range(count)
     ]
 
 
-def _without_dim(piece: Piece, dim: int) -> Piece:
+def _without_dim(piece: SavedPiece, dim: int) -> SavedPiece:
     return piece._replace(shape=(*piece.shape[:dim], *piece.shape[dim + 1 :]))

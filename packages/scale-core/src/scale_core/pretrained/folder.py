@@ -121,7 +121,9 @@ class FolderLayout:
         """
         entries = [TensorEntry(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         parts = _split_by_size(entries, max_shard_bytes)
-        names = [WEIGHTS] if len(parts) == 1 else [_file_name(number, len(parts)) for number in range(1, len(parts) + 1)]
+        names = (
+            [WEIGHTS] if len(parts) == 1 else [_file_name(number, len(parts)) for number in range(1, len(parts) + 1)]
+        )
         files: list[NewFile] = []
         places: dict[str, Place] = {}
         for name, part in zip(names, parts, strict=True):

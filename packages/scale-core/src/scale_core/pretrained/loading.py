@@ -1,4 +1,4 @@
-"""Loads a folder of safetensors files into a model, each rank the bytes of its own parts, straight into their memory."""
+"""Loads a folder of safetensors files into a model: each rank the bytes of its own parts, into their memory."""
 
 from __future__ import annotations
 
@@ -133,18 +133,23 @@ def _match(model: nn.Module, files: WeightFolder, key_mapping: Mapping[str, str]
         if target not in names:
             found.unknown[target] = part.tensor
         elif first in found.parts:  # Tied in the model, and saved twice.
-            found.copies += [(one.name, other.name) for one, other in zip(found.parts[first].pieces, part.pieces, strict=True)]
+            found.copies += [
+                (one.name, other.name) for one, other in zip(found.parts[first].pieces, part.pieces, strict=True)
+            ]
         elif first in own:
             found.parts[first] = part
     return found
 
 
 def _refusal(differences: StateDifferences) -> str:
-    near = []
-    for name in differences.missing[:10]:
-        for other in difflib.get_close_matches(name, differences.unexpected, 1, 0.8):
-            near.append(f"{name} may be the saved {other}")
-    way = "build the model by the config.json of the folder, rename by key_mapping=, or load what fits with strict=False"
+    near = [
+        f"{name} may be the saved {other}"
+        for name in differences.missing[:10]
+        for other in difflib.get_close_matches(name, differences.unexpected, 1, 0.8)
+    ]
+    way = (
+        "build the model by the config.json of the folder, rename by key_mapping=, or load what fits with strict=False"
+    )
     if differences.keys == differences.other_dtype.keys():
         way = "build the model in that dtype, or convert with cast=True"
     hints = f" ({'; '.join(near)})" if near else ""

@@ -61,9 +61,9 @@ def materialize(model: nn.Module, device: torch.device, init: Init | None, fille
     ]
     if left:
         raise ValueError(
-            f"the buffer{'s' if len(left) > 1 else ''} {', '.join(left[:10])} {'are' if len(left) > 1 else 'is'} on the "
-            "meta device, and in no file of weights: pass init=, a function that is called with each module that has "
-            "such buffers and fills them, or build these modules outside of torch.device('meta')"
+            f"no file has the buffer{'s' if len(left) > 1 else ''} {', '.join(left[:10])}, on the meta device: pass "
+            "init=, a function that is called with each module that has such buffers and fills them, or build these "
+            "modules outside of torch.device('meta')"
         )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.errors import SnapshotError
-from scale_core.pretrained.conversion import Conversions, Piece, model_of_transformers, natural_key
+from scale_core.pretrained.conversion import Conversions, SavedPiece, model_of_transformers, natural_key
 from scale_core.pretrained.folder import INDEX, FolderLayout, NewFile, size_in_bytes
 from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan
 from scale_core.snapshot.format.safetensors_io import memory_of
@@ -106,7 +106,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-Pieces = Mapping[str, tuple[Piece, ...]]
+Pieces = Mapping[str, tuple[SavedPiece, ...]]
 
 
 def _pieces(model: nn.Module, everyones: GlobalPlan, original: bool) -> Pieces:
@@ -208,7 +208,9 @@ def _write_part(descriptor: int, begin: int, whole: Chunk, part: Chunk, elements
 
 def _blocks(elements: Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """The elements on the host and in order, all at once where they are so already, or a part of them at a time."""
-    is_there = elements.device.type == "cpu" and elements.is_contiguous() and not (elements.is_conj() or elements.is_neg())
+    is_there = (
+        elements.device.type == "cpu" and elements.is_contiguous() and not (elements.is_conj() or elements.is_neg())
+    )
     if is_there or elements.nbytes <= _STAGED_BYTES:
         yield offsets, elements.detach().cpu().contiguous().resolve_conj().resolve_neg()
         return
@@ -249,7 +251,9 @@ def _write_config(folder: Path, model: nn.Module, config: Any) -> None:
             config.architectures = [type(carrier).__name__]
             dtype = next((param.dtype for param in carrier.parameters() if param.is_floating_point()), None)
             if dtype is not None:
-                setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
+                setattr(
+                    config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch.")
+                )
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
     elif hasattr(config, "to_json_file"):

@@ -87,7 +87,9 @@ class Recognized:
         if not self.is_convertible:
             return fact + _INSTEAD[self.format]
         target = self.path.with_name(f"{self.path.name}-{to}")
-        options, arguments = ("", "") if to == "snapshot" else (" --to safetensors --model-only", ", to='safetensors', model_only=True")
+        options, arguments = (
+            ("", "") if to == "snapshot" else (" --to safetensors --model-only", ", to='safetensors', model_only=True")
+        )
         return (
             f"{fact}Convert it, and load {target}: scale-train snapshot convert {shlex.quote(str(self.path))} "
             f"{shlex.quote(str(target))}{options} (or, in Python: "

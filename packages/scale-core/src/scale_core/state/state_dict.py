@@ -232,7 +232,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         buffer
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._nonpersistent_buffers_set
+        if buffer is not None and name not in module._non_persistent_buffers_set
     }
     for listed, buffer in model.named_buffers():
         if buffer in persistent:

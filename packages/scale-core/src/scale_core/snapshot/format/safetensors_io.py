@@ -176,7 +176,9 @@ def read_entries(descriptor: int, num_bytes: int) -> list[StoredTensor]:
             raise ValueError(f"{name} has the dtype {word}, expected one of {', '.join(DTYPES)}")
         entry, (begin, end) = TensorEntry(name, DTYPES[word], tuple(at["shape"])), at["data_offsets"]
         if end - begin != entry.num_bytes or not 0 <= begin <= end:
-            raise ValueError(f"{name} of shape {entry.shape} in {word} needs {entry.num_bytes} bytes, got {end - begin}")
+            raise ValueError(
+                f"{name} of shape {entry.shape} in {word} needs {entry.num_bytes} bytes, got {end - begin}"
+            )
         if start + end > num_bytes:
             raise ValueError(f"it is cut: {name} ends at byte {start + end}, and the file has {num_bytes}")
         found.append(StoredTensor(entry, start + begin))
