@@ -248,7 +248,10 @@ def damage(folder: Path, how: str) -> None:
         ("missing", "00001-of-00099.safetensors is missing, which model.safetensors.index.json names"),
         ("none", "has neither model.safetensors.index.json nor model.safetensors, but model-00002"),
         ("more in the index", "has more, which no file has"),
-        ("another file in the index", r"is in .*00001-of-00099.safetensors, and model.safetensors.index.json says other.safetensors"),
+        (
+            "another file in the index",
+            r"is in .*00001-of-00099.safetensors, and model.safetensors.index.json says other.safetensors",
+        ),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused_before_anything_changes(tmp_path: Path, how: str, expected: str) -> None:

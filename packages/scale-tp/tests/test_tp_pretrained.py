@@ -46,7 +46,7 @@ def load_and_save(folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_parts_are_read_where_they_are_and_written_between_each_other(tmp_path: Path, world: int) -> None:
     """Columns of a matrix, heads of a fused one, and copies of key-value heads that several ranks hold."""
     for name in NAMES:

@@ -133,9 +133,8 @@ def _match(model: nn.Module, files: WeightFolder, key_mapping: Mapping[str, str]
         if target not in names:
             found.unknown[target] = part.tensor
         elif first in found.parts:  # Tied in the model, and saved twice.
-            found.copies += [
-                (one.name, other.name) for one, other in zip(found.parts[first].pieces, part.pieces, strict=True)
-            ]
+            pairs = zip(found.parts[first].pieces, part.pieces, strict=True)
+            found.copies.extend((one.name, other.name) for one, other in pairs)
         elif first in own:
             found.parts[first] = part
     return found

@@ -244,20 +244,24 @@ def _commit(unfinished: Path, path: Path, index: str | None, model: nn.Module, c
 
 def _write_config(folder: Path, model: nn.Module, config: Any) -> None:
     """Writes `config.json` and `generation_config.json`, as far as the model has them."""
-    carrier = model_of_transformers(model)
-    if config is None and carrier is not None:
-        config = copy.deepcopy(carrier.config)
-        if hasattr(config, "architectures"):  # By which programs find the class.
-            config.architectures = [type(carrier).__name__]
-            dtype = next((param.dtype for param in carrier.parameters() if param.is_floating_point()), None)
-            if dtype is not None:
-                setattr(
-                    config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch.")
-                )
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(folder)
-    elif hasattr(config, "to_json_file"):
-        config.to_json_file(folder / "config.json")
-    generation = getattr(carrier, "generation_config", None)
+    carrier: Any = model_of_transformers(model)
+    written: Any = _own_config(carrier) if config is None and carrier is not None else config
+    if hasattr(written, "save_pretrained"):
+        written.save_pretrained(folder)
+    elif hasattr(written, "to_json_file"):
+        written.to_json_file(folder / "config.json")
+    generation: Any = getattr(carrier, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(folder)
+
+
+def _own_config(carrier: Any) -> Any:
+    """The model's configuration, with the class and the dtype by which programs build it."""
+    config = copy.deepcopy(carrier.config)
+    if hasattr(config, "architectures"):
+        config.architectures = [type(carrier).__name__]
+        dtypes = [param.dtype for param in carrier.parameters() if param.is_floating_point()]
+        if dtypes:
+            key = "dtype" if hasattr(config, "dtype") else "torch_dtype"
+            setattr(config, key, str(dtypes[0]).removeprefix("torch."))
+    return config
