@@ -9,8 +9,8 @@ A Llama of transformers, saved by its own `save_pretrained` in files of a tenth 
 long as its slower rank, and ratios are medians of ratios within one turn. Loading:
 
 - *plain read*: each rank reads its share of the bytes of all files into new memory, in pieces of 64 MiB.
-- *load_pretrained*: into a model of `fully_shard_modules(..., init=False)` on the meta device; and *with memory*: into
-  one that had memory before.
+- *load_pretrained*: into a model of `fully_shard_modules(..., init=False)` on the meta device.
+- *with memory*: the same two into memory that was written to before.
 - *from_pretrained*: transformers reads the whole model on each rank, which is sharded afterwards.
 
 The files are in the system's cache (*warm*), or were taken out of it before (*cold*). Saving waits for the disk:
@@ -49,8 +49,14 @@ from scale_core.snapshot.format.safetensors_io import memory_of, opened, read_in
 from scale_core.testing import run_ranks
 from scale_fsdp import full_state_dict, fully_shard_modules, no_split_policy
 
-LOADING = ("plain read", "load_pretrained", "with memory", "from_pretrained")
-SAVING = ("plain write", "save_pretrained", "gathered")
+LOADING = {
+    "plain read": "plain read",
+    "load_pretrained": "plain read",
+    "from_pretrained": "plain read",
+    "plain read, with memory": "plain read, with memory",
+    "load_pretrained, with memory": "plain read, with memory",
+}
+SAVING = {"plain write": "plain write", "save_pretrained": "plain write", "gathered": "plain write"}
 PIECE = 64 << 20
 
 
@@ -83,11 +89,11 @@ def share(num_bytes: int) -> tuple[int, int]:
     return num_bytes * rank // size, num_bytes * (rank + 1) // size
 
 
-def plain_read(files: list[Path]) -> object:
-    held = []
-    for file in files:
+def plain_read(files: list[Path], memory: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    held: list[torch.Tensor] = []
+    for number, file in enumerate(files):
         begin, end = share(file.stat().st_size)
-        held.append(torch.empty(end - begin, dtype=torch.uint8))
+        held.append(memory[number] if memory else torch.empty(end - begin, dtype=torch.uint8))
         with opened(file) as descriptor:
             for at in range(0, end - begin, PIECE):
                 read_into(descriptor, [memory_of(held[-1][at : at + PIECE])], begin + at)
@@ -151,26 +157,27 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, list[dict[str, float]
     limit = int(options["mb"] * MB / 10)
     found: dict[str, list[dict[str, float]]] = {}
 
-    def load(way: str) -> tuple[dict[str, float], object]:
-        if way == "plain read":
-            return timed(lambda: plain_read(files))
+    def load(way: str, *, cold: bool) -> tuple[dict[str, float], object]:
+        model = sharded(on_meta(config), init=False) if way.startswith("load") else None
+        memory = plain_read(files) if way == "plain read, with memory" else None
+        if model is not None and "with memory" in way:
+            load_pretrained(model, source)
+        dist.barrier()
+        if cold:
+            forget(files)
+        if model is not None:
+            return timed(lambda: load_pretrained(model, source))[0], model
         if way == "from_pretrained":
             return timed(lambda: sharded(AutoModelForCausalLM.from_pretrained(source)))
-        model = sharded(on_meta(config), init=False)
-        if way == "with memory":
-            load_pretrained(model, source)
-        spent, _ = timed(lambda: load_pretrained(model, source))
-        return spent, model
+        return timed(lambda: plain_read(files, memory))
 
     expected = digest(sharded(AutoModelForCausalLM.from_pretrained(source)))
     for turn in range(-1, options["turns"]):
         for kind in ("warm", "cold"):
             for way in LOADING:
-                if kind == "cold":
-                    forget(files)
-                spent, model = load(way)
-                assert not isinstance(model, nn.Module) or digest(model) == expected, way
-                del model
+                spent, loaded = load(way, cold=kind == "cold")
+                assert not isinstance(loaded, nn.Module) or digest(loaded) == expected, way
+                del loaded
                 if turn >= 0:
                     found.setdefault(f"{kind}: {way}", []).append(spent)
     model = sharded(on_meta(config), init=False)
@@ -197,16 +204,15 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, list[dict[str, float]
     return found
 
 
-def table_of(
-    title: str, plain: str, ways: list[str], ranks: list[dict[str, list[dict[str, float]]]], mb: float
-) -> Table:
+def table_of(title: str, ways: dict[str, str], before: str, ranks: list[dict[str, list[dict[str, float]]]], mb: float) -> Table:
     def seconds(way: str) -> list[float]:
-        return [max(each["seconds"] for each in turn) for turn in zip(*(rank[way] for rank in ranks), strict=True)]
+        turns = zip(*(rank[before + way] for rank in ranks), strict=True)
+        return [max(each["seconds"] for each in turn) for turn in turns]
 
     rows = []
-    for way in ways:
+    for way, plain in ways.items():
         ratio = median(one / other for one, other in zip(seconds(way), seconds(plain), strict=True))
-        extra = max(median(each["extra_mb"] for each in rank[way]) for rank in ranks)
+        extra = max(median(each["extra_mb"] for each in rank[before + way]) for rank in ranks)
         took = median(seconds(way))
         rows.append([way, f"{ratio:.2f}", f"{took:.3f}", f"{mb / 1000 / took:.2f}", f"{extra:.0f}"])
     return Table(title, ["", "over plain", "s", "GB/s", "extra MB"], rows)
@@ -235,11 +241,8 @@ def main(arguments: list[str] | None = None) -> int:
         del model
         ranks = run_ranks(run, options.ranks, folder, {"mb": options.mb, "turns": options.turns}, timeout=3600)
     title = f"{mb:.0f} MB in bf16, {options.ranks} ranks"
-    tables = [
-        table_of(f"{kind} files, {title}", f"{kind}: plain read", [f"{kind}: {way}" for way in LOADING], ranks, mb)
-        for kind in ("warm", "cold")
-    ]
-    tables.append(table_of(f"saving, {title}", "plain write", list(SAVING), ranks, mb))
+    tables = [table_of(f"{kind} files, {title}", LOADING, f"{kind}: ", ranks, mb) for kind in ("warm", "cold")]
+    tables.append(table_of(f"saving, {title}", SAVING, "", ranks, mb))
     for table in tables:
         print(table.markdown(), flush=True)
     if options.date:
