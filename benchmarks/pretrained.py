@@ -204,7 +204,9 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, list[dict[str, float]
     return found
 
 
-def table_of(title: str, ways: dict[str, str], before: str, ranks: list[dict[str, list[dict[str, float]]]], mb: float) -> Table:
+def table_of(
+    title: str, ways: dict[str, str], before: str, ranks: list[dict[str, list[dict[str, float]]]], mb: float
+) -> Table:
     def seconds(way: str) -> list[float]:
         turns = zip(*(rank[before + way] for rank in ranks), strict=True)
         return [max(each["seconds"] for each in turn) for turn in turns]
