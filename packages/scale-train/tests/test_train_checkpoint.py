@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from scale_train.training.checkpoint import (
     load,
     resolve_paths,
     save,
+    torchrun_run,
 )
 from scale_train.training.reporters import Reporter, StepRecord
 from scale_train.training.state import TrainState, build_state
@@ -284,3 +286,37 @@ def test_what_cannot_be_resumed_is_said(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         (tmp_path / "file").write_text("")
         resolve_paths(RunOptions(out=tmp_path / "file" / "folder"))
+
+
+def test_ranks_that_torchrun_starts_again_go_on_in_their_folder_and_in_no_other(text, tmp_path, point, monkeypatch):
+    new = tmp_path / "new"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    options = replace(options_for(text), run=RunOptions(out=new, resume=point))
+    ours = torchrun_run(options)
+    for _ in range(2):  # The second time no checkpoint is in it yet.
+        assert resolve_paths(options.run, ours) == RunPaths(new, point)
+    training = start(options_for(text), Group())
+    training.step = 5
+    newest = save(training, new / CHECKPOINTS)
+    assert resolve_paths(options.run, ours) == RunPaths(new, newest)
+    other = torchrun_run(replace(options, optimizer=OptimizerOptions(steps=7, warmup=2)))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # Ranks that have ended by this error are started again.
+    for whose in ("", torchrun_run(options), other):
+        with pytest.raises(InputError, match="exists; name a new folder"):
+            resolve_paths(options.run, whose)
+
+
+def test_a_checkpoint_that_was_resumed_in_its_own_folder_is_not_gone_back_to_after_a_restart(text, point, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # What torchrun says where it was given none.
+    options = replace(options_for(text), run=RunOptions(resume=point))
+    assert resolve_paths(options.run, torchrun_run(options)) == RunPaths(point.parent.parent, point)
+    training = start(options_for(text), Group())
+    training.step = 5
+    newest = save(training, point.parent)
+    assert resolve_paths(options.run, torchrun_run(options)) == RunPaths(point.parent.parent, newest)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(InputError, match="is newer and stays"):
+        resolve_paths(options.run, torchrun_run(options))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert torchrun_run(options) == ""

@@ -40,14 +40,14 @@ def stages_of_units(model: nn.Module) -> nn.Module:
     stages = split(model, ["model.layers.1"])
     pipe = DistributedPipe(stages, chunks=2, group=mesh["pipe"])
     for index, stage in pipe.stages.items():
-        pipe.stages[index] = fully_shard(stage, process_group=mesh["data"].get_group(), init=False)
+        pipe.stages[index] = fully_shard(stage, mesh=mesh["data"], init=False)
     return pipe
 
 
 def units_of_parts(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     parallelize(model, group=mesh["tensor"].get_group())
-    return fully_shard_modules(model, no_split_policy(model), process_group=mesh["data"].get_group(), init=False)
+    return fully_shard_modules(model, no_split_policy(model), mesh=mesh["data"], init=False)
 
 
 def sharded_optimizer(model: nn.Module) -> nn.Module:

@@ -6,12 +6,14 @@ few numbers: the step, from which the learning rate and the random state follow,
     scale-runs/lm-1/                 one run
         checkpoints/step-00000100/   one complete checkpoint; written to another name, and renamed at the end
         metrics.jsonl  loss.png
+        torchrun-run                 whose it is, where torchrun has started the ranks
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,12 +26,13 @@ from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snap
 from scale_core.snapshot.foreign import recognize
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_train.errors import InputError, reason_of
-from scale_train.options import RunOptions
+from scale_train.options import Options, RunOptions
 from scale_train.training.parallelize import PipelineEngine
 from scale_train.training.state import TrainState
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
+TORCHRUN_RUN = "torchrun-run"
 DEFAULT_FOLDER = Path("scale-runs")
 PROGRAM = "scale-train lm"
 # These must be equal on resume; dropout and options that save memory may change.
@@ -159,24 +162,51 @@ class RunPaths:
         return 0 if self.resume_from is None else _step_of(self.resume_from)
 
 
-def resolve_paths(run: RunOptions) -> RunPaths:
+def torchrun_run(options: Options) -> str:
+    """Names what torchrun runs: its id, or its process where it was given none, and the options; "" without torchrun.
+
+    Its count of restarts does not tell whose a folder is: ranks that find one of another run are started again, too,
+    and an agent that starts them again because another one has come or gone does not count that.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id == "none":
+        run_id = f"agent {os.getppid()} on {socket.gethostname()}"
+    return "" if run_id is None else f"{run_id}\n{options}\n"
+
+
+def resolve_paths(run: RunOptions, torchrun_run: str = "") -> RunPaths:
     """Finds the checkpoint to resume and the folder of this run, which is made; an InputError where they don't fit.
 
-    Where torchrun has started the ranks again, the folder of `--out` is their own, and its last checkpoint is resumed.
+    Where `torchrun_run` (see the function) stands in the folder, torchrun has started the ranks again: the folder is
+    their own, and its last checkpoint is resumed.
     """
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if restarted and run.out is not None and (run.out / CHECKPOINTS).is_dir():
-        return RunPaths(run.out, latest_snapshot(run.out / CHECKPOINTS))
     try:
+        own = _folder_before_restart(run, torchrun_run)
+        newest = latest_snapshot(own / CHECKPOINTS) if own is not None and (own / CHECKPOINTS).is_dir() else None
+        if own is not None and newest is not None:
+            return RunPaths(own, newest)
         point = _resume_point(run.resume) if run.resume is not None else None
     except OSError as error:
         raise InputError(f"--resume {run.resume}: cannot be read ({error.strerror})") from error
     except SnapshotError as error:  # A newer version of scale-core wrote it.
         raise InputError(f"--resume {run.resume}: {error}") from error
     try:
-        return RunPaths(_choose_folder(run, point), point)
+        folder = own or _choose_folder(run, point)
+        if torchrun_run:
+            (folder / TORCHRUN_RUN).write_text(torchrun_run)
     except OSError as error:
         raise InputError(f"--out {run.out or DEFAULT_FOLDER}: cannot be written ({reason_of(error)})") from error
+    return RunPaths(folder, point)
+
+
+def _folder_before_restart(run: RunOptions, torchrun_run: str) -> Path | None:
+    """The folder of ranks that the same torchrun has started before these; None where there were none."""
+    folder = run.out
+    if folder is None and run.resume is not None:
+        folder = run.resume if (run.resume / CHECKPOINTS).is_dir() else run.resume.parent.parent
+    name = None if folder is None else folder / TORCHRUN_RUN
+    is_own = torchrun_run != "" and name is not None and name.exists() and name.read_text() == torchrun_run
+    return folder if is_own else None
 
 
 def _choose_folder(run: RunOptions, point: Path | None) -> Path:

@@ -17,7 +17,7 @@ from scale_train.memory import format_bytes, held_bytes, peak_bytes, replicated_
 from scale_train.model import GPT, generate, num_parameters
 from scale_train.options import Options
 from scale_train.resolve import check_options, options_without_effect
-from scale_train.training.checkpoint import CHECKPOINTS, METRICS, RunPaths, load, resolve_paths, save
+from scale_train.training.checkpoint import CHECKPOINTS, METRICS, RunPaths, load, resolve_paths, save, torchrun_run
 from scale_train.training.plot import plot_loss
 from scale_train.training.reporters import begin_metrics, make_reporter
 from scale_train.training.state import TrainState, build_state
@@ -181,7 +181,7 @@ def _resolve_paths_on_rank0(options: Options, group: Group) -> RunPaths:
     found = problem = point = ""
     if group.rank == 0:
         try:
-            paths = resolve_paths(options.run)
+            paths = resolve_paths(options.run, torchrun_run(options))
             found, point = str(paths.folder), str(paths.resume_from or "")
             begin_metrics(paths.folder / METRICS, paths.step)
         except InputError as error:
