@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 _STEP = re.compile(r"step-\d{8,}")
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
@@ -82,17 +82,21 @@ class Recognized:
         """Whether `scale_core.convert` reads it."""
         return self.format not in _INSTEAD
 
-    def advice(self) -> str:
-        """Says in two sentences what it is and how it becomes a snapshot."""
-        fact = f"{self.path} is {self.format.value}, and no snapshot of scale. "
+    def advice(self, to: Literal["snapshot", "safetensors"] = "snapshot") -> str:
+        """Says in two sentences what it is and how it becomes a snapshot, or a folder of safetensors files."""
+        what = "no snapshot of scale" if to == "snapshot" else "no folder of safetensors files"
+        fact = f"{self.path} is {self.format.value}, and {what}. "
         if not self.is_convertible:
             return fact + _INSTEAD[self.format]
-        target = self.path.with_name(f"{self.path.name}-snapshot")
+        target = self.path.with_name(f"{self.path.name}-{to}")
+        options, arguments = (
+            ("", "") if to == "snapshot" else (" --to safetensors --model-only", ", to='safetensors', model_only=True")
+        )
         return (
             f"{fact}Convert it, and load {target}: scale-train snapshot convert {shlex.quote(str(self.path))} "
-            f"{shlex.quote(str(target))} (or, in Python: "
+            f"{shlex.quote(str(target))}{options} (or, in Python: "
             f"from scale_core.convert import convert_checkpoint; convert_checkpoint({str(self.path)!r}, "
-            f"{str(target)!r}))"
+            f"{str(target)!r}{arguments}))"
         )
 
 
@@ -246,14 +250,17 @@ def index_of(folder: Path) -> dict[str, str] | None:
         ValueError: The index is no such thing, or names a file outside of the folder.
     """
     found = [*sorted(folder.glob("*.safetensors.index.json")), *sorted(folder.glob("*.bin.index.json"))]
-    if not found:
-        return None
+    return read_index(found[0]) if found else None
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The content of an index; see `index_of`."""
     try:
-        files = json.loads(found[0].read_text(encoding="utf-8"))["weight_map"]
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         whole = {str(name): str(file) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{found[0]} is no index of tensors: expected a 'weight_map' of names to files") from error
+        raise ValueError(f"{path} is no index of tensors: expected a 'weight_map' of names to files") from error
     for name, file in whole.items():
         if Path(file).name != file or file in ("", ".", ".."):
-            raise ValueError(f"{found[0]}: {name} is said to be in {file!r}, expected a file of this folder")
+            raise ValueError(f"{path}: {name} is said to be in {file!r}, expected a file of this folder")
     return whole

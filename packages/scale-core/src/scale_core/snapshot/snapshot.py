@@ -331,7 +331,7 @@ def _set_aside_or_refuse(place: Path) -> None:
 def _commit(unfinished: Path, place: Path, manifest: Manifest) -> None:
     check_files(unfinished, manifest)
     write_manifest(unfinished, manifest)
-    _sync_directory(unfinished)
+    sync(unfinished)
     at_stage("manifest", unfinished)
     try:
         unfinished.rename(place)
@@ -339,12 +339,12 @@ def _commit(unfinished: Path, place: Path, manifest: Manifest) -> None:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise FileExistsError(f"{place} was saved by another program meanwhile, and stays as it is") from error
         raise
-    _sync_directory(place.parent)
+    sync(place.parent)
     at_stage("renamed", place)
 
 
-def _sync_directory(path: Path) -> None:
-    """Puts a directory's entries on the disk: before that, a power cut may undo a rename or lose a new file."""
+def sync(path: Path) -> None:
+    """Puts a file, or a directory's entries, on the disk: before that, a power cut may undo a rename or lose a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

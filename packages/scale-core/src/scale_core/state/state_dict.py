@@ -67,7 +67,7 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
     state: dict[str, Any] = {
         f"model.{name}": local_chunk(holding, holding.owner) for name, holding in _holdings_with_memory(model).items()
     }
-    for name, buffer in _persistent_buffers(model):
+    for name, buffer in persistent_buffers(model):
         state[f"model.{name}"] = buffer.detach()
     state.update(optimizer_entries(model, _listed(optimizer)))
     return state
@@ -109,6 +109,20 @@ def _compare(expected: Mapping[str, Any], given: Mapping[str, Any], optimizer: O
     return compare_states(expected, {key: value for key, value in given.items() if key.startswith(kinds)})
 
 
+def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
+    """Returns the whole tensors of which this rank has elements: the `model.<name>` of `sharded_state_dict`, by name.
+
+    The model may be on the meta device.
+    """
+    found = {name: SavedTensor(held.shape, held.owner.dtype) for name, held in named_param_slices(model).items()}
+    return found | {name: SavedTensor(tuple(each.shape), each.dtype) for name, each in persistent_buffers(model)}
+
+
+def names_in_model(model: nn.Module) -> Mapping[str, str]:
+    """Returns all names that the whole model has for its tensors, each with the first one of the same tensor."""
+    return _names(model).first
+
+
 def load_sharded_state_dict(
     state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True, strict: bool = True
 ) -> None:
@@ -142,7 +156,7 @@ def load_what_fits(
     mine = {own: state[key] for own, key in _own_keys(state, names).items()}
     holdings = {f"model.{name}": holding for name, holding in _holdings_with_memory(model).items()}
     own: dict[str, Tensor] = {key: holding.view(holding.owner) for key, holding in holdings.items()}
-    own.update({f"model.{name}": buffer.detach() for name, buffer in _persistent_buffers(model)})
+    own.update({f"model.{name}": buffer.detach() for name, buffer in persistent_buffers(model)})
     expected: dict[str, Any] = {
         key: SavedTensor(holdings[key].shape if key in holdings else tuple(tensor.shape), tensor.dtype)
         for key, tensor in own.items()
@@ -221,7 +235,7 @@ class _Names:
 
 def _names(model: nn.Module) -> _Names:
     holdings = named_param_slices(model)
-    held = frozenset([*holdings, *(name for name, _ in _persistent_buffers(model))])
+    held = frozenset([*holdings, *(name for name, _ in persistent_buffers(model))])
     if isinstance(model, PartOfModel):
         return _Names(model.names_of_model(), held)
     outer, first = _outer_prefix(model), {name: name for name in held}
@@ -260,7 +274,8 @@ def _holdings_with_memory(model: nn.Module) -> dict[str, ParamSlice]:
     return holdings
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers of this rank that are saved, by their names in the plain model."""
     outer = _outer_prefix(model)
     persistent = {
         buffer

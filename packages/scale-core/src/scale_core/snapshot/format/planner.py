@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,6 +62,14 @@ class LocalPlan:
             _json_text(key, value)
         return LocalPlan(planner, planner.create_local_plan(), values)
 
+    def parts(self, plan: SavePlan) -> Iterator[tuple[str, Chunk, Tensor]]:
+        """Yields each chunk that the rank writes by a global plan: the key, which elements it has, and these."""
+        plan = self.planner.finish_plan(plan)
+        for item in plan.items:
+            tensor = self.planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)  # the planner's bytes are for values, which it never gets
+            yield item.index.fqn, _chunk_of(item), tensor
+
 
 @dataclass(frozen=True)
 class GlobalPlan:
@@ -87,6 +95,15 @@ class GlobalPlan:
             raise ValueError(f"{both[0]} is a tensor on some ranks and a value on others: save the same on all of them")
         plans, _ = _SavePlanner().create_global_plan(_by_first_holders([plan for plan, _ in owned]))
         return GlobalPlan(plans, tensors, values)
+
+    def check(self) -> None:
+        """Proves that the ranks together write each element of each tensor, once."""
+        chunks: dict[str, list[Chunk]] = {key: [] for key in self.tensors}
+        for plan in self.plans:
+            for item in plan.items:
+                chunks[item.index.fqn].append(_chunk_of(item))
+        for key, saved in self.tensors.items():
+            check_coverage(key, saved.shape, chunks[key])
 
     def manifest(self, save: str, step: int, written: list[WriteResult], extra: JSON) -> Manifest:
         chunks: dict[str, list[SavedChunk]] = {key: [] for key in self.tensors}
@@ -186,7 +203,19 @@ def _check_has_values(key: str, tensor: Tensor) -> None:
         raise TypeError(f"{key} has the layout {tensor.layout}, which can't be saved: save {key}.to_dense()")
 
 
-def plan_reads(manifest: Manifest, target: State) -> list[Read]:
+class SavedChunks(Protocol):
+    """Where the chunks of saved tensors lie: a `Manifest`, for one."""
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """Each tensor's shape and dtype."""
+
+    @property
+    def chunks(self) -> Mapping[str, list[SavedChunk]]:
+        """The chunks of each tensor; together they are the tensor, each element once."""
+
+
+def plan_reads(manifest: SavedChunks, target: State) -> list[Read]:
     """What to read into the tensors of `target`: each element of each of them exactly once, which is proved here.
 
     Raises:
@@ -201,7 +230,7 @@ def plan_reads(manifest: Manifest, target: State) -> list[Read]:
     return reads
 
 
-def _reads_of(key: str, held: Chunk, piece: Tensor, manifest: Manifest) -> list[Read]:
+def _reads_of(key: str, held: Chunk, piece: Tensor, manifest: SavedChunks) -> list[Read]:
     """Of each saved chunk of a tensor the part that is in the chunk `held`, whose elements are `piece`."""
     reads: list[Read] = []
     filled: list[Chunk] = []
