@@ -1,4 +1,4 @@
-"""Optimizers as Lightning's hooks build them: an `OSS` in the place of a plain one, and whole states of sharded ones."""
+"""An `OSS` in the place of a plain optimizer, and whole states of sharded optimizers."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def load_whole_optimizer_state(module: nn.Module, optimizer: Optimizer, state: M
             "groups in configure_optimizers as they were when it was saved"
         )
     pairs = zip((n for group in saved for n in group), (n for group in own for n in group), strict=True)
-    names = {number: name for number, name in pairs}
+    names = dict(pairs)
     full = {
         **state,
         "state": {names[number]: slots for number, slots in state["state"].items()},
