@@ -34,9 +34,7 @@ class Loss(nn.Module):
         return (self.net(x).float() * self.factor.sum() - x.sum(1, keepdim=True)).square().mean()
 
 
-def train(
-    strategy: Any, source: str | None, target: str, accumulate: int = 1, clip: float | None = None
-) -> None:
+def train(strategy: Any, source: str | None, target: str, accumulate: int = 1, clip: float | None = None) -> None:
     if isinstance(strategy, tuple):
         strategy = STRATEGIES[strategy[0]](state_dict_type=strategy[1])
     size, rank = dist.get_world_size(), dist.get_rank()
