@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 SAMPLES, BATCH = 8, 2
 
@@ -82,22 +82,26 @@ def trainer(strategy: Any, epochs: int = 1, **options: Any) -> Trainer:
     )
 
 
-def batches(ranks: int) -> list[list[torch.Tensor]]:
-    """For each step of an epoch, the batch of each rank, as Lightning's sampler deals them."""
-    dealt = [samples()[rank::ranks].split(BATCH) for rank in range(ranks)]
+def batches(ranks: int, epoch: int | None = None) -> list[list[torch.Tensor]]:
+    """For each step of an epoch, the batch of each rank: shuffled as Lightning trains, or in order (None)."""
+    dealt = []
+    for rank in range(ranks):
+        sampler: Any = DistributedSampler(TensorDataset(samples()), ranks, rank, shuffle=epoch is not None)
+        sampler.set_epoch(epoch or 0)
+        dealt.append(samples()[list(sampler)].split(BATCH))
     return [list(step) for step in zip(*dealt, strict=True)]
 
 
 def plain_training(
-    epochs: list[int], *, accumulate: int = 1, clip: float | None = None, autocast: bool = False
+    epochs: list[int], *, accumulate: int = 1, clip: float | None = None, autocast: bool = False, shuffle: bool = True
 ) -> tuple[Net, torch.optim.Optimizer]:
     """Each epoch by as many ranks as it says, in one process: gradients summed in rank order, then divided."""
     model = Net()
     built = model.configure_optimizers()
     optimizer, scheduler = built["optimizer"], built["lr_scheduler"]["scheduler"]
     params = list(model.parameters())
-    for ranks in epochs:
-        steps = batches(ranks)
+    for epoch, ranks in enumerate(epochs):
+        steps = batches(ranks, epoch if shuffle else None)
         for first in range(0, len(steps), accumulate):
             total: list[Any] = [None] * len(params)
             for rank in range(ranks):

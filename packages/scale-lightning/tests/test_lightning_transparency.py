@@ -18,7 +18,10 @@ from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard
 from scale_lightning import ScaleFSDPStrategy, ScaleOSSStrategy, ScaleShardedDDPStrategy
 
-pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+pytestmark = [  # What Lightning says of few workers, and what it uses of torch that torch has deprecated
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
 STRATEGIES = {
     "scale_fsdp": lambda **options: ScaleFSDPStrategy(class_policy(Block), **options),
     "scale_oss": ScaleOSSStrategy,
