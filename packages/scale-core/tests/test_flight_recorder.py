@@ -49,7 +49,7 @@ def freeze_the_host_of_the_store(port: int) -> dict[int, str] | None:
     rank = ready.add("rank", 1) - 1
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
     os.environ["MASTER_PORT"] = ready.get("free port").decode()
-    recorder = FlightRecorder(init_distributed(device="cpu", timeout=600.0))
+    recorder = FlightRecorder(init_distributed(device="cpu", limit_seconds=600.0))
     recorder.events.append("here")
     if rank == 0:
         ready.set("pid", str(os.getpid()))

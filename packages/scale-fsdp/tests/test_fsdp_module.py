@@ -9,7 +9,7 @@ from fsdp_cases import differing_weights
 from torch import nn
 
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from scale_fsdp.runtime.unit import units_in
 
 
@@ -28,7 +28,7 @@ WAYS = {
     "units": (["0", "2", ""], {}),
     "units only": (["0", "2"], {}),
     "flat": (["0", ""], {"flatten_parameters": True}),
-    "half": (["0", ""], {"mixed_precision": True}),
+    "half": (["0", ""], {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}),
 }
 
 

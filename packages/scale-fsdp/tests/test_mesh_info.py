@@ -110,8 +110,8 @@ def refusals() -> list[str]:
         {"reshard_after_forward": 3},
         {"reshard_after_forward": 0},
         {"reshard_after_forward": "yes"},
-        {"process_group": mesh},
-        {"move_params_to_cpu": "yes"},
+        {"mesh": mesh},
+        {"offload_policy": True},
     ):
         with pytest.raises((ValueError, TypeError)) as caught:
             fully_shard(layers(), **kwargs)
@@ -173,9 +173,9 @@ def test_what_does_not_divide_or_is_no_mesh_for_this_is_refused() -> None:
     for messages in run_ranks(refusals, 2):
         assert "2 ranks do not divide into groups of 3: take one of 1, 2, or True" in messages[0]
         assert "groups of 0" in messages[1]
-        assert "expected a bool or a number of ranks, got 'yes'" in messages[2]
+        assert "expected a bool, a number of ranks or None, got 'yes'" in messages[2]
         assert "got 3 dimensions ('a', 'b', 'c')" in messages[3]
-        assert "move_params_to_cpu: expected True or False" in messages[4]
+        assert "expected a torch.distributed.fsdp.CPUOffloadPolicy or OffloadPolicy, got True" in messages[4]
 
 
 def test_one_of_several_ranks_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

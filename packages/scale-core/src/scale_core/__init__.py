@@ -28,7 +28,7 @@ from scale_core.divergence import check_replicas
 from scale_core.errors import ContractError, DivergenceError, ScaleDistributedError, StepError, TransferError
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
 from scale_core.flat.layout import BlockAtom, FlatLayout
-from scale_core.optim.clip_grad import clip_grad_norm, grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_, grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Placement, Shard, full_numel, full_shape, set_shard, shard_of
 from scale_core.state.param_ownership import num_parameters
@@ -62,7 +62,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "check_replicas",
-    "clip_grad_norm",
+    "clip_grad_norm_",
     "full_numel",
     "full_shape",
     "grad_norm",

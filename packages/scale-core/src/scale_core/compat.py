@@ -288,6 +288,16 @@ def plain_tensor_types() -> frozenset[type]:
     return frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor))
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """The plain tensor of one that a functional collective is still filling, or the tensor itself."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        plain: Tensor = tensor.wait()
+        return plain
+    return tensor
+
+
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """The plain tensors inside a wrapper such as DTensor, or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):

@@ -222,7 +222,7 @@ class OSS(OSSStateDictMixin):
         for bucket in self.buckets:
             bucket.zero_grad(set_to_none=set_to_none)
 
-    def clip_grad_norm(
+    def clip_grad_norm_(
         self,
         max_norm: float,
         norm_type: float = 2.0,
@@ -246,6 +246,8 @@ class OSS(OSSStateDictMixin):
                 none of the parameters.
         """
         return clip_grads_of([self], max_norm, norm_type, filter_params_fn)
+
+    clip_grad_norm = clip_grad_norm_  # FairScale's spelling.
 
     def wait(self) -> None:
         """Returns when the parameters are up to date after a step that overlaps the next forward pass."""
@@ -476,13 +478,13 @@ def clip_grads_of(
     norm_type: float = 2.0,
     filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
 ) -> Tensor:
-    """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm`."""
+    """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm_`."""
     check_max_norm(max_norm)
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     wanted = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
     if wanted.isdisjoint(map(id, params)):
         raise ValueError(
-            "clip_grad_norm: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
+            "clip_grad_norm_: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
             "clipped. Have it return some of those that it is given, each once, such as a list of them"
         )
     measured: list[MeasuredGradient] = []

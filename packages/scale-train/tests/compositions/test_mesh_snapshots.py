@@ -343,7 +343,7 @@ def test_what_any_mesh_has_saved_any_other_loads_to_the_bit(tmp_path: Path) -> N
     for number, case in enumerate(CASES):
         everything = list(meshes(case))
         chosen[case] = random.Random(number).sample(everything, 4)
-    assert run_ranks(between, RANKS, str(tmp_path), chosen, timeout=600) == [[]] * RANKS
+    assert run_ranks(between, RANKS, str(tmp_path), chosen, limit_seconds=600) == [[]] * RANKS
 
 
 @pytest.mark.soak
@@ -354,7 +354,10 @@ def test_so_it_is_between_all_meshes(case: Case, tmp_path: Path) -> None:
     for number in range(0, len(everything), 8):
         folder = tmp_path / str(number)
         folder.mkdir()
-        assert run_ranks(between, RANKS, str(folder), {case: everything[number : number + 8]}, timeout=600) == [[]] * 4
+        assert (
+            run_ranks(between, RANKS, str(folder), {case: everything[number : number + 8]}, limit_seconds=600)
+            == [[]] * 4
+        )
 
 
 class Uneven(nn.Module):

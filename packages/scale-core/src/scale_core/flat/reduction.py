@@ -288,7 +288,7 @@ class Reduction:
         self._copies = replicas.size  # what the sum over the replicas is still to be divided by
         self._reduced: list[tuple[Tensor, StreamEvent | None]] = []  # [S] each; the copy that brings it to its device
 
-    def start(self, gradient: Tensor, tag: int = 0, divisor: int | None = None) -> None:
+    def start(self, gradient: Tensor, tag: int = 0, divisor: float | None = None) -> None:
         """Starts to average a flat gradient [W * S] in its own dtype; the reduction owns it from now on."""
         assert self._scattering is None, "a reduction is under way already"
         self._copies = self._replicas.size if divisor is None else 1
@@ -355,6 +355,7 @@ class FlatReduced(FlatShard):
 
     gradient: FlatGradient  # This rank's own gradients, before they are reduced
     reduction: Reduction  # What they have become, until `commit`
+    gradient_divisor: float | None = None  # What their sum is divided by; None is the number of ranks
     _unpublished: list[tuple[nn.Parameter, Tensor]]
 
     @property
@@ -378,7 +379,11 @@ class FlatReduced(FlatShard):
         gradient = self.gradient.take(self.compute_device)
         if share is not None and share.weight not in (0, 1):
             gradient.mul_(share.weight)
-        self.reduction.start(gradient.to(self.reduce_dtype), tag, None if share is None else share.divisor)
+        divisor: float | None = None if share is None else share.divisor
+        if self.gradient_divisor is not None:
+            num_ranks = self.group.size * self.groups.replicas.size
+            divisor = self.gradient_divisor * ((divisor or num_ranks) / num_ranks)
+        self.reduction.start(gradient.to(self.reduce_dtype), tag, divisor)
 
     def wait_reduced(self, limit_seconds: float | None = None) -> None:
         """Waits for the reduction, if there is one; its result is kept until `commit`."""

@@ -154,6 +154,7 @@ class Root(UnitContext):
         if (slot := unit.replaced_slot()) is not None:
             raise param_replaced(unit, slot)
         unit.to_unsharded()
+        unit.kept_unsharded = False  # This pass releases it as it does any unit.
 
     def reshard(self, unit: Unit) -> None:
         """After a forward: releases a unit, unless it is kept, and shows its shards."""
@@ -173,7 +174,7 @@ class Root(UnitContext):
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered when its forward has ended."""
-        if unit.backward_unobserved or unit.kept_unsharded:
+        if unit.backward_unobserved or unit.kept_unsharded or unit.modules_to_run:
             return True
         history = self.contract.history
         order, position = history.order, history.position
@@ -182,7 +183,7 @@ class Root(UnitContext):
         if not torch.is_grad_enabled():
             return False
         # The entry unit's backward comes first: releasing it would only mean to gather it again.
-        return not unit.reshard_after_forward or unit is self.entry_unit
+        return not unit.reshard_after_forward or (unit is self.entry_unit and not unit.reshards_entry)
 
     def keeps_after_backward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered for the next micro-batch: it was to be kept, and no optimizer step is due."""
@@ -392,6 +393,11 @@ class Root(UnitContext):
 
     def end_forward(self) -> None:
         """The forward of the entry unit has ended, and so has the pass."""
+        for unit in self.units:
+            if unit.modules_to_run and not unit.use_count:  # The pass has called none of its modules, or some.
+                unit.modules_to_run = set()
+                if not self.keeps_after_forward(unit):
+                    unit.release(keep_part=torch.is_grad_enabled())
         self.entry_unit = None
         try:
             if torch.is_grad_enabled():
