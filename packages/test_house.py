@@ -31,6 +31,7 @@ FLOORS = {
     "scale-tp": 2,
     "scale-adascale": 2,
     "scale-pipe": 3,
+    "scale-lightning": 3,
     "scale-train": 4,
 }
 FILES_AND_JUMPS = {
