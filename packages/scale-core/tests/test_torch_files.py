@@ -68,6 +68,7 @@ def test_a_folder_that_lacks_what_its_index_names_is_refused(tmp_path: Path):
         read_torch_folder(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_flipped_bit_in_the_structure_of_an_older_file_is_refused_by_name(tmp_path):
     torch.save({"weight": torch.ones(2), "b": torch.ones(3)}, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
     whole = (tmp_path / "w.pt").read_bytes()
