@@ -85,7 +85,7 @@ def launch(folder: Path) -> None:
         port = str(server.getsockname()[1])
     seen = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with mock.patch.dict(os.environ, seen):
-        init_distributed("gloo", timeout=2.0)
+        init_distributed("gloo", limit_seconds=2.0)
 
 
 def damaged(folder: Path) -> None:
