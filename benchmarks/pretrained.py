@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
         mb = sum(param.nbytes for param in model.parameters()) / MB
         model.save_pretrained(f"{folder}/source", max_shard_size=int(options.mb * MB / 10))
         del model
-        ranks = run_ranks(run, options.ranks, folder, {"mb": options.mb, "turns": options.turns}, timeout=3600)
+        ranks = run_ranks(run, options.ranks, folder, {"mb": options.mb, "turns": options.turns}, limit_seconds=3600)
     title = f"{mb:.0f} MB in bf16, {options.ranks} ranks"
     tables = [table_of(f"{kind} files, {title}", LOADING, f"{kind}: ", ranks, mb) for kind in ("warm", "cold")]
     tables.append(table_of(f"saving, {title}", SAVING, "", ranks, mb))
