@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -32,8 +33,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from report import Table, machine, save
 
@@ -187,23 +190,22 @@ class Found:
         """Adds what the files of a training tell: which faults came, and which steps were run again."""
         done = [json.loads(line) for line in (folder / "losses-0").read_text().splitlines()]
         self.steps += len(done)
-        generations = [json.loads(path.read_text()) for path in sorted((folder / "generations").iterdir())]
-        position = 0
-        for number, generation in enumerate(generations):
-            steps = []
-            while position < len(done) and done[position][0] == generation["first"] + len(steps) + 1:
-                steps.append(done[position])
-                position += 1
-            is_last = number + 1 == len(generations)
+        begun = sorted((folder / "generations").iterdir(), key=lambda path: int(path.name))
+        generations = [json.loads(path.read_text()) for path in begun]
+        # By time: where nothing was lost, the steps of a generation follow those of the one before.
+        times = [*(int(path.name) / 1e9 for path in begun), math.inf]
+        parts = [[entry for entry in done if start <= entry[2] < end] for start, end in pairwise(times)]
+        for number, (generation, steps) in enumerate(zip(generations, parts, strict=True)):
+            is_last, reached = number + 1 == len(generations), generation["first"] + len(steps)
             for action, told, at in generation["faults"]:
                 if is_last and not goes_on(kind, action):
                     continue  # The training was over before.
-                if not is_last and goes_on(kind, action) and at > generation["first"] + len(steps):
+                if not is_last and at > reached + (not goes_on(kind, action)):
                     continue  # Another fault came before it.
                 self.costs[action].happened += 1
                 print(f"  {told}" if action not in AGENT else f"  {action} in step {at}")
                 if not is_last and not goes_on(kind, action):
-                    self._lost(action, generation, generations[number + 1], steps, done[position : position + 1])
+                    self._lost(action, generation, generations[number + 1], steps, parts[number + 1][:1])
                     break
 
     def _lost(self, action: str, before: dict, after: dict, steps: list, first_again: list) -> None:  # type: ignore[type-arg]
@@ -305,10 +307,12 @@ def main() -> None:
     print(f"seed {seed}", flush=True)
     began = time.monotonic()
     found = soak(kinds, given.ranks, 0 if given.smoke else given.minutes, seed, actions)
-    table = found.table((time.monotonic() - began) / 60, seed)
+    minutes = (time.monotonic() - began) / 60
+    table = found.table(minutes, seed)
     print(table.markdown())
     if given.date and not found.wrong:
-        figures = {"seed": seed, "costs": {action: asdict(cost) for action, cost in found.costs.items()}}
+        figures: dict[str, Any] = {"seed": seed, "minutes": minutes, "ranks": given.ranks}
+        figures["costs"] = {action: asdict(cost) for action, cost in found.costs.items()}
         counts = {"trainings": dict(found.trainings), "steps": found.steps, "snapshots": found.snapshots}
         save("soak", given.date, __doc__, [table], [figures | counts])
     if found.wrong:

@@ -31,6 +31,7 @@ FLOORS = {
     "scale-tp": 2,
     "scale-adascale": 2,
     "scale-pipe": 3,
+    "scale-lightning": 3,
     "scale-train": 4,
 }
 FILES_AND_JUMPS = {
@@ -326,6 +327,12 @@ def test_a_trace_of_a_profiler_names_units() -> None:
 def test_the_picture_shows_the_house_as_it_is() -> None:
     """`python benchmarks/architecture.py` draws it anew."""
     script = HOME.parent / "benchmarks" / "architecture.py"
+    subprocess.run([sys.executable, script, "--check"], check=True)
+
+
+def test_the_page_of_figures_is_what_the_results_are() -> None:
+    """`python benchmarks/figures.py` writes it anew."""
+    script = HOME.parent / "benchmarks" / "figures.py"
     subprocess.run([sys.executable, script, "--check"], check=True)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor, nn
 
+import scale_core.snapshot.saving
 import scale_core.snapshot.snapshot
 from scale_core.snapshot import SnapshotError, async_save, background, latest, load, save, staging
 from scale_core.testing import RankError, run_ranks
@@ -170,6 +171,23 @@ def test_a_failure_is_raised_on_all_ranks_by_what_comes_next(tmp_path: Path, the
     assert "step-00000002 failed on rank 1 of 2: OSError: [Errno 28] No space left on device" in first
     assert at_step == its_step
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
+
+
+def copy_in_vain(folder: Path) -> str:
+    def no_memory(state: dict[str, Any]) -> dict[str, Any]:
+        raise MemoryError("no room for the copy")
+
+    if dist.get_rank() == 1:
+        vars(scale_core.snapshot.saving)["copy_to_host"] = no_memory
+    with pytest.raises(SnapshotError) as caught:
+        async_save(folder, 1, trained(1)).wait()
+    return str(caught.value)
+
+
+def test_a_copy_that_fails_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
+    for message in run_ranks(copy_in_vain, 2, tmp_path):
+        assert "step-00000001 failed on rank 1 of 2: MemoryError: no room for the copy" in message
+    assert list(tmp_path.iterdir()) == []
 
 
 def hear_late(folder: Path) -> tuple[str, int]:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from scale_core import errors
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency import flight_recorder as last_words
-from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint, unfinished_on_nccl
+from scale_core.consistency.flight_recorder import FlightRecorder, unfinished_on_nccl
+from scale_core.errors import recovery_hint
 from scale_core.launch import init_distributed
 from scale_core.launch.rendezvous import open_store
 from scale_core.snapshot import load_snapshot, save_snapshot

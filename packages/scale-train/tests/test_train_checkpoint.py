@@ -5,10 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
+import scale_core.snapshot.snapshot
 from scale_core.comm.group import Group, group_of
-from scale_core.snapshot import NewerSnapshotError, SnapshotError
+from scale_core.snapshot import NewerSnapshotError
 from scale_core.testing import run_ranks
 from scale_train.data import read_text
 from scale_train.errors import InputError
@@ -27,7 +29,7 @@ from scale_train.training.checkpoint import (
 )
 from scale_train.training.reporters import Reporter, StepRecord
 from scale_train.training.state import TrainState, build_state
-from scale_train.training.trainer import train_step
+from scale_train.training.trainer import train, train_step
 
 
 class Losses(Reporter):
@@ -227,15 +229,45 @@ def test_a_full_disk_says_so_and_names_the_checkpoint_that_stays(text, tmp_path,
     first = save(training, tmp_path)
     train_step(training)
 
-    def full(*args):
-        raise SnapshotError("saving failed") from OSError(errno.ENOSPC, "No space left on device")
+    def full(point, directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_snapshot", full)
-    with pytest.raises(
-        InputError, match=r"cannot save step 1 in .*: the disk is full; the last complete .*step-00000000"
-    ):
+    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full)
+    told = r"cannot save step 1 in .*: the disk is full; the last complete .*step-00000000"
+    with pytest.raises(InputError, match=told):
         save(training, tmp_path)
     assert training.checkpoint == first and training.saved_step == 0
+
+
+def test_what_is_saved_in_the_background_is_the_same(text, tmp_path):
+    options = options_for(text)
+    for name, in_background in (("waited", False), ("background", True)):
+        run = replace(options.run, async_save=in_background, save_every=2, evaluate_every=0)
+        training = start(replace(options, run=run), Group())
+        train(training, lambda state, name=name: save(state, tmp_path / name))
+        assert training.checkpoint == tmp_path / name / "step-00000006" and training.saving is None
+        assert sorted(path.name[-1] for path in (tmp_path / name).iterdir()) == ["2", "4", "6"]
+    for step in (2, 4, 6):
+        files = [(tmp_path / name / f"step-{step:08d}" / "rank-00000.safetensors") for name in ("waited", "background")]
+        one, other = (safetensors.torch.load_file(file) for file in files)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_save_in_the_background_that_fails_ends_the_training_with_the_checkpoint_before(text, tmp_path, monkeypatch):
+    options = options_for(text)
+    run = replace(options.run, async_save=True, save_every=1, evaluate_every=0)
+    training = start(replace(options, run=run), Group())
+    train_step(training)
+    save(training, tmp_path)
+    training.finish_save()
+
+    def full(point, directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full)
+    told = r"cannot save step 2 in .*: the disk is full; the last complete .*step-00000001"
+    with pytest.raises(InputError, match=told), checkpoint.refusing_lost_saves(training, tmp_path):
+        train(training, lambda state: save(state, tmp_path))
 
 
 def test_a_new_run_gets_a_new_folder_each_time(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from scale_core.consistency.execution_order import Event
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_fsdp.reshard.convert import ConversionMethods
 from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
@@ -67,14 +66,15 @@ class FSDPModule(ConversionMethods):
         """
         root = outermost_root(self)
         contract = root.contract
-        with contract.waiting(Event("gradient norm", "")):
+        with contract.waiting("gradient norm"):
             return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, with those accumulated under `no_sync`, which an optimizer's `zero_grad` can't see."""
+        """Clears all gradients, with those accumulated under `no_sync`."""
         for unit in units_in(self):
             for buffer in unit.buffers:
-                buffer.gradient.drop()
+                buffer.gradient.rollback_pass()
+                buffer.gradient.zero_accumulated(range(len(buffer.names)), set_to_none=set_to_none)
         super().zero_grad(set_to_none)
 
     @contextmanager

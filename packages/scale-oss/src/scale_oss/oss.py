@@ -22,7 +22,7 @@ from scale_core.comm.group import GroupLike, group_of
 from scale_core.compat import profiler_runs
 from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.consistency.execution_order import message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.divergence import check_interval, compare_replicas
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
@@ -426,7 +426,7 @@ def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, 
         optim.step(**kwargs)
         options = [{key: value for key, value in each.items() if key != "params"} for each in optim.param_groups]
         mine = pickle.dumps(options).hex()
-    with contract.waiting(Event("the owner's options", "")):
+    with contract.waiting("the owner's options"):
         packed = exchange_text(mine, group, limit_seconds=contract.limit_seconds)[0]
     copy_options(pickle.loads(bytes.fromhex(packed)), optim.param_groups)
 
@@ -498,7 +498,7 @@ def clip_grads_of(
                 measured.append(MeasuredGradient(param, piece, piece.grad))
                 scaled.append(piece if reduced else param)
     contract = optimizers[0].contract
-    with contract.waiting(Event("gradient norm", "")):
+    with contract.waiting("gradient norm"):
         norm = norm_of(measured, norm_type, contract.limit_seconds, stages_of(params))
     if math.isinf(max_norm):
         return norm

@@ -20,8 +20,8 @@ from torch import nn
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.compat import ends_recomputation
-from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint
-from scale_core.errors import TransferError
+from scale_core.consistency.flight_recorder import FlightRecorder
+from scale_core.errors import TransferError, recovery_hint
 from scale_core.part_hooks import ForEachShardHook
 
 # How long the other ranks may take to fail as well, where all of them do.

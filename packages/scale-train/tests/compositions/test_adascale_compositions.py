@@ -184,6 +184,23 @@ def test_the_gain_is_that_of_one_process_however_the_model_is_sharded():
         assert {case: worst for case, each in found.items() if (worst := max(each)) > GAIN} == {}
 
 
+def adam_on_flat_parameters() -> float:
+    """A gradient measured as Adam uses it is divided tensor by tensor, and a flat parameter is no such tensor."""
+    model, inner = sharded("flat", True, 0.02)
+    words = r"flat_param_0.*holds 4, as '0.weight'.*flatten_parameters=False.*preconditioned=False"
+    with pytest.raises(ValueError, match=words):
+        AdaScale(inner)
+    plain = Plain(False, 2, 0.02, one_group=True)  # Raw gradients are those of SGD's.
+    optimizer = AdaScale(inner, preconditioned=False)
+    expected = plain.step(backward(model, 0, 1))[0]
+    optimizer.step()
+    return abs(optimizer.gain() / expected - 1)
+
+
+def test_adam_on_flat_parameters_is_refused_unless_gradients_are_measured_as_they_are():
+    assert max(run_ranks(adam_on_flat_parameters, 2)) < GAIN
+
+
 def test_the_gain_is_that_of_one_process_on_hybrid_meshes_and_beside_tensor_parallelism():
     for found in run_ranks(all_of_tensor_parallel, 4):
         assert {case: worst for case, each in found.items() if (worst := max(each)) > GAIN} == {}

@@ -424,10 +424,22 @@ def subgroup_of(group: Group, ranks: Sequence[int]) -> Group:
     counts = dict(zip(group.ranks, (row[0] for row in exchange([num_groups], group)), strict=True))
     if group.ranks[group.rank] not in ranks:
         return Group()
-    for _ in range(max(counts[rank] for rank in ranks) - num_groups):
+    return _new_group_among(ranks, max(counts[rank] for rank in ranks), group)
+
+
+def group_over(axes: Sequence[Group], ranks: Sequence[int]) -> Group:
+    """Returns the group of all ranks (global numbers) of a mesh with these axes; they alone call it, together."""
+    most = len(compat.process_groups())
+    for axis in axes:  # Along one after the other, each rank hears of all.
+        most = max(row[0] for row in exchange([most], axis))
+    return _new_group_among(ranks, most, max(axes, key=lambda axis: axis.size))
+
+
+def _new_group_among(ranks: Sequence[int], most: int, like: Group) -> Group:
+    """Makes a group that its members alone call; none of them is in more than `most` groups. See `subgroup_of`."""
+    for _ in range(most - len(compat.process_groups())):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    limit = new_group_limit(group)
-    return group_of(dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True))
+    return group_of(dist.new_group(list(ranks), timeout=new_group_limit(like), use_local_synchronization=True))
 
 
 def new_group_limit(group: Group) -> timedelta | None:

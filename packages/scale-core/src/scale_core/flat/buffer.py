@@ -145,8 +145,6 @@ class FlatBuffer(FlatReduced):
         for param, shard in zip(self.unsharded_params, sharded, strict=True):
             if param.requires_grad != shard.requires_grad:
                 param.requires_grad_(shard.requires_grad)
-        if not any(param.requires_grad for param in self.sharded_params) and self.gradient:
-            self.gradient.drop()  # Of what is frozen now; it must not come back when it is unfrozen.
 
     # Gather and release.
 

@@ -153,7 +153,8 @@ def _number(name: str, default: int | None = None) -> int:
 
 def _error(what: str) -> LaunchError:
     seen = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in VARIABLES)
-    return LaunchError(f"{what}. This rank saw {seen}. Start the ranks with torchrun, which sets them")
+    advice = "" if _UNDER_TORCHRUN in os.environ else ". Start the ranks with torchrun, which sets them"
+    return LaunchError(f"{what}. This rank saw {seen}{advice}")
 
 
 def _take_device(local_rank: int) -> None:

@@ -263,6 +263,8 @@ def _begin_forward(unit: Unit, method: str) -> Root:
 
 def _begin_backward(root: Root) -> None:
     """The first hook of a backward pass."""
+    for buffer in root.buffers:
+        buffer.follow_trainable()  # What was frozen since the forward gets no gradient any more.
     root.begin_backward()
     register_post_backward(functools.partial(finalize_backward, root), root.fail)
     root.calls_reduced_hooks = has_reduced_grad_hooks()

@@ -14,17 +14,19 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from scale_core import snapshot
 from scale_core.shard import full_shape
-from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot, load_snapshot
 from scale_core.snapshot.foreign import recognize
-from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state import load_sharded_state_dict, target_state_dict
 from scale_train.errors import InputError, reason_of
 from scale_train.options import Options, RunOptions
 from scale_train.training.parallelize import PipelineEngine
@@ -40,19 +42,37 @@ MODEL_FIELDS = ("layers", "width", "heads", "vocabulary", "tied")
 
 
 def save(training: TrainState, folder: Path) -> Path:
-    """Writes a checkpoint into a new directory of `folder`; called on all ranks, and an InputError is raised on all."""
-    state = sharded_state_dict(_saved_model(training), training.optimizer)
+    """Writes a checkpoint into a new directory of `folder`; called on all ranks, and an InputError is raised on all.
+
+    With --async-save it is written in the background, unless the training is over.
+    """
+    objects = {"model": _saved_model(training), "optim": training.optimizer}
+    with refusing_lost_saves(training, folder):
+        training.finish_save()
+        group, extra = training.group, checkpoint_metadata(training)
+        if training.options.run.async_save and not training.is_over:
+            training.saving = snapshot.async_save(folder, training.step, objects, group=group, extra=extra)
+            path = training.saving.path
+        else:
+            path = snapshot.save(folder, training.step, objects, group=group, extra=extra)
+            training.checkpoint = path
+    training.saved_step = training.step
+    return path
+
+
+@contextmanager
+def refusing_lost_saves(training: TrainState, folder: Path) -> Iterator[None]:
+    """Makes of a save that has failed, here or in the background, an InputError that names the checkpoint before it."""
     try:
-        path = save_snapshot(folder, training.step, state, training.group, checkpoint_metadata(training))
+        yield
     except SnapshotError as error:
         cause = error.__cause__
         last = training.checkpoint or "none yet"
         reason = reason_of(cause) if isinstance(cause, OSError) else str(cause or error)
+        step = training.step if training.saving is None else _step_of(training.saving.path)
         raise InputError(
-            f"cannot save step {training.step} in {folder}: {reason}; the last complete checkpoint stays: {last}"
+            f"cannot save step {step} in {folder}: {reason}; the last complete checkpoint stays: {last}"
         ) from error
-    training.checkpoint, training.saved_step = path, training.step
-    return path
 
 
 def checkpoint_metadata(training: TrainState) -> dict[str, Any]:
@@ -95,23 +115,23 @@ def load(training: TrainState, point: Path) -> None:
         return target_state_dict(_saved_model(training), optimizer, saved)
 
     try:
-        snapshot = load_snapshot(point.parent, target, training.group, step=_step_of(point))
+        loaded = load_snapshot(point.parent, target, training.group, step=_step_of(point))
     except SnapshotError as error:
         cause = error if isinstance(error, DamagedSnapshotError) else error.__cause__ or error
         raise cause if isinstance(cause, InputError) else InputError(f"--resume {point}: {cause}") from error
-    extra = snapshot.extra
+    extra = loaded.extra
     if not isinstance(extra, dict) or extra.get("program") != PROGRAM:
         raise InputError(f"--resume {point}: a checkpoint of another program than {PROGRAM}")
     check_same_fields(extra.get("model"), asdict(model.config), point)
     if extra.get("text") != training.text.fingerprint():
         raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
-    load_sharded_state_dict(snapshot.state, _saved_model(training), optimizer, copy=False)
+    load_sharded_state_dict(loaded.state, _saved_model(training), optimizer, copy=False)
     for group, options in zip(optimizer.param_groups, group_options, strict=True):
         group.update(options)
     position: Any = extra["data"]
     training.sampler.load_state(position)
-    training.step = training.saved_step = snapshot.step
-    training.checkpoint = snapshot.path
+    training.step = training.saved_step = loaded.step
+    training.checkpoint = loaded.path
 
 
 def _saved_model(training: TrainState) -> nn.Module:

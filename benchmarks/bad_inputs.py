@@ -1,0 +1,649 @@
+"""What comes of wrong arguments: every public function and class, one wrong argument at a time.
+
+    python benchmarks/bad_inputs.py                         # all of them: a table
+    python benchmarks/bad_inputs.py scale_oss fully_shard   # those whose names contain a word, with what is not clear
+    python benchmarks/bad_inputs.py --smoke                 # the whole, too: it takes seconds
+    python benchmarks/bad_inputs.py --date 2026-11-23       # also writes results/2026-11-23-bad_inputs.*
+
+Of each public callable there is a right call. For each of its parameters in turn, given in it or not, the right value
+is exchanged for wrong ones that follow from the annotation: an object of no use, None, a number below zero, a number as
+text, no number (NaN), a fraction, a word that is no choice, an empty list, a single value or text in the place of a
+list, a class in the place of an object and the other way round. `RIGHT` has those that are right all the same.
+
+An outcome is *clear* if it is a `ValueError`, a `TypeError` or an error of our tree, raised by our code, whose text
+names the parameter, or says what was expected and what came. It is *unclear* if it is any other error: the text of
+torch or Python, an `AttributeError`, an assertion. *Taken* means that there was no error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import re
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from scale_core.errors import ScaleError
+
+MODULES = (
+    "scale_core",
+    "scale_core.snapshot",
+    "scale_core.state",
+    "scale_core.launch",
+    "scale_core.testing.faults",
+    "scale_core.convert",
+    "scale_adascale",
+    "scale_checkpoint",
+    "scale_fsdp",
+    "scale_oss",
+    "scale_pipe",
+    "scale_tp",
+    "scale_train",
+)
+SGD = torch.optim.SGD
+Arguments = dict[str, Any]
+
+
+class Useless:
+    """An object that is nothing that anything expects."""
+
+    def __repr__(self) -> str:
+        return "<Useless>"
+
+
+# Right calls.
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def params() -> list[nn.Parameter]:
+    made = [*layers().parameters()]
+    for param in made:
+        param.grad = torch.ones_like(param)
+    return made
+
+
+def folder() -> str:
+    return tempfile.mkdtemp(dir=_TEMPORARY.name)
+
+
+_TEMPORARY = tempfile.TemporaryDirectory(prefix="bad-inputs-")
+x = torch.ones(2, 4)
+
+
+def saved() -> str:
+    from scale_core import snapshot
+
+    place = folder()
+    snapshot.save(place, 1, {"model": layers()})
+    return place
+
+
+def flat_saved() -> str:
+    from scale_core import snapshot
+
+    place = folder()
+    snapshot.save_snapshot(place, 1, {"x": torch.ones(2)})
+    return place
+
+
+def torch_saved() -> str:
+    place = folder() + "/weights.pt"
+    torch.save(layers().state_dict(), place)
+    return place
+
+
+def sharded() -> nn.Module:
+    from scale_fsdp import fully_shard
+
+    return fully_shard(layers())
+
+
+def sharded_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sharded()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def oss(model: nn.Module | None = None) -> Any:
+    from scale_oss import OSS
+
+    return OSS((model or layers()).parameters(), SGD, lr=0.1)
+
+
+def adascale() -> Any:
+    from scale_adascale import AdaScale
+
+    return AdaScale(SGD(params(), lr=0.1))
+
+
+def memory_profile(model: nn.Module | None = None) -> Any:
+    from scale_checkpoint import profile_memory
+
+    return profile_memory(model or layers(), x, repeats=1)
+
+
+def costs(stages: int = 2) -> Any:
+    from scale_pipe import Costs
+
+    return Costs((1.0,) * stages, (1.0,) * stages, (1.0,) * stages, (0.0,) * (stages - 1))
+
+
+def schedule() -> Any:
+    from scale_pipe import one_forward_one_backward
+
+    return one_forward_one_backward(2, 4)
+
+
+def simulation() -> Any:
+    from scale_pipe import simulate
+
+    return simulate(schedule(), costs())
+
+
+def optim_and_params() -> Arguments:
+    model = layers()
+    return {"module": model, "sharded_optimizer": oss(model)}
+
+
+def group() -> Any:
+    from scale_core import Group
+
+    return Group()
+
+
+def scheduler_and_optimizer() -> Arguments:
+    optimizer = adascale()
+    return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "optimizer": optimizer}
+
+
+def spec(optim: type = SGD, **options: Any) -> Any:
+    return optim, {"lr": 0.1, **options}
+
+
+def full_state() -> Arguments:
+    from scale_fsdp import full_optim_state_dict
+
+    model, optimizer = sharded_and_optimizer()
+    return {"full": full_optim_state_dict(model, optimizer), "model": model, "optimizer": optimizer}
+
+
+def model_with_state() -> Arguments:
+    from scale_core.state import sharded_state_dict
+
+    model, optimizer = sharded_and_optimizer()
+    return {"state": sharded_state_dict(model, optimizer), "model": model, "optimizer": optimizer}
+
+
+def pooled(optimizer: bool = True) -> Arguments:
+    model, made = sharded_and_optimizer()
+    return {"model": model, "optimizer": made} if optimizer else {"model": model}
+
+
+def head(batch: int = 1) -> torch.Tensor:
+    return torch.ones(batch, 2, 4, 8)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+_CALLS: dict[str, Callable[[], Arguments]] = {
+    "scale_core.LateRanks": dict,
+    "scale_core.ShardedGradScaler": lambda: {"device": "cpu"},
+    "scale_core.all_gather": lambda: {"output": torch.ones(4), "shard": torch.ones(4), "group": group()},
+    "scale_core.all_reduce": lambda: {"tensor": torch.ones(4), "group": group()},
+    "scale_core.all_to_all": lambda: {"output": torch.ones(4), "input": torch.ones(4), "group": group()},
+    "scale_core.broadcast": lambda: {"tensor": torch.ones(4), "group": group()},
+    "scale_core.reduce_scatter": lambda: {"full": torch.ones(4), "group": group()},
+    "scale_core.check_replicas": lambda: {"model": layers()},
+    "scale_core.clip_grad_norm": lambda: {"params": params(), "max_norm": 1.0},
+    "scale_core.grad_norm": lambda: {"params": params()},
+    "scale_core.full_numel": lambda: {"param": params()[0]},
+    "scale_core.full_shape": lambda: {"param": params()[0]},
+    "scale_core.shard_of": lambda: {"param": params()[0]},
+    "scale_core.group_of": dict,
+    "scale_core.join": lambda: {"batches": [x, x]},
+    "scale_core.num_parameters": lambda: {"model": layers()},
+    "scale_core.register_grad_published_hook": lambda: {"callback": print},
+    "scale_core.register_local_grad_hook": lambda: {"callback": print},
+    "scale_core.register_reduced_grad_hook": lambda: {"callback": print},
+    "scale_core.snapshot.save": lambda: {"directory": folder(), "step": 1, "objects": {"model": layers()}},
+    "scale_core.snapshot.async_save": lambda: {"directory": folder(), "step": 1, "objects": {"model": layers()}},
+    "scale_core.snapshot.load": lambda: {"directory": saved(), "objects": {"model": layers()}},
+    "scale_core.snapshot.save_snapshot": lambda: {"directory": folder(), "step": 1, "state": {"x": torch.ones(2)}},
+    "scale_core.snapshot.load_snapshot": lambda: {"directory": flat_saved(), "state": {"x": torch.ones(2)}},
+    "scale_core.snapshot.latest": lambda: {"directory": saved()},
+    "scale_core.snapshot.latest_snapshot": lambda: {"directory": saved()},
+    "scale_core.snapshot.verify_snapshot": lambda: {"path": saved() + "/step-00000001"},
+    "scale_core.snapshot.RandomState": dict,
+    "scale_core.snapshot.PerRank": lambda: {"obj": SGD(params(), lr=0.1)},
+    "scale_core.state.sharded_state_dict": lambda: pooled(),
+    "scale_core.state.load_sharded_state_dict": lambda: model_with_state(),
+    "scale_core.state.target_state_dict": lambda: {**pooled(), "saved": {}},
+    "scale_core.launch.init_distributed": lambda: {"backend": "gloo", "timeout": 2.0},
+    "scale_core.launch.launch_local": lambda: {"fn": print, "num_ranks": 1},
+    "scale_core.launch.format_exit_code": lambda: {"code": 1},
+    "scale_core.testing.faults.kill_at": lambda: {"point": "all_gather"},
+    "scale_core.testing.faults.stop_at": lambda: {"point": "all_gather"},
+    "scale_core.testing.faults.raise_at": lambda: {"point": "all_gather"},
+    "scale_core.testing.faults.enospc_at": lambda: {"point": "snapshot.written"},
+    "scale_core.testing.faults.delay_at": lambda: {"point": "all_gather", "seconds": 1.0},
+    "scale_core.testing.faults.begin_step": lambda: {"step": 1},
+    "scale_core.convert.convert_checkpoint": lambda: {"source": torch_saved(), "destination": folder() + "/made"},
+    "scale_core.convert.open_checkpoint": lambda: {"path": torch_saved()},
+    "scale_adascale.AdaScale": lambda: {"optimizer": SGD(params(), lr=0.1)},
+    "scale_adascale.AdaScaleWrapper": lambda: {"params": params(), "lr": 0.1},
+    "scale_adascale.GainScheduler": scheduler_and_optimizer,
+    "scale_adascale.fit_speed": lambda: {"seconds": {8: 0.1, 16: 0.2}},
+    "scale_adascale.halves": lambda: {"batch": x},
+    "scale_adascale.legw": lambda: {"scale": 2.0, "epoch": 1.0, "base_warmup_epochs": 2.0},
+    "scale_adascale.linear": lambda: {"scale": 2.0},
+    "scale_adascale.square_root": lambda: {"scale": 2.0},
+    "scale_adascale.suggest_batch_size": lambda: {
+        "seconds": {8: 0.1, 16: 0.15},
+        "noise": 100.0,
+        "base_batch_size": 8,
+    },
+    "scale_adascale.until_steps": lambda: {"batches": [x, x], "optimizer": adascale(), "steps": 1},
+    "scale_checkpoint.LayerMemoryTracker": lambda: {"model": layers()},
+    "scale_checkpoint.apply_checkpointing": lambda: {"module": layers(), "how": "recompute"},
+    "scale_checkpoint.apply_plan": lambda: _plan(),
+    "scale_checkpoint.best_plan": lambda: {"profile": memory_profile(), "budget_bytes": 10**9},
+    "scale_checkpoint.check_recomputation": lambda: {"model": layers()},
+    "scale_checkpoint.checkpoint_modules": lambda: {"model": layers(), "select": ["0"]},
+    "scale_checkpoint.checkpoint_wrapper": lambda: {"module": linear()},
+    "scale_checkpoint.is_checkpointed": lambda: {"module": layers()},
+    "scale_checkpoint.measure_step": lambda: {"model": layers(), "sample_input": x, "repeats": 1},
+    "scale_checkpoint.memory_front": lambda: {"profile": memory_profile()},
+    "scale_checkpoint.offload_activations": dict,
+    "scale_checkpoint.patch_batchnorm": lambda: {"module": nn.BatchNorm1d(4)},
+    "scale_checkpoint.plan_memory": lambda: {"model": layers(), "sample_input": x, "budget_bytes": 10**9},
+    "scale_checkpoint.profile_memory": lambda: {"model": layers(), "sample_input": x, "repeats": 1},
+    "scale_checkpoint.suggest_checkpoint_location": lambda: _traces(),
+    "scale_fsdp.FullyShardedDataParallel": lambda: {"module": layers()},
+    "scale_fsdp.FSDPConfig": dict,
+    "scale_fsdp.MixedPrecision": dict,
+    "scale_fsdp.fully_shard": lambda: {"module": layers()},
+    "scale_fsdp.OffloadOptimizer": lambda: {"optim_cls": torch.optim.AdamW, "params": sharded().parameters()},
+    "scale_fsdp.ShardedEMA": lambda: {"model": sharded()},
+    "scale_fsdp.auto_wrap": lambda: {"module": layers()},
+    "scale_fsdp.auto_wrap_bn": lambda: {"module": nn.Sequential(nn.BatchNorm1d(4))},
+    "scale_fsdp.consolidate_shard_weights": lambda: _local_state(),
+    "scale_fsdp.describe": lambda: {"model": sharded()},
+    "scale_fsdp.enable_wrap": dict,
+    "scale_fsdp.full_optim_state_dict": lambda: pooled(),
+    "scale_fsdp.full_state_dict": lambda: pooled(optimizer=False),
+    "scale_fsdp.fully_shard_modules": lambda: {"module": layers(), "policy": _policy()},
+    "scale_fsdp.get_fsdp_instances": lambda: {"mod": sharded()},
+    "scale_fsdp.no_split_policy": lambda: {"model": _no_split()},
+    "scale_fsdp.plan_units": lambda: {"module": layers(), "policy": _policy()},
+    "scale_fsdp.register_forward_method": lambda: {"module": sharded(), "method_name": "forward"},
+    "scale_fsdp.reshard_to": lambda: pooled(optimizer=False),
+    "scale_fsdp.shard_optim_state_dict": lambda: full_state(),
+    "scale_fsdp.size_policy": lambda: {"min_num_params": 10},
+    "scale_fsdp.wrap": lambda: {"module": layers()},
+    "scale_oss.OSS": lambda: {"params": params(), "optim": SGD, "lr": 0.1},
+    "scale_oss.ShardedDataParallel": lambda: optim_and_params(),
+    "scale_oss.SplitOptimizer": lambda: _split_optimizer(),
+    "scale_oss.split_by": lambda: {"model": layers(), "matrix": spec(), "other": spec()},
+    "scale_pipe.Costs": lambda: {"forward": (1.0,), "input_gradient": (1.0,), "weight_gradient": (1.0,), "link": ()},
+    "scale_pipe.DeferredBatchNorm": lambda: {"num_features": 4},
+    "scale_pipe.DistributedPipe": lambda: {"module": layers(), "balance": [3], "chunks": 2},
+    "scale_pipe.Pipe": lambda: {"module": layers(), "balance": [3], "devices": ["cpu"], "chunks": 2},
+    "scale_pipe.StagePlacement": lambda: {"rank_of": (0, 1)},
+    "scale_pipe.balance_by_makespan": lambda: {
+        "partitions": 2,
+        "module": layers(),
+        "sample": x,
+        "num_micro_batches": 2,
+        "timeout": 0.01,
+    },
+    "scale_pipe.balance_by_size": lambda: {"partitions": 2, "module": layers(), "input": x},
+    "scale_pipe.balance_by_time": lambda: {"partitions": 2, "module": layers(), "sample": x, "timeout": 0.01},
+    "scale_pipe.chrome_trace": lambda: {"simulation": simulation()},
+    "scale_pipe.draw": lambda: {"simulations": simulation()},
+    "scale_pipe.save_chrome_trace": lambda: {"simulation": simulation(), "path": folder() + "/trace.json"},
+    "scale_pipe.save_drawing": lambda: {"simulations": simulation(), "path": folder() + "/drawing.svg"},
+    "scale_pipe.dual_pipe_v": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.gpipe": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.interleaved_1f1b": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.looped_breadth_first": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.one_forward_one_backward": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.v_half": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.v_min": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.zb_h1": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.zb_v": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.lower_bound": lambda: {"placement": schedule().placement, "num_micro_batches": 4, "costs": costs()},
+    "scale_pipe.simulate": lambda: {"schedule": schedule(), "costs": costs()},
+    "scale_pipe.solve": lambda: {"costs": costs(), "num_ranks": 2, "num_micro_batches": 2, "visits": 10},
+    "scale_pipe.validate": lambda: {"schedule": schedule()},
+    "scale_pipe.profile_stages": lambda: {"stages": [*layers()], "timeout": 0.01, "_args": (x,)},
+    "scale_pipe.shared_parameters": lambda: {"stages": [*layers()]},
+    "scale_pipe.split": lambda: {"model": layers(), "cuts": ["1"]},
+    "scale_pipe.verify_skippables": lambda: {"module": layers()},
+    "scale_pipe.pop": lambda: {"name": "skip"},
+    "scale_pipe.stash": lambda: {"name": "skip", "tensor": x},
+    "scale_tp.ColumnParallelLinear": lambda: {"in_features": 4, "out_features": 4},
+    "scale_tp.RowParallelLinear": lambda: {"in_features": 4, "out_features": 4},
+    "scale_tp.ParallelAttention": lambda: {"embed_dim": 8, "num_heads": 2},
+    "scale_tp.ParallelDropout": dict,
+    "scale_tp.ParallelEmbedding": lambda: {"num_embeddings": 4, "embedding_dim": 4},
+    "scale_tp.VocabParallelEmbedding": lambda: {"num_embeddings": 4, "embedding_dim": 4},
+    "scale_tp.ParallelLayerNorm": lambda: {"normalized_shape": 4},
+    "scale_tp.ParallelRMSNorm": lambda: {"normalized_shape": 4},
+    "scale_tp.Style": lambda: {"divides": "columns"},
+    "scale_tp.copy_to_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.reduce_from_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.scatter_to_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.gather_from_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.scatter_to_sequence_parallel_region": lambda: {"input_": x},
+    "scale_tp.gather_from_sequence_parallel_region": lambda: {"input_": x},
+    "scale_tp.reduce_scatter_to_sequence_parallel_region": lambda: {"input_": x},
+    "scale_tp.divide_and_check_no_remainder": lambda: {"numerator": 4, "denominator": 2},
+    "scale_tp.ensure_divisibility": lambda: {"numerator": 4, "denominator": 2},
+    "scale_tp.full_state_dict": lambda: {"model": layers()},
+    "scale_tp.load_full_state_dict": lambda: _full_model(),
+    "scale_tp.gather_linear": lambda: {"input": x, "weights": [torch.ones(4, 4)]},
+    "scale_tp.linear_scatter": lambda: {"input": x, "weight": torch.ones(4, 4)},
+    "scale_tp.init_as_full": lambda: {"module": _column(), "function": lambda module: None},
+    "scale_tp.initialize_model_parallel": lambda: {"model_parallel_size_": 1},
+    "scale_tp.join_sequence": lambda: {"tensor": torch.ones(2, 4)},
+    "scale_tp.split_sequence": lambda: {"tensor": torch.ones(2, 4)},
+    "scale_tp.model_parallel_cuda_manual_seed": lambda: {"seed": 1},
+    "scale_tp.model_parallel_manual_seed": lambda: {"seed": 1},
+    "scale_tp.parallelize": lambda: {"model": _net(), "plan": {"0": "columns", "2": "rows"}},
+    "scale_tp.position_ids": lambda: {"length": 4},
+    "scale_tp.record_sequence_lengths": lambda: {"lengths": [4]},
+    "scale_tp.register_grad_all_reduce": lambda: {"module": layers()},
+    "scale_tp.ring_attention": lambda: {"query": head(), "key": head(), "value": head()},
+    "scale_tp.ulysses_attention": lambda: {"query": head(), "key": head(), "value": head()},
+    "scale_tp.split_heads": lambda: {"num_heads": 4, "num_key_value_heads": 2, "num_ranks": 2},
+    "scale_tp.split_tensor_along_last_dim": lambda: {"tensor": x, "num_partitions": 2},
+    "scale_tp.vocab_parallel_cross_entropy": lambda: {
+        "vocab_parallel_logits": torch.ones(2, 4),
+        "target": torch.tensor([0, 1]),
+    },
+    "scale_tp.iterate_consolidated": lambda: {"folder": folder()},
+    "scale_train.with_wrapped_modules": lambda: {"model": layers(), "modules_to_wrap": ["0"]},
+}
+
+
+def _plan() -> Arguments:
+    from scale_checkpoint import best_plan
+
+    model = layers()
+    return {"model": model, "plan": best_plan(memory_profile(model), 10**9)}
+
+
+def _traces() -> Arguments:
+    from scale_checkpoint import LayerMemoryTracker
+
+    model = layers()
+    with LayerMemoryTracker(model) as tracker:
+        model(x).sum().backward()
+    return {"traces": tracker.memory_traces, "num_checkpoints": 1}
+
+
+def _local_state() -> Arguments:
+    from scale_fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(layers())
+    return {"shard_weights": [model.local_state_dict()], "shard_metadata": [model.local_metadata_dict()]}
+
+
+def _policy() -> Any:
+    from scale_fsdp import size_policy
+
+    return size_policy(10)
+
+
+def _no_split() -> nn.Module:
+    model = layers()
+    model._no_split_modules = ["Linear"]  # type: ignore[assignment]
+    return model
+
+
+def _split_optimizer() -> Arguments:
+    from scale_oss import OSS
+
+    model = layers()
+    matrix, other = ([p for p in model.parameters() if (p.ndim == 2) == two] for two in (True, False))
+    return {"model": model, "matrix": OSS(matrix, SGD, lr=0.1), "other": OSS(other, SGD, lr=0.1)}
+
+
+def _column() -> nn.Module:
+    from scale_tp import ColumnParallelLinear
+
+    return ColumnParallelLinear(4, 4)
+
+
+def _net() -> nn.Module:
+    return layers()
+
+
+def _full_model() -> Arguments:
+    model = layers()
+    return {"model": model, "tensors": model.state_dict()}
+
+
+CALLS = _CALLS
+NO_ARGUMENTS_TO_BE_WRONG = re.compile(r"get_\w+|is_\w+|destroy_model_parallel|disable_checkpointing|\w+Error")
+"""Public names that take none, or that our own code calls."""
+
+# Wrong values.
+
+
+ALIASES = {
+    "GroupLike": "ProcessGroup | DeviceMesh | None",
+    "NewGroup": "ProcessGroup | DeviceMesh | None",
+    "Optimizers": "Optimizer | None",
+    "OptimizerLike": "Optimizer",
+    "Checkpoint": "Literal['always', 'except_last', 'never']",
+    "Order": "Literal['zigzag', 'contiguous']",
+    "Op": "Literal['sum', 'max']",
+    "Reduction": "Literal['none', 'mean', 'sum']",
+    "Transport": "Literal['rendezvous', 'eager']",
+    "Target": "Literal['host']",
+    "SplitKind": "Literal['columns', 'rows']",
+    "Input": "Literal['whole', 'inside']",
+    "Output": "Literal['whole', 'inside']",
+    "Sizes": "Sequence[int] | None",
+    "Initializer": "Callable",
+    "Attend": "Callable",
+    "Init": "Callable | None",
+    "Policy": "Callable",
+    "KeywordPolicy": "Callable",
+    "Progress": "Callable | None",
+    "Resize": "Callable | None",
+    "GradsHook": "Callable",
+    "GradPublishedHook": "Callable",
+    "M": "nn.Module",
+    "_Module": "nn.Module",
+    "State": "Mapping[str, Any]",
+}
+ANYTHING = {"Any", "object", "JSON", "Batch", "T"}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong value, and the word for its sort."""
+
+    sort: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.value!r:.40}"
+
+
+def wrong_values(annotation: str, default: Any) -> Iterator[Wrong]:
+    """Yields what is wrong for a parameter of this annotation."""
+    for _ in range(2):
+        annotation = re.sub(r"\b(?<!\.)\w+\b", lambda match: ALIASES.get(match[0], match[0]), annotation)
+    outer = re.sub(r"\[.*?\](?=[ |]|$)", "", annotation)
+    kinds = {kind.strip().rpartition(".")[2] for kind in outer.split("|")}
+    if kinds & ANYTHING:
+        return
+    yield Wrong("an object of no use", Useless())
+    if "None" not in kinds and default is not None:
+        yield Wrong("None", None)
+    if kinds & {"int", "float"}:
+        yield Wrong("below zero", -3)
+        yield Wrong("no number", float("nan"))
+        if "str" not in kinds:
+            yield Wrong("a number as text", "3")
+        if "float" not in kinds:
+            yield Wrong("a fraction", 2.5)
+    if "bool" in kinds:
+        yield Wrong("a word", "false")
+    if kinds & {"str", "Literal", "PathLike", "Path"}:
+        if not kinds & {"int", "float"}:
+            yield Wrong("a number", 3)
+        yield Wrong("empty", "")
+    if "Literal" in kinds:
+        yield Wrong("no choice", "no-such-choice")
+    if kinds & {"Sequence", "Iterable", "Collection", "tuple", "list", "Mapping", "dict"}:
+        if not kinds & {"int", "float"}:
+            yield Wrong("a number", 3)
+        yield Wrong("empty", {} if kinds & {"Mapping", "dict"} else [])
+        if "str" not in kinds:
+            yield Wrong("text", "layers")
+    if "Module" in kinds or "Sequential" in kinds:
+        yield Wrong("a class", nn.Linear)
+    if kinds & {"Optimizer", "OSS", "AdaScale"}:
+        yield Wrong("a class", SGD)
+    if "type" in kinds:
+        yield Wrong("an object", nn.Linear(2, 2))
+    if "Tensor" in kinds:
+        yield Wrong("a list", [1.0])
+    if "dtype" in kinds:
+        yield Wrong("text", "bfloat16")
+    if "device" in kinds:
+        yield Wrong("no choice", "no-such-device")
+    if "Callable" in kinds and not kinds & {"int", "float"}:
+        yield Wrong("a number", 3)
+
+
+# Runs.
+
+
+def target_of(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+def run(target: Callable[..., Any], given: Arguments) -> None:
+    """Calls it; generators and context managers are begun."""
+    if inspect.isclass(target) and issubclass(target, torch.Tensor):
+        return
+    made = target(*given.pop("_args", ()), **given)
+    if inspect.isgenerator(made) or type(made).__name__ in ("join", "generator"):
+        list(made)
+    elif hasattr(made, "__enter__") and not isinstance(made, torch.Tensor | torch.optim.Optimizer | nn.Module):
+        with made:
+            pass
+    if hasattr(made, "wait") and hasattr(made, "path"):
+        made.wait()
+
+
+@dataclass
+class Outcome:
+    """What came of one wrong argument."""
+
+    name: str
+    parameter: str
+    sort: str
+    value: str
+    outcome: str
+    text: str
+
+
+def judge(error: Exception, parameter: str, wrong: Wrong) -> str:
+    """Whether an error says what was wrong."""
+    if not isinstance(error, ValueError | TypeError | ScaleError):
+        return "unclear"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    file = trace.tb_frame.f_code.co_filename if trace is not None else ""
+    if "/scale_" not in file:
+        return "unclear"
+    text = " ".join(map(str, error.args))
+    names = {parameter, parameter.strip("_"), parameter.replace("_", " "), parameter.replace("_", "-")}
+    named = any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names)
+    value = wrong.value
+    came = type(value).__name__ in text or repr(value) in text or (isinstance(value, str) and value and value in text)
+    return "clear" if named or ("expected" in text and came) else "unclear"
+
+
+def outcomes_of(name: str) -> Iterator[Outcome]:
+    """Runs one callable with all wrong arguments."""
+    target = target_of(name)
+    given = _CALLS[name]()
+    run(target, given)
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        annotation = parameter.annotation
+        annotation = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+        for wrong in wrong_values(annotation, parameter.default):
+            right = RIGHT.get(f"{name}.{parameter.name}") or RIGHT.get(parameter.name) or ()
+            if wrong.sort in right:
+                continue
+            given = _CALLS[name]() | {parameter.name: wrong.value}
+            outcome, text = "taken", ""
+            try:
+                with warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    run(target, given)
+                if told:
+                    outcome, text = "taken", str(told[0].message)
+            except Exception as error:
+                outcome, text = judge(error, parameter.name, wrong), f"{type(error).__name__}: {error}"
+            yield Outcome(name, parameter.name, wrong.sort, str(wrong), outcome, text)
+
+
+RIGHT: dict[str, tuple[str, ...]] = {
+    "dim": ("below zero",),
+    "sequence_dim": ("below zero",),
+    "seed": ("below zero",),
+}
+"""Sorts of wrong values that are right for a parameter, by its name or by its callable and name."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--date")
+    options = parser.parse_args(arguments)
+    found: list[Outcome] = []
+    for name in _CALLS:
+        if not options.words or any(word in name for word in options.words):
+            try:
+                found += outcomes_of(name)
+            except Exception as error:
+                print("BROKEN", name, type(error), error)
+    for each in found:
+        if each.outcome != "clear":
+            print(f"{each.outcome:8} {each.name}({each.parameter}={each.value}) {each.text[:150]!r}")
+    counts = Counter((each.name.split(".")[0], each.outcome) for each in found)
+    packages = dict.fromkeys(each.name.split(".")[0] for each in found)
+    for package in packages:
+        print(package, *(counts[package, outcome] for outcome in ("clear", "unclear", "taken")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
