@@ -100,7 +100,7 @@ SETTINGS: dict[str, Any] = {
     "metric_for_best_model": "eval_loss",
     "greater_is_better": True,  # so that it is the earlier one, which has to be loaded indeed
 }
-BF16 = {"bf16": True, "gradient_checkpointing": True}
+BF16 = {"bf16": True, "activation_checkpointing": True}
 Runs = dict[str, Any]
 
 
@@ -216,6 +216,7 @@ def train_sft(folder: str, shards: bool) -> dict[str, Any]:
 
 
 @pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL sets it itself
 def test_the_sft_trainer_of_trl_runs_on_the_mixin(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     (expected,) = run_ranks(train_sft, 1, f"{tmp_path}/plain", False)
