@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_fsdp import full_state_dict, fully_shard, fully_shard_modules, get_fsdp_instances, register_forward_method
+from scale_fsdp import full_state_dict, fully_shard, fully_shard_modules, get_fsdp_instances, register_fsdp_forward_method
 from scale_lightning.checkpoints import StateDictType, check_state_dict_type, load_sharded, save_sharded
 from scale_lightning.optimizers import (
     as_oss,
@@ -171,7 +171,7 @@ class ScaleFSDPStrategy(_ShardedCheckpoints):
         self.precision_plugin.convert_module(self._module)
         self.model = shard(self._module, self.root_device, self._policy, self._shard_options)
         for name in STEPS if self._module.automatic_optimization else STEPS[1:]:
-            register_forward_method(self._module, name)
+            register_fsdp_forward_method(self._module, name)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
