@@ -118,6 +118,28 @@ def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> 
     optimizer.step()
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_where_a_closure_runs_the_last_backward_what_waits_is_looked_at_after_it(by_name: bool) -> None:
+    param = with_grad()
+    owner = Owner(param)
+    refuse_step_while_unreduced(owner)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+
+    def closure(reduces: bool) -> float:
+        owner.has_gradient = not reduces
+        return 3.0
+
+    def step(reduces: bool) -> float | None:
+        return optimizer.step(closure=lambda: closure(reduces)) if by_name else optimizer.step(lambda: closure(reduces))
+
+    owner.has_gradient = True
+    assert step(reduces=True) == 3.0
+    assert param.tolist() == [0.0, 0.0]
+    with pytest.raises(RuntimeError, match="have not been reduced"):
+        step(reduces=False)
+    assert param.tolist() == [0.0, 0.0]
+
+
 def test_an_optimizer_that_is_given_other_parameters_is_checked_again() -> None:
     mine, other = with_grad(), with_grad()
     optimizer = torch.optim.SGD([other], lr=1.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _Sharded
 from torch import nn
 from torch.optim import Optimizer
@@ -268,9 +268,9 @@ class FabricScaleShardedDDPStrategy(FabricScaleOSSStrategy):
 
 def plain(module: nn.Module) -> nn.Module:
     """The module inside of a data parallel wrapper."""
-    wrapped = isinstance(module, nn.parallel.DistributedDataParallel | ShardedDataParallel)
-    inner: nn.Module = module.module if wrapped else module
-    return inner
+    if isinstance(module, nn.parallel.DistributedDataParallel | ShardedDataParallel):
+        return cast(nn.Module, module.module)
+    return module
 
 
 def _parts(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_fsdp import full_state_dict, fully_shard, fully_shard_modules, get_fsdp_instances, register_fsdp_forward_method
+from scale_fsdp import (
+    full_state_dict,
+    fully_shard,
+    fully_shard_modules,
+    get_fsdp_instances,
+    register_fsdp_forward_method,
+)
 from scale_lightning.checkpoints import StateDictType, check_state_dict_type, load_sharded, save_sharded
 from scale_lightning.optimizers import (
     as_oss,
@@ -30,8 +36,15 @@ from scale_lightning.optimizers import (
 )
 from scale_oss import ShardedDataParallel
 
-DDP_OPTIONS = ("parallel_devices", "cluster_environment", "accelerator", "checkpoint_io", "process_group_backend")
-DDP_OPTIONS += ("timeout", "start_method")
+DDP_OPTIONS = (
+    "parallel_devices",
+    "cluster_environment",
+    "accelerator",
+    "checkpoint_io",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 

@@ -90,12 +90,29 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     groups = tuple([(len(group["params"]), id(next(iter(group["params"]), None))) for group in optimizer.param_groups])
     owners = _checked.get(optimizer, {}).get(groups)
     if owners is None:
         owners = _check(optimizer)
         _checked.setdefault(optimizer, {})[groups] = owners
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure) or not owners:
+        _refuse_unreduced(optimizer, owners)
+        return None
+
+    @functools.wraps(closure)
+    def closure_and_check(*args: Any) -> Any:  # The last backward pass of an accumulation is in it.
+        loss = closure(*args)
+        _refuse_unreduced(optimizer, owners)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure_and_check}
+    return (args[0], closure_and_check, *args[2:]), kwargs
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, owners: list[weakref.ref[Any]]) -> None:
     for held in owners:
         owner = held()
         if owner is not None and owner.has_gradient:
