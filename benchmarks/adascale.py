@@ -153,7 +153,7 @@ class Ratio:
 
 def ratios_of(case: Case, turns: int) -> list[Ratio]:
     """That of each candidate but the first."""
-    by_rank = run_ranks(play, case.ranks, case, turns, timeout=600, backend=None if case.ranks == 1 else "gloo")
+    by_rank = run_ranks(play, case.ranks, case, turns, limit_seconds=600, backend=None if case.ranks == 1 else "gloo")
     by_turn = [[sum(times) for times in zip(*rows, strict=True)] for rows in zip(*by_rank, strict=True)]
     least = [min(times) for times in zip(*by_turn, strict=True)]
     return [Ratio(sorted(row[n] / row[0] for row in by_turn), least[n] / least[0]) for n in range(1, len(least))]

@@ -25,13 +25,11 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from report import Table, save
 from torch import nn
 
 from scale_core.errors import ScaleError
@@ -201,7 +199,7 @@ def linear() -> nn.Linear:
 
 
 _CALLS: dict[str, Callable[[], Arguments]] = {
-    "scale_core.LateRanks": lambda: {},
+    "scale_core.LateRanks": dict,
     "scale_core.ShardedGradScaler": lambda: {"device": "cpu"},
     "scale_core.all_gather": lambda: {"output": torch.ones(4), "shard": torch.ones(4), "group": group()},
     "scale_core.all_reduce": lambda: {"tensor": torch.ones(4), "group": group()},
@@ -214,7 +212,7 @@ _CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_core.full_numel": lambda: {"param": params()[0]},
     "scale_core.full_shape": lambda: {"param": params()[0]},
     "scale_core.shard_of": lambda: {"param": params()[0]},
-    "scale_core.group_of": lambda: {},
+    "scale_core.group_of": dict,
     "scale_core.join": lambda: {"batches": [x, x]},
     "scale_core.num_parameters": lambda: {"model": layers()},
     "scale_core.register_grad_published_hook": lambda: {"callback": print},
@@ -228,7 +226,7 @@ _CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_core.snapshot.latest": lambda: {"directory": saved()},
     "scale_core.snapshot.latest_snapshot": lambda: {"directory": saved()},
     "scale_core.snapshot.verify_snapshot": lambda: {"path": saved() + "/step-00000001"},
-    "scale_core.snapshot.RandomState": lambda: {},
+    "scale_core.snapshot.RandomState": dict,
     "scale_core.snapshot.PerRank": lambda: {"obj": SGD(params(), lr=0.1)},
     "scale_core.state.sharded_state_dict": lambda: pooled(),
     "scale_core.state.load_sharded_state_dict": lambda: model_with_state(),
@@ -268,14 +266,14 @@ _CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_checkpoint.is_checkpointed": lambda: {"module": layers()},
     "scale_checkpoint.measure_step": lambda: {"model": layers(), "sample_input": x, "repeats": 1},
     "scale_checkpoint.memory_front": lambda: {"profile": memory_profile()},
-    "scale_checkpoint.offload_activations": lambda: {},
+    "scale_checkpoint.offload_activations": dict,
     "scale_checkpoint.patch_batchnorm": lambda: {"module": nn.BatchNorm1d(4)},
     "scale_checkpoint.plan_memory": lambda: {"model": layers(), "sample_input": x, "budget_bytes": 10**9},
     "scale_checkpoint.profile_memory": lambda: {"model": layers(), "sample_input": x, "repeats": 1},
     "scale_checkpoint.suggest_checkpoint_location": lambda: _traces(),
     "scale_fsdp.FullyShardedDataParallel": lambda: {"module": layers()},
-    "scale_fsdp.FSDPConfig": lambda: {},
-    "scale_fsdp.MixedPrecision": lambda: {},
+    "scale_fsdp.FSDPConfig": dict,
+    "scale_fsdp.MixedPrecision": dict,
     "scale_fsdp.fully_shard": lambda: {"module": layers()},
     "scale_fsdp.OffloadOptimizer": lambda: {"optim_cls": torch.optim.AdamW, "params": sharded().parameters()},
     "scale_fsdp.ShardedEMA": lambda: {"model": sharded()},
@@ -283,7 +281,7 @@ _CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_fsdp.auto_wrap_bn": lambda: {"module": nn.Sequential(nn.BatchNorm1d(4))},
     "scale_fsdp.consolidate_shard_weights": lambda: _local_state(),
     "scale_fsdp.describe": lambda: {"model": sharded()},
-    "scale_fsdp.enable_wrap": lambda: {},
+    "scale_fsdp.enable_wrap": dict,
     "scale_fsdp.full_optim_state_dict": lambda: pooled(),
     "scale_fsdp.full_state_dict": lambda: pooled(optimizer=False),
     "scale_fsdp.fully_shard_modules": lambda: {"module": layers(), "policy": _policy()},
@@ -339,7 +337,7 @@ _CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_tp.ColumnParallelLinear": lambda: {"in_features": 4, "out_features": 4},
     "scale_tp.RowParallelLinear": lambda: {"in_features": 4, "out_features": 4},
     "scale_tp.ParallelAttention": lambda: {"embed_dim": 8, "num_heads": 2},
-    "scale_tp.ParallelDropout": lambda: {},
+    "scale_tp.ParallelDropout": dict,
     "scale_tp.ParallelEmbedding": lambda: {"num_embeddings": 4, "embedding_dim": 4},
     "scale_tp.VocabParallelEmbedding": lambda: {"num_embeddings": 4, "embedding_dim": 4},
     "scale_tp.ParallelLayerNorm": lambda: {"normalized_shape": 4},

@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--date", help="write the figures to results/ under this date")
     options = parser.parse_args()
     row, steps = ("tiny", 4) if options.smoke else ("gpt", options.steps)
-    ranks = run_ranks(train, 2, row, steps, timeout=600.0)
+    ranks = run_ranks(train, 2, row, steps, limit_seconds=600.0)
     rows, figures = [], []
     for title, part in (("first two steps", slice(CHECKED_STEPS)), ("later steps", slice(CHECKED_STEPS, None))):
         contracts = statistics.median(contract for spent in ranks for contract, _ in spent[part])

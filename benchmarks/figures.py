@@ -93,7 +93,11 @@ def restart(figures: Figures) -> str:
     for way in dict.fromkeys(turn["way"] for turn in figures):
         turns = [turn for turn in figures if turn["way"] == way]
         again = [turn["kill_to_resumed"] for turn in turns]
-        row = [f"{median(turn['first_start'] for turn in turns):.1f} s", f"{median(again):.1f} s", f"{max(again):.1f} s"]
+        row = [
+            f"{median(turn['first_start'] for turn in turns):.1f} s",
+            f"{median(again):.1f} s",
+            f"{max(again):.1f} s",
+        ]
         rows.append([names[way], *row])
     heads = ["", "start to the first step", "kill to the next step", "at most"]
     return (
@@ -106,7 +110,9 @@ def restart(figures: Figures) -> str:
 def bad_inputs(figures: Figures) -> str:
     counts = Counter((each["name"].split(".")[0], each["outcome"]) for each in figures)
     packages = list(dict.fromkeys(each["name"].split(".")[0] for each in figures))
-    callables = {package: len({e["name"] for e in figures if e["name"].startswith(package + ".")}) for package in packages}
+    callables = {
+        package: len({e["name"] for e in figures if e["name"].startswith(package + ".")}) for package in packages
+    }
     outcomes = ("clear", "unclear", "taken")
     rows = [[f"`{p}`", str(callables[p]), *(str(counts[p, outcome]) for outcome in outcomes)] for p in packages]
     total = [sum(counts[p, outcome] for p in packages) for outcome in outcomes]
@@ -135,8 +141,12 @@ def snapshots(figures: Figures) -> str:
         lines = []
         for each in (each for each in figures if each["row"] == row):
             speed = f"{each['megabytes'] / 1000 / median(each['seconds']):.2f}"
-            lines.append([each["operation"], ways[each["way"]], speed, f"{each['ratio']:.2f}", f"{each['cpu_ratio']:.2f}"])
-        parts.append(Table(f"{row}:", ["", "", "GB/s", "time over plain", "CPU time over plain"], lines).markdown().strip())
+            lines.append(
+                [each["operation"], ways[each["way"]], speed, f"{each['ratio']:.2f}", f"{each['cpu_ratio']:.2f}"]
+            )
+        parts.append(
+            Table(f"{row}:", ["", "", "GB/s", "time over plain", "CPU time over plain"], lines).markdown().strip()
+        )
         parts += _cost_of_checksums([each for each in figures if each["row"] == row])
     return "\n\n".join(parts)
 

@@ -97,7 +97,7 @@ def main() -> int:
     num_units, turns = (8, 3) if options.smoke else (options.units, options.turns)
     rows, figures = [], []
     for world in (1, 2):
-        by_rank = run_ranks(train, world, num_units, turns, timeout=600.0)
+        by_rank = run_ranks(train, world, num_units, turns, limit_seconds=600.0)
         plain = [median(of_rank["plain"][phase] for of_rank in by_rank) for phase in (0, 1)]
         for name in ENGINES:
             if name == "plain":

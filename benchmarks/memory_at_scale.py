@@ -194,11 +194,12 @@ def fsdp2(model: GPT, units: list[nn.Module], simulation: Simulation, offload: b
 
 def scale_fsdp(model: GPT, units: list[nn.Module], simulation: Simulation, offload: bool) -> None:
     """scale-fsdp, likewise."""
-    from scale_fsdp import MixedPrecision, fully_shard
+    from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    place = CPUOffloadPolicy() if offload else OffloadPolicy()
     for unit in (*units, model):
-        fully_shard(unit, mixed_precision=policy, move_params_to_cpu=offload)
+        fully_shard(unit, mp_policy=policy, offload_policy=place)
 
 
 @dataclass(frozen=True)

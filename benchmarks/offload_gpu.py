@@ -12,7 +12,7 @@ that the peak is each one's own: `max_memory_allocated` over the steps that are 
 is that of all engines up to the rounding of other kernels.
 
 "state on the host" is `OffloadOptimizer` over `fully_shard`; "overlap_step" updates during the backward pass. "shards
-on the host" is `move_params_to_cpu=True`. FSDP2 is `torch.distributed.fsdp.fully_shard`; its offload is its
+on the host" is `offload_policy=CPUOffloadPolicy()`. FSDP2 is `torch.distributed.fsdp.fully_shard`; its offload is its
 `CPUOffloadPolicy`. The goals: half of the state on the host takes at most 1.3 times the step that has none there, and a
 step with shards on the host, updated during the backward pass, at most 0.67 times that of FSDP2 with its own.
 """
@@ -50,10 +50,9 @@ Engine = Callable[[GPT, torch.device], tuple[nn.Module, Optimizer]]
 
 def scale(model: GPT, device: torch.device, *, on_host: bool = False, **optimizer: Any) -> tuple[nn.Module, Optimizer]:
     """fully_shard with AdamW or, given its settings, OffloadOptimizer."""
-    precision = scale_fsdp.MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
-    shard = partial(
-        scale_fsdp.fully_shard, mixed_precision=precision, move_params_to_cpu=on_host, compute_device=device
-    )
+    precision = scale_fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    place = scale_fsdp.CPUOffloadPolicy() if on_host else None
+    shard = partial(scale_fsdp.fully_shard, mp_policy=precision, offload_policy=place, compute_device=device)
     model = model if on_host else model.to(device)
     for block in model.blocks:
         shard(block)

@@ -85,6 +85,7 @@ class Rank:
         shapes |= {f"layers.{n}.bias": (64,) for n in range(SMALL)}
         generator = torch.Generator().manual_seed(1)
         self.whole = {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
+        self.states: dict[tuple[bool, bool], dict[str, LocalShard]] = {}
         self.saved: dict[str, Path] = {}
 
     def run(self, operation: str, way: str) -> dict[str, Any]:
@@ -114,7 +115,12 @@ class Rank:
         return {"seconds": seconds, "cpu_seconds": cpu, "right": right}
 
     def state(self, *, columns: bool, alone: bool) -> dict[str, LocalShard]:
-        """The shards of this rank, in memory of their own."""
+        """The shards of this rank, in memory of their own: the same at each call."""
+        if (columns, alone) not in self.states:
+            self.states[columns, alone] = self.new_state(columns=columns, alone=alone)
+        return self.states[columns, alone]
+
+    def new_state(self, *, columns: bool, alone: bool) -> dict[str, LocalShard]:
         rank, size = (0, 1) if alone else (self.rank, self.size)
         shards = {}
         for key, tensor in self.whole.items():
@@ -254,7 +260,7 @@ def measure_row(nursery: Nursery, row: Row, turns: int, folder: Path) -> list[Re
     with Team(nursery, order, world_size=row.world_size) as team:
         for operation in dict.fromkeys(operation for operation, _ in results):
             ways = [way for of, way in results if of == operation]
-            for turn in range(-1, turns):  # The first one warms up.
+            for turn in range(-1 if operation == "write" else 0, turns):  # One before them warms up.
                 print(f"{row.title}: {operation}, turn {turn + 1} of {turns}", file=sys.stderr, flush=True)
                 shift = turn % len(ways)
                 for way in (*ways[shift:], *ways[:shift]):
@@ -287,7 +293,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--megabytes", default="256,1000")
     parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--folder", help="where to write; a temporary directory if left out")
     parser.add_argument("--smoke", action="store_true", help="8 MB, one turn; checked")
     parser.add_argument("--date", help="writes results/DATE-snapshots.json and .md")

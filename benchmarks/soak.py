@@ -122,7 +122,7 @@ def work(kind: str, folder: Path, seed: str, actions: Sequence[str]) -> None:
 
     agent = os.getppid()
     die_with_parent(agent)
-    group = init_distributed("gloo", device="cpu", timeout=120)
+    group = init_distributed("gloo", device="cpu", limit_seconds=120)
     (folder / "pids" / f"{os.getpid()}").touch()
     newest = latest_snapshot(folder / fault_trainings.SNAPSHOTS)
     first = 0 if newest is None else int(newest.name.removeprefix("step-"))

@@ -1,8 +1,9 @@
-"""What holds for the tests of every package: the same cases in every run, a CUDA device for some, one import for ranks.
+"""What holds for the tests of every package: the same cases and numbers in every run, a device for some, one import.
 
 `pytest --hypothesis-seed=7` tries cases of Hypothesis that other runs have not tried.
 """
 
+import random
 import re
 import sys
 from importlib.util import find_spec
@@ -23,6 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
     settings.register_profile("same-cases", derandomize=True)
     settings.load_profile("same-cases")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Has a test draw the same random numbers alone, and in any order after others; seeds what is imported alone."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from scale_adascale import AdaScale
 from scale_checkpoint import checkpoint_modules
-from scale_core import clip_grad_norm
+from scale_core import clip_grad_norm_
 from scale_fsdp import fully_shard
 from scale_tp import parallelize
 
@@ -62,7 +62,7 @@ def main() -> list[tuple[float, float]]:
             loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
             (loss / accumulate).backward()
             total += loss.detach() / MICRO_BATCHES
-        clip_grad_norm(list(model.parameters()), 1.0)  # over both axes, each element once
+        clip_grad_norm_(list(model.parameters()), 1.0)  # over both axes, each element once
         optimizer.step()
         optimizer.zero_grad()
         torch.distributed.all_reduce(total, group=data)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,9 +18,12 @@ import torch.distributed as dist
 from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor, nn
 
+import scale_core.snapshot.saving
 import scale_core.snapshot.snapshot
-from scale_core.snapshot import SnapshotError, async_save, latest, load, save, staging
+from scale_core.snapshot import SnapshotError, async_save, background, latest, load, save, staging
 from scale_core.testing import RankError, run_ranks
+
+T = TypeVar("T")
 
 LONG = 60.0  # Longer than any test waits.
 
@@ -168,6 +171,41 @@ def test_a_failure_is_raised_on_all_ranks_by_what_comes_next(tmp_path: Path, the
     assert "step-00000002 failed on rank 1 of 2: OSError: [Errno 28] No space left on device" in first
     assert at_step == its_step
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
+
+
+def copy_in_vain(folder: Path) -> str:
+    def no_memory(state: dict[str, Any]) -> dict[str, Any]:
+        raise MemoryError("no room for the copy")
+
+    if dist.get_rank() == 1:
+        vars(scale_core.snapshot.saving)["copy_to_host"] = no_memory
+    with pytest.raises(SnapshotError) as caught:
+        async_save(folder, 1, trained(1)).wait()
+    return str(caught.value)
+
+
+def test_a_copy_that_fails_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
+    for message in run_ranks(copy_in_vain, 2, tmp_path):
+        assert "step-00000001 failed on rank 1 of 2: MemoryError: no room for the copy" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def hear_late(folder: Path) -> tuple[str, int]:
+    class Late(background.CollectiveCall):
+        def all_ranks(self, act: Callable[[], T]) -> list[T]:
+            results = super().all_ranks(act)
+            if self.group.rank == 0:
+                time.sleep(0.3)
+            return results
+
+    background.CollectiveCall = Late  # type: ignore[misc]  # This process ends with the test.
+    return save_in_vain(folder, "step")
+
+
+def test_a_failure_is_raised_before_the_same_step_where_a_rank_hears_of_it_late(tmp_path: Path) -> None:
+    save(tmp_path, 1, trained(1))
+    (_, at_step), (_, its_step) = run_ranks(hear_late, 2, tmp_path)
+    assert at_step == its_step
 
 
 def test_hooks_are_there_only_while_a_save_is_pending(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.utils import clip_grad_norm_
+from torch.nn import utils
 
 from scale_core.comm.group import Group, group_of
-from scale_core.optim.clip_grad import clip_grad_norm, grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_, grad_norm
 from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks
 
@@ -56,12 +56,12 @@ def equals_torch_on_the_whole() -> None:
         for max_norm in (0.5, 1e6):
             grads = whole_grads()
             plain = [with_grad(grad.clone()) for grad in grads.values()]
-            expected = clip_grad_norm_([param for param in plain if param.numel()], max_norm, norm_type)
+            expected = utils.clip_grad_norm_([param for param in plain if param.numel()], max_norm, norm_type)
             exact = torch.linalg.vector_norm(
                 torch.cat([grad.reshape(-1).double() for grad in grads.values()]), norm_type
             )
             local = [cut(name, grad, group) for name, grad in grads.items()]
-            found = clip_grad_norm((param for param in local), max_norm, norm_type)
+            found = clip_grad_norm_((param for param in local), max_norm, norm_type)
             assert found.dtype == torch.float32
             assert units_apart(found, exact) <= 2
             assert units_apart(found, expected) <= (2 if norm_type in (2.0, math.inf) else 20)  # torch adds up in fp32
@@ -98,7 +98,7 @@ def doubles_on_one_rank() -> tuple[torch.dtype, float]:
     param = cut("weight", torch.full((4,), 1 / 3, dtype=torch.float64), group)
     if group.rank:
         param.grad = None
-    norm = clip_grad_norm([param], 0.25)
+    norm = clip_grad_norm_([param], 0.25)
     return norm.dtype, norm.item()
 
 
@@ -176,8 +176,8 @@ def test_half_precision_gradients_do_not_overflow() -> None:
 def test_the_factor_is_not_rounded_to_the_gradients_dtype(dtype: torch.dtype) -> None:
     grad = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(dtype)
     ours, theirs = with_grad(grad.clone()), with_grad(grad.clone())
-    clip_grad_norm([ours], 0.7)
-    clip_grad_norm_([theirs], 0.7)
+    clip_grad_norm_([ours], 0.7)
+    utils.clip_grad_norm_([theirs], 0.7)
     assert ours.grad is not None and theirs.grad is not None
     assert (ours.grad.double().norm() / 0.7 - 1).abs() < max(3e-6, torch.finfo(dtype).eps / 4)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=2 * torch.finfo(dtype).eps, atol=0)
@@ -202,28 +202,28 @@ def test_a_rank_without_gradients_clips_by_the_double_that_others_have() -> None
 def test_one_tensor_is_a_list_of_one() -> None:
     param = with_grad(torch.full((2, 2), 2.0))
     assert grad_norm(param).item() == 4
-    assert clip_grad_norm(param, 2.0).item() == 4
+    assert clip_grad_norm_(param, 2.0).item() == 4
     assert param.grad is not None and param.grad.norm().item() == pytest.approx(2.0)
 
 
 def test_no_gradient_is_a_norm_of_zero() -> None:
     assert grad_norm([]).item() == 0
     assert grad_norm([with_grad(None)]).item() == 0
-    assert clip_grad_norm([with_grad(torch.zeros(3))], 1.0).item() == 0
+    assert clip_grad_norm_([with_grad(torch.zeros(3))], 1.0).item() == 0
 
 
 def test_nothing_to_clip_is_refused_with_what_to_pass() -> None:
     params = iter([with_grad(torch.ones(3))])
-    assert clip_grad_norm(params, 1.0).item() == pytest.approx(math.sqrt(3))
-    for function in (clip_grad_norm, grad_norm):
+    assert clip_grad_norm_(params, 1.0).item() == pytest.approx(math.sqrt(3))
+    for function in (clip_grad_norm_, grad_norm):
         with pytest.raises(ValueError, match=r"an iterator that has been used up.*list\(model.parameters\(\)\)"):
             function(params, 1.0)
         with pytest.raises(ValueError, match="used up"):
             function((param for param in ()), 1.0)
     with pytest.raises(
-        ValueError, match=r"clip_grad_norm: expected parameters, got an empty list.*model.parameters\(\)"
+        ValueError, match=r"clip_grad_norm_: expected parameters, got an empty list.*model.parameters\(\)"
     ):
-        clip_grad_norm([], 1.0)
+        clip_grad_norm_([], 1.0)
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
@@ -236,15 +236,15 @@ def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
 def test_a_bound_that_would_turn_gradients_round_is_refused_and_changes_nothing(max_norm: float) -> None:
     param = with_grad(torch.tensor([3.0, 4.0]))
     with pytest.raises(ValueError, match=f"max_norm of at least 0, got {max_norm}"):
-        clip_grad_norm(param, max_norm)
+        clip_grad_norm_(param, max_norm)
     assert param.grad is not None and param.grad.tolist() == [3.0, 4.0]
 
 
 def test_no_bound_only_measures_and_a_bound_of_zero_leaves_nothing() -> None:
     param = with_grad(torch.tensor([3.0, 4.0]))
-    assert clip_grad_norm(param, math.inf).item() == 5
+    assert clip_grad_norm_(param, math.inf).item() == 5
     assert param.grad is not None and param.grad.tolist() == [3.0, 4.0]
-    assert clip_grad_norm(param, 0.0).item() == 5
+    assert clip_grad_norm_(param, 0.0).item() == 5
     assert param.grad.tolist() == [0.0, 0.0]
 
 
@@ -253,8 +253,8 @@ def test_of_complex_gradients_the_magnitudes_count(norm_type: float) -> None:
     generator = torch.Generator().manual_seed(5)
     grads = [torch.randn(300, 2, dtype=torch.complex64, generator=generator), torch.randn(4, generator=generator)]
     plain, ours = ([with_grad(grad.clone()) for grad in grads] for _ in range(2))
-    norm = clip_grad_norm(ours, 0.5, norm_type)
-    assert units_apart(norm, clip_grad_norm_(plain, 0.5, norm_type)) <= 8
+    norm = clip_grad_norm_(ours, 0.5, norm_type)
+    assert units_apart(norm, utils.clip_grad_norm_(plain, 0.5, norm_type)) <= 8
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert grad_norm(with_grad(grads[0].to(torch.complex128))).dtype == torch.float64
@@ -272,14 +272,14 @@ def of_copies() -> tuple[float, float, float]:
     replicated = with_grad(grads["bias"].clone())
     set_shard(replicated, Shard("", (3,), 0, 3, (Axis(group, Placement.REPLICATE),)))
     params = [columns, copied, replicated]
-    before = clip_grad_norm(params, 0.5)
+    before = clip_grad_norm_(params, 0.5)
     return before.item(), grad_norm(params).item(), copied.grad.norm().item()
 
 
 def test_columns_count_once_and_of_copies_one_counts() -> None:
     grads = whole_grads()
     plain = [with_grad(grads[name].clone()) for name in ("table", "weight", "bias")]
-    expected = clip_grad_norm_(plain, 0.5).item()
+    expected = utils.clip_grad_norm_(plain, 0.5).item()
     for before, after, copied in run_ranks(of_copies, 2):
         assert before == pytest.approx(expected, rel=1e-6)
         assert after == pytest.approx(0.5, rel=1e-5)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from scale_core import errors
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency import flight_recorder as last_words
-from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint, unfinished_on_nccl
+from scale_core.consistency.flight_recorder import FlightRecorder, unfinished_on_nccl
+from scale_core.errors import recovery_hint
 from scale_core.launch import init_distributed
 from scale_core.launch.rendezvous import open_store
 from scale_core.snapshot import load_snapshot, save_snapshot
@@ -49,7 +50,7 @@ def freeze_the_host_of_the_store(port: int) -> dict[int, str] | None:
     rank = ready.add("rank", 1) - 1
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
     os.environ["MASTER_PORT"] = ready.get("free port").decode()
-    recorder = FlightRecorder(init_distributed(device="cpu", timeout=600.0))
+    recorder = FlightRecorder(init_distributed(device="cpu", limit_seconds=600.0))
     recorder.events.append("here")
     if rank == 0:
         ready.set("pid", str(os.getpid()))

@@ -117,3 +117,16 @@ def test_an_index_can_not_leave_its_folder(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../other.safetensors"}}))
     with pytest.raises(ValueError, match=r"'\.\./other\.safetensors', expected a file of this folder"):
         index_of(tmp_path)
+
+
+def test_a_pickle_that_announces_more_than_there_is_takes_no_memory(tmp_path):
+    torch.save(MODEL.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with (tmp_path / "old.pt").open("rb") as file:
+        for _ in range(3):
+            pickle.load(file)
+        before = file.tell()
+    with (tmp_path / "old.pt").open("r+b") as file:
+        file.truncate(before)
+        file.seek(before)
+        file.write(b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"abc")
+    assert recognize(tmp_path / "old.pt").format is Format.TORCH_FILE

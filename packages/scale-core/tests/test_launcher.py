@@ -14,7 +14,7 @@ from scale_core.launch import launcher as launch
 
 
 def write_sum(folder: Path) -> None:
-    group = init_distributed(timeout=600.0)
+    group = init_distributed(limit_seconds=600.0)
     total = torch.tensor([1.0 + group.rank])
     dist.all_reduce(total)
     names = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "WORLD_SIZE")

@@ -29,6 +29,10 @@ def main():
     return 3
 print(run_ranks(main, 2))
 """
+SPAWN = """
+import multiprocessing
+multiprocessing.get_all_start_methods = lambda: ["spawn"]  # As on Windows.
+"""
 OF_A_MODULE = """
 from operator import add
 import test_main_script
@@ -60,19 +64,19 @@ def started(arguments: list[str], text: str = "") -> subprocess.Popen[str]:
 
 
 def test_programs_that_new_processes_cannot_follow_end_with_what_to_write(tmp_path: Path) -> None:
-    scripts = [tmp_path / "launch.py", tmp_path / "run.py", tmp_path / "of_a_module.py"]
-    for script, text in zip(scripts, (LAUNCH, RUN, OF_A_MODULE), strict=True):
+    scripts = [tmp_path / name for name in ("launch.py", "run.py", "spawn.py", "of_a_module.py")]
+    for script, text in zip(scripts, (LAUNCH, RUN, SPAWN + RUN, OF_A_MODULE), strict=True):
         script.write_text(text)
     unguarded = [started([str(script)]) for script in scripts]
-    in_no_file = [started(["-c", LAUNCH]), started(["-c", RUN]), started([], LAUNCH), started([], RUN)]
-    works = [started(["-c", OF_A_MODULE]), started([], OF_A_MODULE)]
-    for process, call in zip(unguarded, ("launch_local", "run_ranks", "launch_local"), strict=True):
+    in_no_file = [started(["-c", LAUNCH]), started([], RUN)]
+    works = [started(["-c", OF_A_MODULE])]
+    for process, call in zip(unguarded, ("launch_local", "run_ranks", "run_ranks", "launch_local"), strict=True):
         output, _ = process.communicate()
         assert process.returncode == 1 and "at work" not in output
         errors = ("scale_core.errors.LaunchError", "scale_core.testing.rank.RankError")
         assert output.rstrip().splitlines()[-1].startswith(errors)
         assert f'Write `if __name__ == "__main__":` above the line that calls {call}' in output.splitlines()[-1]
-    for process, name in zip(in_no_file, ("work", "main", "work", "main"), strict=True):
+    for process, name in zip(in_no_file, ("work", "main"), strict=True):
         output, _ = process.communicate()
         assert process.returncode == 1, output
         assert f"new processes cannot find {name}, which is in no file" in output.rstrip().splitlines()[-1]

@@ -76,7 +76,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_its_last_words() -> None:
 
 def test_the_limit_kills_the_ranks_and_says_where_they_were() -> None:
     with pytest.raises(TimeoutError) as caught:
-        run_ranks(lost_rank_waits, 2, timeout=4.0)
+        run_ranks(lost_rank_waits, 2, limit_seconds=4.0)
     text = str(caught.value)
     assert "limit of 4 s" in text
     assert "rank 0: had returned" in text
@@ -85,7 +85,7 @@ def test_the_limit_kills_the_ranks_and_says_where_they_were() -> None:
 
 def test_a_frozen_rank_is_killed_too() -> None:
     with pytest.raises(TimeoutError, match=r"rank 0: was here.*\n.*no answer"):
-        run_ranks(freeze, 1, timeout=3.0, backend=None)
+        run_ranks(freeze, 1, limit_seconds=3.0, backend=None)
 
 
 def test_what_ranks_print_reaches_the_caller_s_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_zero_ranks_are_refused() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_rank_outlives_the_call() -> None:
     with pytest.raises(TimeoutError):
-        run_ranks(freeze, 2, timeout=2.0, backend=None)
+        run_ranks(freeze, 2, limit_seconds=2.0, backend=None)
     (pid, _, _), _ = run_ranks(pid_of_a_rank_without_group, 2, backend=None)
     assert not os.path.exists(f"/proc/{pid}")
 

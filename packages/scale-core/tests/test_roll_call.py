@@ -58,7 +58,7 @@ def test_what_ranks_that_have_ended_left_in_the_store_is_passed_over() -> None:
         ([facts(0, 3), facts(1, 3), facts(1, 3)], "two ranks have RANK=1"),
         (
             [facts(0, config={"lr": 1}), facts(1, config={"lr": 2})],
-            "the configuration of rank 1 is not that of rank 0: lr is 1 and 2",
+            "the configuration of rank 1 is not that of rank 0: lr is 1 and 2. Give all ranks the same config",
         ),
     ],
 )
@@ -86,6 +86,11 @@ def test_differences_are_named_to_the_leaf() -> None:
     assert differences({"a": [1, 2]}, {"a": [1, 3]}) == ["a is [1, 2] and [1, 3]"]
     assert differences({}, {"a": {"b": None}}) == ["it is {} and missing", "a.b is missing and null"]
     assert differences({"a": 1}, {"a": 1}) == []
+
+
+def test_numbers_that_are_none_are_no_difference() -> None:
+    everyone = [facts(rank, config={"clip": float("nan")}) for rank in range(2)]
+    assert compare(everyone) == ("", "")
 
 
 def test_a_configuration_is_anything_that_json_knows() -> None:

@@ -25,7 +25,7 @@ def test_a_folder_with_an_index_is_one_state(tmp_path):
 @pytest.mark.parametrize(
     "index, words",
     [
-        ({"a": "x.safetensors"}, r"x\.safetensors is missing, which the index"),
+        ({"a": "x.safetensors"}, r"x\.safetensors is missing, and the index"),
         ({"a": "one.safetensors", "c": "one.safetensors"}, "an index with c, which no file has"),
         ({"a": "two.safetensors", "b": "two.safetensors"}, "an index with a, which no file has"),
         ({"b": "one.safetensors"}, r"a is in one\.safetensors, and its index says None"),

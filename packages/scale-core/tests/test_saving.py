@@ -26,7 +26,8 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scale_core import ShardedGradScaler
-from scale_core.snapshot import RandomState, SnapshotError, latest, load, load_snapshot, save, save_snapshot
+from scale_core.errors import ScaleDistributedError
+from scale_core.snapshot import RandomState, SnapshotError, async_save, latest, load, load_snapshot, save, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.chunks import LocalShard
 from scale_core.testing import run_ranks
@@ -217,6 +218,13 @@ def test_what_can_be_no_name_is_refused(tmp_path: Path, name: str) -> None:
         save(tmp_path, 1, {"model": nn.Linear(1, 1), "model.x": 1})
 
 
+@pytest.mark.parametrize("first", ["a", "a.b"])
+def test_values_whose_entries_would_have_one_name_are_refused(tmp_path: Path, first: str) -> None:
+    values = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"'a.b' would be the name of two entries"):
+        save(tmp_path, 1, dict(sorted(values.items(), key=lambda item: item[0] != first)))
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step of at least 0, got -1"):
         save(tmp_path, -1, {})
@@ -227,6 +235,36 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"thing: a builtins.object can't be saved"):
         save(tmp_path, 1, {"thing": object()})
     assert not list(tmp_path.iterdir())
+
+
+def call_with_wrong_arguments(folder: Path) -> list[str]:
+    is_wrong = dist.get_rank() == 1
+    found = []
+    for call in (
+        lambda: save(folder, -1 if is_wrong else 1, {"a": 1}),
+        lambda: async_save(folder, 1, {"a": 1}, keep=0 if is_wrong else 1),
+        lambda: load(folder, {"a": 1}, step=-1 if is_wrong else 1),
+    ):
+        with pytest.raises(ValueError, match="of at least") as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_wrong_arguments_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
+    for messages in zip(*run_ranks(call_with_wrong_arguments, 2, tmp_path), strict=True):
+        assert all("of at least" in message for message in messages), messages
+
+
+def save_or_load(folder: Path) -> str:
+    with pytest.raises(ScaleDistributedError) as caught:
+        save(folder, 1, {"a": 1}) if dist.get_rank() == 0 else load(folder, {"a": 1})
+    return str(caught.value)
+
+
+def test_ranks_of_which_one_saves_and_one_loads_both_hear_of_it(tmp_path: Path) -> None:
+    for message in run_ranks(save_or_load, 2, tmp_path):
+        assert "the ranks do different things: rank 0: saving objects; rank 1: loading objects" in message
 
 
 # --------------------------------------------------------------------------------------------------- other shardings
@@ -254,8 +292,8 @@ def differences(folder: Path, as_objects: bool) -> list[str]:
         found = load(folder, {"model": model, "optim": optimizer}, strict=False)
         assert found.state["model"] is model
     else:
-        found = load_snapshot(folder, lambda saved: target_state_dict(model, optimizer, own_keys(saved)), strict=False)
-        load_sharded_state_dict(own_keys(found.state), model, optimizer)
+        found = load_snapshot(folder, lambda saved: target_state_dict(model, optimizer, saved), strict=False)
+        load_sharded_state_dict(found.state, model, optimizer)
     expected, its = sharded()
     train_by_hand(expected, its, 3)
     for pair in ((model, optimizer), (expected, its)):
@@ -264,20 +302,13 @@ def differences(folder: Path, as_objects: bool) -> list[str]:
     return [*(ours.keys() ^ theirs.keys()), *(key for key in ours if not is_same(ours[key], theirs[key]))]
 
 
-OTHERS = ("scale.", "note")
-
-
-def own_keys(state: Any) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if not key.startswith(OTHERS)}
-
-
 def is_same(ours: Any, theirs: Any) -> bool:
     ours, theirs = (value.tensor if isinstance(value, LocalShard) else value for value in (ours, theirs))
     return torch.equal(ours, theirs) if isinstance(ours, Tensor) else bool(ours == theirs)
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*is loaded in part, as strict=False says. . unexpected in it. (note|scale):UserWarning"
+    "ignore:.*is loaded in part, as strict=False says. 2 unexpected in it. note.at, note$:UserWarning"
 )
 @pytest.mark.parametrize("saved_as_objects", [True, False])
 @pytest.mark.parametrize("loaded_as_objects", [True, False])
@@ -387,19 +418,6 @@ def test_what_one_rank_can_not_save_is_an_error_on_all(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class WithExtraState(nn.Linear):
-    def get_extra_state(self) -> Any:
-        return {"scale": 1.0}
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
-
-def test_extra_state_of_a_module_is_not_left_out_in_silence(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"the extra state of 'model\.0' .* is not saved or loaded: pass an"):
-        save(tmp_path, 1, {"model": nn.Sequential(WithExtraState(1, 1))})
-
-
 def test_of_a_module_that_has_changed_what_fits_is_loaded_where_that_is_asked_for(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -407,16 +425,26 @@ def test_of_a_module_that_has_changed_what_fits_is_loaded_where_that_is_asked_fo
     other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5), nn.Linear(1, 1))
     before = other[1].weight.detach().clone()
     its = torch.optim.SGD(other.parameters(), lr=0.7)
-    with pytest.raises(SnapshotError, match="StateMismatch"):
+    with pytest.raises(SnapshotError, match=r"\(2 missing in it: model.2.weight, model.2.bias; 2 of another shape"):
         load(tmp_path, {"model": other, "optimizer": its})
-    left_out = pytest.warns(UserWarning, match="the optimizer 'optimizer' is left out")
-    with left_out, pytest.warns(UserWarning, match="loaded in part") as caught:
+    with pytest.warns(UserWarning, match="loaded in part") as caught:
         load(tmp_path, {"model": other, "optimizer": its}, strict=False)
-    texts = " ".join(str(warning.message) for warning in caught)
-    assert "model.2.weight" in texts and "the saved shape is (4, 2), expected (5, 2)" in texts
+    (text,) = (str(warning.message) for warning in caught)
+    assert "2 missing in it: model.2.weight, model.2.bias" in text
+    assert "the saved shape is (4, 2), expected (5, 2)" in text
     assert torch.equal(other[0].weight, model[0].weight)
     assert torch.equal(other[1].weight, before)
-    assert its.param_groups[0]["lr"] == 0.7
+    assert its.param_groups[0]["lr"] == 0.1
+
+
+def test_weights_are_converted_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    save(tmp_path, 1, {"model": model})
+    other = nn.Linear(3, 2, dtype=torch.bfloat16)
+    with pytest.raises(SnapshotError, match=r"2 of another dtype: model\.weight: .* or convert with cast=True"):
+        load(tmp_path, {"model": other})
+    load(tmp_path, {"model": other}, cast=True)
+    assert torch.equal(other.weight, model.weight.bfloat16())
 
 
 def test_a_damaged_snapshot_is_passed_over_with_the_objects_as_they_are(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor
 
 import scale_core.snapshot.snapshot
+import scale_core.testing.ranks
 from scale_core.comm.group import Group
+from scale_core.errors import ScaleDistributedError
 from scale_core.snapshot import (
     DamagedSnapshotError,
     ForeignCheckpointError,
@@ -132,7 +134,11 @@ def save_and_be_killed(directory: Path, rank: int, point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     vars(scale_core.snapshot.snapshot)["at_stage"] = at_stage
-    save_trained(directory, steps=4)
+    try:
+        save_trained(directory, steps=4)
+    except ScaleDistributedError as error:
+        (directory.parent / "told").write_text(str(error))
+        raise
 
 
 def lose_a_rank_while_saving(directory: Path, num_ranks: int, rank: int, point: str) -> None:
@@ -163,10 +169,15 @@ def test_any_rank_killed_at_any_stage_leaves_the_last_snapshot_as_it_was(tmp_pat
     lose_a_rank_while_saving(tmp_path, 3, rank, point)
 
 
-def test_a_rank_killed_after_the_rename_has_saved(tmp_path: Path) -> None:
+def test_a_rank_killed_after_the_rename_has_saved_and_the_others_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)  # The other one has time to say it.
+    folder = tmp_path / "snapshots"
     with pytest.raises(RankError):
-        run_ranks(save_and_be_killed, 2, tmp_path, 0, "renamed")
-    assert at(0, load_and_train_on, tmp_path, 4) == "step-00000004"
+        run_ranks(save_and_be_killed, 2, folder, 0, "renamed")
+    assert (tmp_path / "told").read_text().endswith(f"start from the last checkpoint, {folder / 'step-00000004'}")
+    assert at(0, load_and_train_on, folder, 4) == "step-00000004"
 
 
 def save_while_something_happens(directory: Path, point: str, happens: Callable[[Path], object]) -> str:
@@ -475,11 +486,12 @@ def load_another_model(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_a_snapshot_of_another_model_names_the_first_parameter_that_differs_on_every_rank(tmp_path: Path) -> None:
+def test_a_snapshot_of_another_model_lists_all_that_differs_on_every_rank(tmp_path: Path) -> None:
     run_ranks(save_trained, 2, tmp_path)
     first, second = run_ranks(load_another_model, 2, tmp_path)
     assert first == second
     assert "model.embed.weight: the saved shape is (7, 5), expected (7, 6)" in first
+    assert "optim.embed.weight.exp_avg: the saved shape is (7, 5), expected (7, 6)" in first
 
 
 def save_what_differs(directory: Path, kind: str) -> str:
@@ -489,6 +501,7 @@ def save_what_differs(directory: Path, kind: str) -> str:
         "dtype": {"a": LocalShard(torch.ones(2).to((torch.half, torch.float)[rank]), (4,), 2 * rank, 2 * rank + 2)},
         "twice": {"a": LocalShard(torch.ones(3), (4,), rank, rank + 3)},
         "never": {"a": LocalShard(torch.ones(1), (4,), rank, rank + 1)},
+        "kind": {"a": (torch.ones(1), 1)[rank]},
     }
     with pytest.raises(SnapshotError) as caught:
         save_snapshot(directory, 1, states[kind])
@@ -501,6 +514,7 @@ def save_what_differs(directory: Path, kind: str) -> str:
         ("value", "lr differs between the ranks: 0.1 on a lower rank, 1.1 on rank 1"),
         ("dtype", "a differs between the ranks"),
         ("twice", "key:a has overlapping chunks"),
+        ("kind", "a is a tensor on some ranks and a value on others"),
         ("never", "key:a invalid fill tensor-volume: 4 chunks-volume: 2"),
     ],
 )
@@ -579,3 +593,57 @@ def load_foreign(path: Path) -> None:
         load_snapshot(path, {"a": torch.ones(2)})
     with pytest.raises(ForeignCheckpointError):
         load_snapshot(path, {"a": torch.ones(2)}, step=3)
+
+
+def test_views_that_are_conjugated_or_negated_by_a_flag_are_saved_by_their_values(tmp_path: Path) -> None:
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    saved = {"conjugated": values.conj(), "negated": values[:1].conj().imag}
+    assert saved["conjugated"].is_conj() and saved["negated"].is_neg()
+    save_snapshot(tmp_path, 1, saved)
+    read = load_snapshot(tmp_path, {"conjugated": torch.zeros_like(values), "negated": torch.zeros(1)}).state
+    assert read["conjugated"].tolist() == [1 - 2j, 3 + 1j]
+    assert read["negated"].tolist() == [-2.0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [(torch.empty(2, device="meta"), "t is on the meta device"), (torch.eye(2).to_sparse(), r"save t.to_dense\(\)")],
+)
+def test_what_has_no_dense_values_is_not_saved(tmp_path: Path, tensor: Tensor, words: str) -> None:
+    with pytest.raises(SnapshotError, match=words):
+        save_snapshot(tmp_path, 1, {"t": tensor})
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (torch.empty(2, 3, device="meta"), "t is on the meta device, where there is no memory"),
+        (torch.zeros(3).expand(2, 3), "t: its elements share memory"),
+    ],
+)
+def test_a_place_that_can_not_hold_what_was_saved_is_refused_before_anything_is_changed(
+    tmp_path: Path, place: Tensor, words: str
+) -> None:
+    save_snapshot(tmp_path, 1, {"first": torch.ones(1), "t": torch.ones(2, 3)})
+    first = torch.zeros(1)
+    with pytest.raises(SnapshotError, match=words):
+        load_snapshot(tmp_path, {"first": first, "t": place})
+    assert first.item() == 0
+
+
+@pytest.mark.parametrize("how", ["file", "link to nothing", "snapshot of another step"])
+def test_what_is_only_named_as_a_snapshot_is_passed_over_with_a_warning(tmp_path: Path, how: str) -> None:
+    save_snapshot(tmp_path, 1, {"a": torch.ones(2)})
+    place = tmp_path / "step-00000002"
+    if how == "file":
+        place.write_text("no directory")
+    elif how == "link to nothing":
+        place.symlink_to(tmp_path / "nowhere")
+    else:
+        shutil.copytree(tmp_path / "step-00000001", place)
+    with pytest.warns(UserWarning, match="passing over a snapshot that is not whole: .*step-00000002"):
+        assert load_snapshot(tmp_path, {"a": torch.zeros(2)}).step == 1
+    with pytest.warns(UserWarning, match="passing over a snapshot that is not whole: .*step-00000002"):
+        assert latest_snapshot(tmp_path) == tmp_path / "step-00000001"
+    with pytest.raises(DamagedSnapshotError, match="step-00000001: load that, step=1"):
+        load_snapshot(tmp_path, {"a": torch.zeros(2)}, step=2)

@@ -1,3 +1,4 @@
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from scale_core.errors import DamagedSnapshotError
 from scale_core.snapshot import load_snapshot, save_snapshot, verify_snapshot
 from scale_core.snapshot.format import safetensors_io as io
 from scale_core.snapshot.format.metadata import read_manifest
-from scale_core.snapshot.format.verification import all_blocks, share_of_unread, united
+from scale_core.snapshot.format.verification import RankReads, all_blocks, blocks_to_verify
 
 NAME = "rank-00000.safetensors"
 
@@ -82,16 +83,29 @@ def test_nothing_is_loaded_from_a_damaged_file(place: Path) -> None:
     assert all((tensor == -1).all() for tensor in target.values())
 
 
+def verified_by(place: Path, reads: list[RankReads]) -> list[list[int]]:
+    shares = [blocks_to_verify(read_manifest(place), reads, rank) for rank in range(len(reads))]
+    return [[block for first, last in share.get(NAME, ()) for block in range(first, last)] for share in shares]
+
+
 def test_what_no_rank_reads_is_shared_out_evenly(place: Path) -> None:
+    (((_, total),),) = all_blocks(read_manifest(place)).values()
+    shares = verified_by(place, [RankReads(host, {}) for host in "abb"])
+    assert sorted(itertools.chain(*shares)) == list(range(total))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_each_host_verifies_what_its_ranks_read_and_no_block_twice(place: Path) -> None:
+    (((_, total),),) = all_blocks(read_manifest(place)).values()
+    reads = [RankReads("a", {NAME: [(1, 4)]}), RankReads("b", {NAME: [(2, 3)]}), RankReads("a", {NAME: [(0, 2)]})]
+    shares = verified_by(place, reads)
+    on_a, on_b = [*shares[0], *shares[2]], shares[1]
+    assert len({*on_a}) == len(on_a) and {0, 1, 2, 3} <= {*on_a} and 2 in on_b
+    assert {*on_a, *on_b} == set(range(total)) and {*on_a} & {*on_b} == {2}
+    assert abs(len(shares[0]) - len(shares[2])) <= 1
+
+
+def test_ranks_of_a_host_that_all_read_everything_share_the_verification(place: Path) -> None:
     manifest = read_manifest(place)
-    (((_, total),),) = all_blocks(manifest).values()
-    read: list[dict[str, list[tuple[int, int]]]] = [{NAME: [(1, 3)]}, {}, {NAME: [(2, 4)]}]
-    shares = [share_of_unread(manifest, read, rank, 3) for rank in range(3)]
-    blocks = sorted(block for share in shares for a, b in share.get(NAME, ()) for block in range(a, b))
-    assert blocks == [0, *range(4, total)]
-    counts = [sum(b - a for a, b in share.get(NAME, ())) for share in shares]
-    assert max(counts) - min(counts) <= 1
-
-
-def test_blocks_of_two_plans_are_united() -> None:
-    assert united({"a": [(2, 3)], "b": [(0, 1)]}, {"a": [(0, 1)]}) == {"a": [(0, 1), (2, 3)], "b": [(0, 1)]}
+    shares = verified_by(place, [RankReads("a", all_blocks(manifest))] * 3)
+    assert sorted(itertools.chain(*shares)) == list(range(len(manifest.files[NAME].checksums)))

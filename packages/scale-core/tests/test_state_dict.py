@@ -178,9 +178,9 @@ def test_the_target_of_a_fresh_optimizer_has_room_for_all_that_was_saved() -> No
     [
         ("model.embed.weight", torch.ones(7, 6), r"model.embed.weight: the saved shape is \(7, 6\), expected \(7, 5\)"),
         ("model.scale", torch.tensor(1), "model.scale: the saved dtype is torch.int64, expected torch.float32"),
-        ("model.extra", torch.ones(1), "model.extra is unexpected in it .missing: none; unexpected: model.extra"),
-        ("model.scale", None, "model.scale is missing in it"),
-        ("optim.unknown.step", torch.tensor(1.0), "optim.unknown.step was saved, but the optimizer has no parameter"),
+        ("model.extra", torch.ones(1), "other model or optimizer .1 unexpected in it: model.extra.: build"),
+        ("model.scale", None, "1 missing in it: model.scale"),
+        ("optim.unknown.step", torch.tensor(1.0), "1 unexpected in it: optim.unknown.step"),
         (GROUPS, [], "optim.groups: none saved: save the optimizer too"),
         (
             GROUPS,
@@ -205,6 +205,46 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(key: st
         load_sharded_state_dict(state, model, optimizer)
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
     assert not optimizer.state
+
+
+def test_all_that_differs_is_listed_at_once_and_what_fits_is_loaded_where_that_is_asked_for() -> None:
+    state: dict[str, Any] = dict(sharded_state_dict(*trained()))
+    del state["model.scale"]
+    state |= {
+        "model.extra": torch.ones(1),
+        "model.embed.weight": torch.ones(7, 6),
+        "optim.embed.weight.exp_avg": torch.ones(7, 6),
+        "optim.unknown.step": torch.tensor(1.0),
+    }
+    model = cut(Model(), 0, 2)
+    optimizer = OPTIMIZERS["adamw"]([param for param in model.parameters() if param.requires_grad])
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    with pytest.raises(StateMismatch) as caught:
+        load_sharded_state_dict(state, model, optimizer)
+    assert str(caught.value) == (
+        "the state is that of another model or optimizer (1 missing in it: model.scale; 2 unexpected in it: "
+        "model.extra, optim.unknown.step; 2 of another shape: model.embed.weight: the saved shape is (7, 6), expected "
+        "(7, 5), optim.embed.weight.exp_avg: the saved shape is (7, 6), expected (7, 5)): build model and optimizer as "
+        "they were, or load what fits with strict=False"
+    )
+    with pytest.warns(UserWarning, match=r"loaded in part, as strict=False says: 1 missing in it: model\.scale; 2 un"):
+        load_sharded_state_dict(state, model, optimizer, strict=False)
+    expected = cut(trained()[0], 0, 2)
+    left = {"scale", "embed.weight"}
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name] if name in left else expected.get_parameter(name)), name
+    # Also of `scale` the state is left out: it goes with its parameter.
+    has_state = {name for name, param in model.named_parameters() if param in optimizer.state}
+    assert has_state == {name for name, _ in model.named_parameters() if f"optim.{name}.step" in state} - left
+
+
+def test_the_state_of_another_kind_of_optimizer_is_left_out_as_a_whole() -> None:
+    state = sharded_state_dict(*trained(optimizer="momentum"))
+    model, optimizer = trained(optimizer="adamw", steps=0)
+    with pytest.warns(UserWarning, match="the option 'dampening', which this one does not know"):
+        load_sharded_state_dict(state, model, optimizer, strict=False)
+    assert not optimizer.state and "dampening" not in optimizer.param_groups[0]
+    assert torch.equal(model.scale, trained(optimizer="momentum")[0].scale)
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
@@ -275,7 +315,7 @@ def test_a_tied_parameter_is_found_under_any_of_its_names_and_never_takes_one_of
     assert torch.equal(optimizers[1].state[other.head]["momentum_buffer"], torch.ones(3))
     there = {key: SavedTensor((3,), torch.float32) if isinstance(v, Tensor) else v for key, v in state.items()}
     assert target_state_dict(other, optimizers[1], there)["model.embed"].data_ptr() == other.head.data_ptr()
-    with pytest.raises(StateMismatch, match=r"model.(embed|head) is unexpected"):
+    with pytest.raises(StateMismatch, match=r"1 unexpected in it: model.(embed|head)"):
         load_sharded_state_dict(sharded_state_dict(Pair("embed", "head", tied=False)), other)
 
 
@@ -313,5 +353,5 @@ def test_a_part_of_a_model_has_the_names_of_the_whole_and_leaves_what_it_shares_
         assert torch.equal(other.head, model.head) and torch.equal(other.bias, model.bias)
         assert type(fresh.state[other.head]["momentum_buffer"]) is Tensor
         assert fresh.param_groups[0]["lr"] == 0.1
-    with pytest.raises(StateMismatch, match=r"model.unknown is unexpected"):
+    with pytest.raises(StateMismatch, match=r"1 unexpected in it: model.unknown"):
         load_sharded_state_dict({**whole, "model.unknown": torch.zeros(1)}, Part())

@@ -30,7 +30,15 @@ def test_an_echo_of_the_same_key_press_does_not_interrupt() -> None:
         assert stop.received == signal.SIGINT
 
 
-def test_a_second_wish_interrupts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_sigterms_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "_ECHO_SECONDS", -1.0)
+    with StopSignal() as stop:
+        kill_self(signal.SIGTERM)
+        kill_self(signal.SIGTERM)
+        assert stop.exit_code == 143
+
+
+def test_a_second_ctrl_c_interrupts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupt, "_ECHO_SECONDS", -1.0)
     with StopSignal(), pytest.raises(KeyboardInterrupt):
         kill_self(signal.SIGINT)

@@ -66,3 +66,17 @@ def test_a_folder_that_lacks_what_its_index_names_is_refused(tmp_path: Path):
     torch.save({"a": torch.ones(1)}, tmp_path / "x.bin")
     with pytest.raises(ValueError, match="an index with b, which no file has"):
         read_torch_folder(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_flipped_bit_in_the_structure_of_an_older_file_is_refused_by_name(tmp_path):
+    torch.save({"weight": torch.ones(2), "b": torch.ones(3)}, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "w.pt").read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        (tmp_path / "w.pt").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            read_torch_file(tmp_path / "w.pt")
+        except ValueError:  # And no other.
+            refused += 1
+    assert refused > len(whole) / 2

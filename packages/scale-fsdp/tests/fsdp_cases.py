@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
-from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from scale_fsdp.fully_sharded_data_parallel import shard_as_fairscale
 from scale_fsdp.runtime.unit import units_in
 
 DIM, TOKENS, VOCABULARY = 6, 5, 11
@@ -86,11 +87,11 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
 }
 
-PRECISIONS: dict[str, MixedPrecision] = {
-    "fp32": MixedPrecision(),
-    "bf16": MixedPrecision(param_dtype=torch.bfloat16),
-    "bf16, fp32 reduction": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "fp16": MixedPrecision(param_dtype=torch.float16, output_dtype=torch.float32),
+PRECISIONS: dict[str, MixedPrecisionPolicy] = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "bf16, fp32 reduction": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "fp16": MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32),
 }
 
 
@@ -102,7 +103,7 @@ class Case:
         wrapping: "root", "blocks", "deep" (linears inside blocks inside the root) or "leaves".
         accumulate: Micro-batches per step; `no_sync` around all but the last.
         checkpointing: "", or "inside", "around" or "several" units, with " reentrant".
-        placement: Arguments of `fully_shard` that say what lives on the host.
+        placement: Arguments of `FullyShardedDataParallel` that say what lives on the host.
         replicas: Copies of the model, each sharded over its part of the ranks.
     """
 
@@ -147,8 +148,16 @@ def shard(model: nn.Module, case: Case, process_group: Any = None) -> nn.Module:
         inner = list(model.blocks)
     inside = dataclasses.replace(PRECISIONS[case.precision], output_dtype=None)
     for module in inner:
-        fully_shard(module, **{**kwargs, "mixed_precision": inside})
-    return FullyShardedDataParallel(model, **kwargs) if case.wrapper else fully_shard(model, **kwargs)
+        _shard(module, {**kwargs, "mixed_precision": inside})
+    return FullyShardedDataParallel(model, **kwargs) if case.wrapper else _shard(model, kwargs)
+
+
+def _shard(module: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+    """By torch's names, or FairScale's where only those can say it."""
+    if "move_params_to_cpu" in kwargs:
+        return shard_as_fairscale(module, **kwargs)
+    names = {"mixed_precision": "mp_policy", "process_group": "mesh"}
+    return fully_shard(module, **{names.get(name, name): value for name, value in kwargs.items()})
 
 
 def batch(model: str, *seed: int, size: int = 2) -> Tensor:
@@ -176,7 +185,7 @@ class Reference:
 
     model: nn.Module
     world: int
-    precision: MixedPrecision = field(default_factory=MixedPrecision)
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     replicas: int = 1
 
     def gradients(self, batches: Sequence[Sequence[Tensor]], no_sync: bool = False) -> list[list[float]]:

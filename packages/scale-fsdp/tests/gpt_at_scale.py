@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core.simulate import Simulation
 from scale_core.simulate.traffic import Collective
-from scale_fsdp import MixedPrecision, fully_shard
+from scale_fsdp import MixedPrecisionPolicy, fully_shard
 
 GIB = 2**30
 LAYERS, WIDTH, HEADS, TOKENS, VOCABULARY = 40, 5120, 40, 2048, 50_257
@@ -82,9 +82,9 @@ class GPT(nn.Module):
 def sharded_gpt(**options: Any) -> GPT:
     """Each block is a unit, and so are the embeddings and the head; all in bf16 over fp32 shards."""
     model = GPT()
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for unit in (model.embed, *model.blocks, model.head, model):
-        fully_shard(unit, mixed_precision=policy, **options)
+        fully_shard(unit, mp_policy=policy, **options)
     return model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import GroupLike
 from scale_core.flat.layout import BlockAtom
 from scale_core.shard import full_shape
-from scale_fsdp import fully_shard
+from scale_fsdp import MixedPrecisionPolicy, fully_shard
 
 TOKENS = torch.tensor([1, 2, 5, 3])
 
@@ -51,6 +51,9 @@ WRAPPINGS: dict[str, Sequence[str]] = {
 ATOMS = {"auto": "auto", "element": "element", "row": "row", "parameter": "parameter", "block": BlockAtom(3)}
 
 
+HALF = MixedPrecisionPolicy(torch.float16, torch.float16)
+
+
 @dataclass(frozen=True)
 class Layout:
     """One way to shard the model."""
@@ -62,7 +65,12 @@ class Layout:
     mixed: bool = False
 
     def shard(self, model: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        kwargs = {"atom": ATOMS[self.atom], "flatten_parameters": self.flatten, "mixed_precision": self.mixed, **kwargs}
+        kwargs = {
+            "atom": ATOMS[self.atom],
+            "flatten_parameters": self.flatten,
+            "mp_policy": HALF if self.mixed else None,
+            **kwargs,
+        }
         for name in WRAPPINGS[self.wrapping]:
             fully_shard(model.get_submodule(name), process_group, **kwargs)
         return model

@@ -146,7 +146,7 @@ def are_those_of_the_pass_as_ever() -> None:
 
 
 def travel_one_unit_longer_to_replicas() -> None:
-    model = sharded(process_group=init_device_mesh("cpu", (group_of().size, 1), mesh_dim_names=("copies", "shard")))
+    model = sharded(mesh=init_device_mesh("cpu", (group_of().size, 1), mesh_dim_names=("copies", "shard")))
     with listening(model.log):
         backward(model, 0)
     assert lead(model.log, "arriving") == [2] * (UNITS - 2), model.log

@@ -9,7 +9,7 @@ from scale_core.testing import run_ranks
 from scale_fsdp import (
     FSDPConfig,
     FullyShardedDataParallel,
-    MixedPrecision,
+    MixedPrecisionPolicy,
     auto_wrap,
     auto_wrap_bn,
     config_auto_wrap_policy,
@@ -18,7 +18,7 @@ from scale_fsdp import (
 )
 from scale_fsdp.runtime.unit import unit_of
 
-BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def convolutions() -> nn.Sequential:
@@ -72,7 +72,7 @@ def units_of_norms() -> list[str]:
 def in_bf16() -> list[str]:
     """What each module takes and returns while the model computes in bf16."""
     model = with_sync_in_evaluation(convolutions())
-    fully_shard(auto_wrap_bn(model), mixed_precision=BF16)
+    fully_shard(auto_wrap_bn(model), mp_policy=BF16)
     seen = []
     for part in (model[1], model[3][1], model[4]):
         part.register_forward_hook(

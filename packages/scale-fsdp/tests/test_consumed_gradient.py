@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Shard, set_shard
 from scale_fsdp.offload.backward import ConsumedGradient
@@ -29,7 +29,7 @@ def scale_and_step(param: nn.Parameter) -> None:
 WANTS: dict[str, Callable[[nn.Parameter], object]] = {
     "torch's clipping": lambda param: torch.nn.utils.clip_grad_norm_([param], 1.0),
     "clipping by value": lambda param: torch.nn.utils.clip_grad_value_([param], 1.0),
-    "scale-core's clipping": lambda param: clip_grad_norm([param], 1.0),
+    "scale-core's clipping": lambda param: clip_grad_norm_([param], 1.0),
     "a scaler": scale_and_step,
     "another backward": lambda param: (param * 2).sum().backward(),
     "a look": lambda param: param.grad.norm().item(),  # type: ignore[union-attr]

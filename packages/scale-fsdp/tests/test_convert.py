@@ -12,7 +12,7 @@ from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from scale_fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_fsdp.runtime.unit import units_in
 
 
@@ -146,8 +146,8 @@ def test_modules_that_keep_a_second_list_of_their_weights_are_converted():
 
 
 def test_a_policy_and_a_conversion_go_together():
-    policy = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    model = fully_shard(nn.Linear(3, 3), mixed_precision=policy)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(nn.Linear(3, 3), mp_policy=policy)
     model.double()
     assert model.weight.dtype == torch.float64
     assert model(noise(4, 3)).dtype == torch.float32
@@ -175,8 +175,9 @@ def test_a_model_goes_to_the_device_and_computes_there():
         assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"sim"}
         assert {param.grad.device.type for param in model.parameters()} == {"sim"}
         assert model(torch.ones(3, 4, device=simulation.device)).device.type == "sim"
-        offloaded = fully_shard(nn.Linear(4, 8), move_params_to_cpu=True)
-        with pytest.raises(RuntimeError, match=r"kept on the host by move_params_to_cpu=True, and can't go to sim"):
+        offloaded = fully_shard(nn.Linear(4, 8), offload_policy=CPUOffloadPolicy())
+        message = r"kept on the host by offload_policy=CPUOffloadPolicy\(\), and can't go to sim"
+        with pytest.raises(RuntimeError, match=message):
             offloaded.to(simulation.device)
         offloaded.half().cpu()
         assert offloaded.weight.device.type == "cpu"

@@ -9,7 +9,7 @@ from torch import nn
 from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.flat.buffer import live_buffers
 from scale_core.testing import run_ranks
-from scale_fsdp import Description, FullyShardedDataParallel, MixedPrecision, describe, fully_shard
+from scale_fsdp import Description, FullyShardedDataParallel, MixedPrecisionPolicy, describe, fully_shard
 
 GPT_UNITS = ["blocks.0", "blocks.1", "blocks.2", ""]
 
@@ -24,7 +24,7 @@ def described() -> Description:
 
 def describe_gpt() -> Description:
     torch.manual_seed(7)
-    model = sharded(Net(), GPT_UNITS, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    model = sharded(Net(), GPT_UNITS, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     return describe(model)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from scale_core.errors import ContractError
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, fully_shard, register_forward_method
+from scale_fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from scale_fsdp.runtime.unit import unit_of
 
 
@@ -49,7 +49,7 @@ class Autoencoder(nn.Module):
 def registered(plain: nn.Module, units: list[str], names: tuple[str, ...] = ("encode", "decode", "generate")):
     model = sharded(plain, units)
     for name in names:
-        register_forward_method(model, name)
+        register_fsdp_forward_method(model, name)
     return model
 
 
@@ -67,7 +67,7 @@ class Registered(Beside):
         def before(model: nn.Module, step: int) -> None:
             if unit_of(model) is not None and step == 0:
                 for name in ("encode", "decode", "generate"):
-                    register_forward_method(model, name)
+                    register_fsdp_forward_method(model, name)
 
         super().__init__(plain, units, by_methods, before=before)
 
@@ -114,13 +114,13 @@ def refuse_then_go_on() -> list[str]:
             call()
         messages.append(str(caught.value))
     model(noise(2, 5)).sum().backward()
-    register_forward_method(model, "decode")
+    register_fsdp_forward_method(model, "decode")
     with pytest.raises(KeyError, match="as the method says"):
         model.decode(noise(2, 3), fail=True)
     assert not unit_of(model).gathered and unit_of(model).root.entry_unit is None
     with pytest.raises(RuntimeError, match="outside of the unit's forward"):
         model.outward(noise(2, 3))
-    with pytest.raises(RuntimeError, match=r"was called .*register_forward_method\(model, 'the method'\)"):
+    with pytest.raises(RuntimeError, match=r"was called .*register_fsdp_forward_method\(model, 'the method'\)"):
         model.halve(noise(2, 5))
     model(noise(2, 5)).sum().backward()
     model.decode(noise(2, 3))["x"].sum().backward()
@@ -131,7 +131,7 @@ def test_an_unregistered_method_is_refused_with_the_line_that_registers_it_and_a
     for encode, decode in run_ranks(refuse_then_go_on, 2):
         for message in (encode, decode):
             assert "a Linear of the root unit was called outside of the unit's forward" in message
-            assert "Where a method of it has called this, register_forward_method(model, 'the method')" in message
+            assert "Where a method of it has called this, register_fsdp_forward_method(model, 'the method')" in message
 
 
 def forward_on_one_and_a_method_on_another() -> str:
@@ -154,8 +154,8 @@ def test_a_method_on_one_rank_and_another_elsewhere_is_an_error_though_they_run_
 
 def under_a_wrapper() -> bool:
     model = FullyShardedDataParallel(Autoencoder())
-    register_forward_method(model, "encode")
-    register_forward_method(model.module, "encode")
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model.module, "encode")
     with torch.no_grad():
         return torch.equal(model.encode(noise(2, 5)), Autoencoder().encode(noise(2, 5)))
 
@@ -180,14 +180,14 @@ def test_an_interrupted_method_leaves_nothing_open():
 
 def test_what_cannot_be_registered_is_said():
     with pytest.raises(ValueError, match=r"this Autoencoder is no unit.*fully_shard\(module\) first"):
-        register_forward_method(Autoencoder(), "encode")
+        register_fsdp_forward_method(Autoencoder(), "encode")
     model = fully_shard(Autoencoder())
     with pytest.raises(ValueError, match=r"write module\(...\)"):
-        register_forward_method(model, "forward")
+        register_fsdp_forward_method(model, "forward")
     with pytest.raises(AttributeError, match=r"a Autoencoder has no method 'encoder'"):
-        register_forward_method(model, "encoder")
+        register_fsdp_forward_method(model, "encoder")
     with pytest.raises(TypeError, match="'training' of a Autoencoder is a bool, not a method"):
-        register_forward_method(model, "training")
+        register_fsdp_forward_method(model, "training")
 
 
 def test_names_and_signatures_stay():
@@ -203,4 +203,4 @@ def test_a_method_that_runs_later_is_refused() -> None:
 
     model = fully_shard(Streams(2, 2))
     with pytest.raises(TypeError, match=r"'tokens' of a Streams runs when what it returns is asked"):
-        register_forward_method(model, "tokens")
+        register_fsdp_forward_method(model, "tokens")

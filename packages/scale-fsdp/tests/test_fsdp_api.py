@@ -11,8 +11,8 @@ from fsdp_cases import Case, run_cases
 
 from scale_core.comm.group import Group
 from scale_core.testing import run_ranks
-from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecision, fully_shard
-from scale_fsdp.api import DevicePlacement, UnitOptions, resolve_placement
+from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from scale_fsdp.api import DevicePlacement, UnitOptions, UnitPrecision, placement_of
 from scale_fsdp.mesh_info import MeshInfo
 from scale_fsdp.runtime.unit import unit_of
 
@@ -41,14 +41,14 @@ def test_shards_are_where_parameters_are_kept_and_gradients_wait_where_the_user_
     params: bool, grads: bool | None
 ) -> None:
     meta, cpu = torch.device("meta"), torch.device("cpu")  # Any second device will do.
-    devices = resolve_placement(params, grads, meta, ALONE).devices_for(cpu)
+    devices = placement_of(params, params if grads is None else grads, meta, ALONE).devices_for(cpu)
     assert devices.compute == meta
     assert devices.shard == (cpu if params else meta)
     assert devices.reduced == (cpu if (params if grads is None else grads) else meta)
 
 
 def test_without_a_word_all_of_it_is_where_the_parameters_are() -> None:
-    assert resolve_placement(False, None, None, ALONE) == DevicePlacement()
+    assert placement_of(False, False, None, ALONE) == DevicePlacement()
     devices = DevicePlacement().devices_for(torch.device("cpu"))
     assert {devices.shard, devices.compute, devices.reduced} == {torch.device("cpu")}
 
@@ -67,17 +67,25 @@ def test_a_config_carries_the_same_arguments() -> None:
 def test_anything_but_a_flag_is_refused_before_the_module_is_touched() -> None:
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match="move_grads_to_cpu: expected True or False, got 'cpu'"):
-        fully_shard(layer, move_grads_to_cpu="cpu")  # type: ignore[arg-type]  # what a user may write
+        FullyShardedDataParallel(layer, move_grads_to_cpu="cpu")
     assert type(layer) is torch.nn.Linear
 
 
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"reshard_after_forward": "no"}, TypeError, "reshard_after_forward: expected a bool or a number of ranks"),
+        (
+            {"reshard_after_forward": "no"},
+            TypeError,
+            "reshard_after_forward: expected a bool, a number of ranks or None",
+        ),
         ({"reshard_after_forward": 2}, ValueError, "1 ranks do not divide into groups of 2"),
-        ({"mixed_precision": "bf16"}, TypeError, "mixed_precision: expected a bool or a MixedPrecision, got str"),
-        ({"state_dict_on_rank_0_only": 1}, TypeError, "state_dict_on_rank_0_only: expected True or False, got 1"),
+        ({"mp_policy": "bf16"}, TypeError, "mp_policy: expected a torch.distributed.fsdp.MixedPrecisionPolicy, got"),
+        (
+            {"offload_policy": True},
+            TypeError,
+            "offload_policy: expected a .*CPUOffloadPolicy or OffloadPolicy, got True",
+        ),
         ({"error_if_nonfinite": None}, TypeError, "error_if_nonfinite: expected True or False, got None"),
     ],
 )
@@ -97,7 +105,7 @@ def options_of(**arguments: Any) -> UnitOptions:
 
 
 def test_options_hold_what_the_arguments_say_under_the_names_of_the_house() -> None:
-    options = options_of(compute_dtype=torch.bfloat16, limit_seconds=3.0, error_if_nonfinite=True)
-    assert options.precision == MixedPrecision(param_dtype=torch.bfloat16)
+    options = options_of(mp_policy=MixedPrecisionPolicy(torch.bfloat16), limit_seconds=3.0, error_if_nonfinite=True)
+    assert options.precision == UnitPrecision(param_dtype=torch.bfloat16)
     assert options.limit_seconds == 3.0 and options.error_if_nonfinite
-    assert options_of() == UnitOptions(ALONE, MixedPrecision(), DevicePlacement())
+    assert options_of() == UnitOptions(ALONE, UnitPrecision(), DevicePlacement())

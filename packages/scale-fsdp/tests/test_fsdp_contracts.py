@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from scale_core.consistency import flight_recorder as last_words
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks, scaled_by_load
-from scale_fsdp import MixedPrecision, fully_shard
+from scale_fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def impatient(ranks: list[int] | None = None, seconds: float = 3.0) -> dist.ProcessGroup:
@@ -161,10 +161,10 @@ def test_another_wrapping_is_refused():
 
 
 SETTINGS = {
-    "compute": ({"mixed_precision": MixedPrecision(torch.bfloat16)}, {}, "computes in torch.bfloat16"),
+    "compute": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {}, "computes in torch.bfloat16"),
     "reduction": (
-        {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
-        {"mixed_precision": MixedPrecision(torch.bfloat16)},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
         "reduces in torch.float32",
     ),
     "atom": ({"atom": "row"}, {"atom": "element"}, "cut at"),

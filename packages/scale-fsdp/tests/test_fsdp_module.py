@@ -1,15 +1,19 @@
 """What a sharded module can do beyond the plain one: accumulate without sending, and be seen whole."""
 
 import contextlib
+import copy
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from fsdp_beside import noise, sharded
-from fsdp_cases import differing_weights
+from fsdp_cases import differing_grads, differing_weights
 from torch import nn
 
+from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from scale_fsdp.runtime.unit import units_in
 
 
@@ -28,7 +32,7 @@ WAYS = {
     "units": (["0", "2", ""], {}),
     "units only": (["0", "2"], {}),
     "flat": (["0", ""], {"flatten_parameters": True}),
-    "half": (["0", ""], {"mixed_precision": True}),
+    "half": (["0", ""], {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}),
 }
 
 
@@ -156,8 +160,8 @@ def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> 
 
 
 def drop_what_waits(how: str, reshard: bool) -> list[str]:
-    """A micro-batch under `no_sync` is given up, by `zero_grad` or by freezing; then one step as if it had not been."""
-    around = FullyShardedDataParallel if how == "zero_grad of the wrapper" else nn.Identity
+    """A micro-batch under `no_sync` is given up, by `zero_grad`; then one step as if it had not been."""
+    around = FullyShardedDataParallel if how == "of the wrapper" else nn.Identity
     units = ["0", "2"] if around is FullyShardedDataParallel else ["0", "2", ""]
     model, fresh = (sharded(perceptron(), units, reshard_after_forward=reshard) for _ in range(2))
     if around is FullyShardedDataParallel:
@@ -169,23 +173,15 @@ def drop_what_waits(how: str, reshard: bool) -> list[str]:
     with pytest.raises(RuntimeError, match=r"SGD.step\(\): gradients of '0.weight' .*no_sync.*model.zero_grad\(\)"):
         optimizer.step()
     wrong = [] if same(before, list(model.parameters())) else ["the refused step moved the weights"]
-    if how.startswith("zero_grad"):
-        model.zero_grad()
-        optimizer.step()  # There is nothing to step on, and nothing that waits.
-    else:
-        for param in model.parameters():
-            param.requires_grad_(False)
-        model(noise(2, 5, seed=2))
-        optimizer.step()
-        for param in model.parameters():
-            param.requires_grad_(True)
+    (optimizer if how == "of the optimizer" else model).zero_grad()
+    optimizer.step()  # There is nothing to step on, and nothing that waits.
     for each in (model, fresh):
         each(noise(2, 5, seed=3)).sum().backward()
     return wrong if same(gradients(model), gradients(fresh)) else [*wrong, "what was dropped came back"]
 
 
 def drop_in_every_way() -> list[str]:
-    ways = ("zero_grad", "zero_grad of the wrapper", "freezing")
+    ways = ("of the model", "of the wrapper", "of the optimizer")
     return [f"{how}: {line}" for how in ways for reshard in (True, False) for line in drop_what_waits(how, reshard)]
 
 
@@ -194,29 +190,107 @@ def test_gradients_that_wait_under_no_sync_are_not_stepped_over_and_can_be_dropp
     assert_on_ranks(drop_in_every_way, world)
 
 
-def freeze_a_part() -> list[str]:
-    """Frozen between two micro-batches, one layer loses what waited for it; the others keep theirs."""
-    model, plain = sharded(perceptron(), ["0", "2", ""]), perceptron()
+def clear_a_part(to_none: bool) -> list[str]:
+    """An optimizer of one layer clears what waits of that, and leaves the others'; zeros move weights by momentum."""
+    model, plain = sharded(perceptron(), [""]), perceptron()
+    optimizers = {}
+    for each in (model, plain):
+        optimizers[each] = [torch.optim.AdamW(each[number].parameters(), lr=0.1) for number in (0, 2)]
+        with getattr(each, "no_sync", contextlib.nullcontext)():
+            each(noise(2, 5, seed=1)).sum().backward()
+        optimizers[each][0].zero_grad(set_to_none=to_none)
+        each[0].weight.requires_grad_(False)
+        each(noise(2, 5, seed=2)).sum().backward()
+        for optimizer in optimizers[each]:
+            optimizer.step()
+    return differing_weights(model, plain)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_clears_what_waits_of_its_own_parameters(world):
+    for to_none in (True, False):
+        assert_on_ranks(clear_a_part, world, to_none)
+
+
+FREEZE: dict[str, Callable[[nn.Module], object]] = {
+    "a parameter": lambda model: model[0].weight.requires_grad_(False),
+    "a unit": lambda model: model[0].requires_grad_(False),
+    "a unit and a parameter": lambda model: (model[2].requires_grad_(False), model[0].bias.requires_grad_(False)),
+    "on one rank only, what it alone has used": lambda model: model[4].requires_grad_(False),
+}
+
+
+class Chosen(nn.Sequential):
+    """Rank 1 leaves the last layer out."""
+
+    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
+        for layer in self[:4]:
+            x = layer(x)
+        return self[4](x) if not rank else x
+
+
+def chosen() -> Chosen:
+    torch.manual_seed(1)
+    return Chosen(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+def freeze_what_waits(what: str, when: str, kwargs: dict[str, object]) -> list[str]:
+    """What has a gradient from under `no_sync` is frozen; as in plain PyTorch, it keeps that for the step."""
+    rank, world = group_of().rank, group_of().size
+    plain = chosen()
+    replicas = [copy.deepcopy(plain) for _ in range(world)]
+    units = [""] if kwargs else ["0", "2", ""]
+    model = sharded(plain, units, **kwargs)
+    for number, each in [*enumerate(replicas), (rank, model)]:
+        used = number if "one rank" in what else 0
+        with getattr(each, "no_sync", contextlib.nullcontext)():
+            each(noise(2, 5, seed=number), used).square().sum().backward()
+        if when == "between passes":
+            FREEZE[what](each)
+        loss = each(noise(2, 5, seed=10 + number), used).square().sum()
+        if when == "in a pass":
+            FREEZE[what](each)
+        loss.backward()
+    for param, *of_ranks in zip(*(each.parameters() for each in (plain, *replicas)), strict=True):
+        grads = [other.grad for other in of_ranks]
+        if any(grad is not None for grad in grads):
+            param.grad = sum(torch.zeros_like(param) if grad is None else grad for grad in grads) / world
+    wrong = differing_grads(model, plain)
+    for each in (model, plain):
+        torch.optim.AdamW(each.parameters(), lr=0.1).step()
+    wrong += differing_weights(model, plain)
+    for each in (model, plain):
+        each.zero_grad()
+        each.requires_grad_(True)
+        each(noise(2, 5, seed=3)).square().sum().backward()
+    wrong += differing_grads(model, plain)
+    return [f"{what}, {when}, {kwargs}: {line}" for line in wrong]
+
+
+def freeze_in_every_way() -> list[str]:
+    ways = itertools.product(FREEZE, ("between passes", "in a pass"), ({}, {"reshard_after_forward": False}))
+    return [line for way in ways for line in freeze_what_waits(*way)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_frozen_keeps_the_gradient_that_waits(world):
+    assert_on_ranks(freeze_in_every_way, world)
+
+
+def freeze_a_flat_parameter() -> list[str]:
+    plain = perceptron()
+    model = sharded(plain, ["0", ""], flatten_parameters=True)
     for each in (model, plain):
         with getattr(each, "no_sync", contextlib.nullcontext)():
             each(noise(2, 5, seed=1)).sum().backward()
-        each[0].weight.requires_grad_(False)
-        each[2].requires_grad_(False)
+        for param in each[0].parameters():
+            param.requires_grad_(False)
         each(noise(2, 5, seed=2)).sum().backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer.step()
-    wrong = [name for name in ("0.weight", "2.weight") if model.get_parameter(name).grad is not None]
-    optimizer.zero_grad()
-    model.requires_grad_(True)
-    fresh = sharded(perceptron(), ["0", "2", ""])
-    fresh.load_state_dict(model.state_dict())
-    for each in (model, fresh):
-        each(noise(2, 5, seed=3)).sum().backward()
-    return wrong if same(gradients(model), gradients(fresh)) else [*wrong, "what was dropped came back"]
+    return differing_grads(model, plain)
 
 
-def test_freezing_drops_the_gradients_that_wait():
-    assert_on_ranks(freeze_a_part, 2)
+def test_a_flat_parameter_that_is_frozen_keeps_the_gradient_that_waits():
+    assert_on_ranks(freeze_a_flat_parameter, 2)
 
 
 def step_while_gathered(reshard: bool, fused: bool) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_fsdp import MixedPrecision, fully_shard
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from scale_fsdp.fully_sharded_data_parallel import shard_as_fairscale
 from scale_fsdp.runtime.unit import units_in
 
 pytestmark = pytest.mark.gpu
@@ -23,12 +25,12 @@ def data(step: int) -> Tensor:
     return torch.randn(32, 256, generator=torch.Generator().manual_seed(step)).cuda()
 
 
-def sharded(plain: nn.Module, **kwargs: object) -> nn.Module:
+def sharded(plain: nn.Module, shard: Any = fully_shard, **kwargs: object) -> nn.Module:
     model = copy.deepcopy(plain)
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
+            shard(layer, **kwargs)
+    return shard(model, **kwargs)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> list[float]:
@@ -45,7 +47,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) ->
 @pytest.mark.parametrize("grads", [True, False])
 def test_with_shards_on_the_host_it_trains_as_the_plain_model_on_the_device(grads: bool) -> None:
     plain = layers()
-    model = sharded(plain, move_params_to_cpu=True, move_grads_to_cpu=grads, compute_device="cuda")
+    model = sharded(plain, shard_as_fairscale, move_params_to_cpu=True, move_grads_to_cpu=grads, compute_device="cuda")
     for unit in units_in(model):
         for buffer in unit.buffers:
             assert buffer.shard.device.type == "cpu" and buffer.shard.is_pinned()
@@ -60,14 +62,14 @@ def test_with_shards_on_the_host_it_trains_as_the_plain_model_on_the_device(grad
 
 def test_gradients_alone_on_the_host_come_back_when_the_backward_is_over() -> None:
     plain = layers().cuda()
-    model = sharded(plain, move_grads_to_cpu=True)
+    model = sharded(plain, shard_as_fairscale, move_grads_to_cpu=True)
     ours = train(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     assert ours == train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
 
 
 def test_in_bf16_from_the_host_the_device_holds_no_more_than_a_few_units() -> None:
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(layers(), move_params_to_cpu=True, compute_device="cuda", mixed_precision=policy)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(layers(), offload_policy=CPUOffloadPolicy(), compute_device="cuda", mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     train(model, optimizer, 2)
     torch.cuda.synchronize()

@@ -7,7 +7,7 @@ from fsdp_cases import differing_weights
 from torch import Tensor, nn
 
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 
 class Model(nn.Module):
@@ -40,7 +40,11 @@ def wrapped(plain: nn.Module) -> nn.Module:
 def go_both_ways() -> list[str]:
     wrong = []
     for way, units in WAYS.items():
-        for kwargs in ({}, {"flatten_parameters": True}, {"mixed_precision": True}):
+        for kwargs in (
+            {},
+            {"flatten_parameters": True},
+            {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)},
+        ):
             model = sharded(Model(0), units, **kwargs)
             wrong += differing_weights(model, Model(0))
             if list(model.state_dict()) != list(Model(0).state_dict()):

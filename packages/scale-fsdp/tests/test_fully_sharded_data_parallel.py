@@ -10,7 +10,8 @@ from fsdp_cases import differing_weights
 from torch import nn
 
 from scale_core.testing import run_ranks
-from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecision, fully_shard
+from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from scale_fsdp.api import UnitPrecision
 from scale_fsdp.runtime.unit import unit_of, units_in
 
 
@@ -54,11 +55,11 @@ def test_it_may_be_subclassed():
 
 
 def test_the_first_arguments_may_be_given_by_position_as_in_fairscale():
-    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = FullyShardedDataParallel(Model(), None, False, policy, True)
     unit = unit_of(model.module)
     assert unit.reshard_after_forward is False
-    assert unit.precision == policy
+    assert unit.precision == UnitPrecision(param_dtype=torch.bfloat16)
     assert unit.buffers[0].flatten
     assert [name for name, _ in model.named_parameters()] == ["flat_param_0"]
 
@@ -84,7 +85,8 @@ def test_fairscales_arguments_for_offloading_are_taken(name):
 def test_what_fairscale_offers_beyond_may_be_declined_and_not_asked_for():
     model = FullyShardedDataParallel(Model(), force_input_to_fp32=False)
     assert differing_weights(model, Model()) == []
-    with pytest.raises(ValueError, match=r"force_input_to_fp32=.*policy.*MixedPrecision\(param_dtype=torch.float32\)"):
+    message = r"force_input_to_fp32=.*policy.*MixedPrecisionPolicy\(param_dtype=torch.float32\)"
+    with pytest.raises(ValueError, match=message):
         FullyShardedDataParallel(Model(), force_input_to_fp32=True)
 
 
@@ -167,7 +169,7 @@ def test_an_unfinished_wrapper_lacks_its_module_without_endless_recursion():
 
 def test_of_a_config_only_what_differs_from_the_defaults_is_passed_on():
     assert FSDPConfig().as_kwargs() == {}
-    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     config = FSDPConfig(False, move_params_to_cpu=True, move_grads_to_cpu=False, mixed_precision=policy)
     assert config.as_kwargs() == {
         "reshard_after_forward": False,
@@ -182,7 +184,7 @@ def test_a_config_wraps_a_module_as_it_says():
     model = FSDPConfig(reshard_after_forward=False).wrap(linear)
     assert isinstance(model, FullyShardedDataParallel) and model.module is linear
     assert unit_of(linear).reshard_after_forward is False
-    inner = fully_shard(nn.Linear(3, 4), **FSDPConfig(mixed_precision=True).as_kwargs())
+    inner = FullyShardedDataParallel(nn.Linear(3, 4), **FSDPConfig(mixed_precision=True).as_kwargs()).module
     assert unit_of(inner).buffers[0].compute_dtype is torch.float16
 
 
@@ -199,7 +201,7 @@ def test_a_config_is_a_value():
         ("reshard_after_forward", "false", "expected a bool, got 'false'; write reshard_after_forward=True"),
         ("move_params_to_cpu", None, "expected a bool, got None"),
         ("move_grads_to_cpu", 1, "expected a bool or None, got 1"),
-        ("mixed_precision", torch.float16, r"expected a bool or a MixedPrecision, got torch.float16"),
+        ("mixed_precision", torch.float16, r"expected a bool or a MixedPrecisionPolicy, got torch.float16"),
     ],
 )
 def test_a_value_of_a_config_that_a_file_has_spelled_wrong_is_refused_by_name(name, value, expected):

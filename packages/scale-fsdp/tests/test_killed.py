@@ -16,8 +16,7 @@ import torch.distributed as dist
 from fsdp_beside import noise
 from torch import nn
 
-from scale_core.consistency.flight_recorder import set_last_snapshot
-from scale_core.errors import ScaleDistributedError
+from scale_core.errors import ScaleDistributedError, set_last_snapshot
 from scale_core.testing import RankError, run_ranks
 from scale_fsdp import fully_shard
 

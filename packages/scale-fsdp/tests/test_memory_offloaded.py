@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_core.simulate import Simulation, simulate
-from scale_fsdp import MixedPrecision, fully_shard
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 pytestmark = [
     pytest.mark.simulation,
@@ -25,7 +25,7 @@ pytestmark = [
 def steps() -> dict[int, Books]:
     """By batch, the books of the one rank in a step after the first."""
     with simulate(device="sim") as simulation:
-        model = sharded_gpt(move_params_to_cpu=True)
+        model = sharded_gpt(offload_policy=CPUOffloadPolicy())
         optimizer = adamw(model)
         train(model, optimizer, simulation, batch=1, chunks=8)
         return {batch: train(model, optimizer, simulation, batch, chunks) for batch, chunks in ((1, 8), (8, 16))}
@@ -68,10 +68,10 @@ class Held(NamedTuple):
 
 def train_offloaded(simulation: Simulation) -> Held:
     """Two steps of a small model whose shards are on the host; the second counts."""
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Embedding(50, 32), Layer(), Layer(), Layer(), nn.Linear(32, 50, bias=False))
     for unit in (*model, model):
-        fully_shard(unit, mixed_precision=policy, move_params_to_cpu=True)
+        fully_shard(unit, mp_policy=policy, offload_policy=CPUOffloadPolicy())
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     held = Held({}, {}, [])
 

@@ -13,7 +13,7 @@ from fsdp_cases import Case, run_cases
 from state_cases import Awkward, Differences, Layout, train, two_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scale_core.errors import DivergenceError
 from scale_core.shard import Placement, shard_of
@@ -103,6 +103,30 @@ def part_of_a_subgroup() -> list[int]:
     return list(part.ranks)
 
 
+def mesh_beside_another_rank() -> tuple[tuple[int, ...], float] | None:
+    """Four of five ranks make a mesh of their own groups, of which the fifth knows nothing."""
+    rank = dist.get_rank()
+    rows = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3), (0, 1), (2, 3))}
+    if rank == 4:
+        return None
+    if rank == 3:
+        dist.new_group([rank], use_local_synchronization=True)  # It is in more groups than the others.
+    replicas, shard = (next(rows[ranks] for ranks in line if rank in ranks) for line in PAIRS)
+    names = ("replicas", "shard")
+    mesh = DeviceMesh.from_group([replicas, shard], "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=names)
+    model = fully_shard(nn.Linear(3, 2, bias=False), mesh)
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    assert model.weight.grad is not None
+    return units_in(model)[0].options.mesh_info.whole.ranks, model.weight.grad.flatten()[0].item()
+
+
+PAIRS = (((0, 2), (1, 3)), ((0, 1), (2, 3)))  # the lines along both axes of a mesh of four ranks
+
+
+def test_a_mesh_of_groups_that_have_a_part_of_the_ranks_waits_for_no_other() -> None:
+    assert run_ranks(mesh_beside_another_rank, 5) == [((0, 1, 2, 3), 1.5)] * 4 + [None]
+
+
 def refusals() -> list[str]:
     messages = []
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
@@ -110,8 +134,8 @@ def refusals() -> list[str]:
         {"reshard_after_forward": 3},
         {"reshard_after_forward": 0},
         {"reshard_after_forward": "yes"},
-        {"process_group": mesh},
-        {"move_params_to_cpu": "yes"},
+        {"mesh": mesh},
+        {"offload_policy": True},
     ):
         with pytest.raises((ValueError, TypeError)) as caught:
             fully_shard(layers(), **kwargs)
@@ -173,9 +197,9 @@ def test_what_does_not_divide_or_is_no_mesh_for_this_is_refused() -> None:
     for messages in run_ranks(refusals, 2):
         assert "2 ranks do not divide into groups of 3: take one of 1, 2, or True" in messages[0]
         assert "groups of 0" in messages[1]
-        assert "expected a bool or a number of ranks, got 'yes'" in messages[2]
+        assert "expected a bool, a number of ranks or None, got 'yes'" in messages[2]
         assert "got 3 dimensions ('a', 'b', 'c')" in messages[3]
-        assert "move_params_to_cpu: expected True or False" in messages[4]
+        assert "expected a torch.distributed.fsdp.CPUOffloadPolicy or OffloadPolicy, got True" in messages[4]
 
 
 def test_one_of_several_ranks_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +282,7 @@ def expert_on_each_rank(folder: str, flatten: bool) -> list[float]:
     seen: dict[str, object] = {}
     loaded = load_snapshot(path.parent, lambda saved: target_state_dict(model, None, seen.setdefault("saved", saved)))
     fewer = {key.replace("@0", "@9"): value for key, value in seen["saved"].items()}  # As of ranks that are not here.
-    with pytest.raises(StateMismatch, match=r"expert\.weight@9 is unexpected"):
+    with pytest.raises(StateMismatch, match=r"unexpected in it: model\.expert\.weight@9"):
         target_state_dict(model, None, fewer | {key: seen["saved"][key] for key in state})
     load_sharded_state_dict(loaded.state, model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

@@ -9,7 +9,15 @@ from torch import nn
 from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, auto_wrap, class_policy, enable_wrap, fully_shard, fully_shard_modules
+from scale_fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    auto_wrap,
+    class_policy,
+    enable_wrap,
+    fully_shard,
+    fully_shard_modules,
+)
 from scale_fsdp.runtime.unit import units_in
 
 
@@ -199,10 +207,10 @@ def test_shards_on_the_host_are_initialised_on_the_device_one_unit_at_a_time():
     unit = (WIDTH * WIDTH + WIDTH) * 4
     with simulate(rank=1, world_size=WORLD, device="sim") as simulation:
         model = on_meta(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))))
-        fully_shard_modules(model, class_policy(nn.Linear), move_params_to_cpu=True)
+        fully_shard_modules(model, class_policy(nn.Linear), offload_policy=CPUOffloadPolicy())
         assert {param.device.type for param in model.parameters()} == {"cpu"}
         empty = on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)))
-        fully_shard(empty, init=False, move_params_to_cpu=True)
+        fully_shard(empty, init=False, offload_policy=CPUOffloadPolicy())
         empty.to_empty(device=simulation.device)
         assert {param.device.type for param in empty.parameters()} == {"cpu"}
         assert units_in(empty)[0].buffers[0].compute_device.type == "sim"

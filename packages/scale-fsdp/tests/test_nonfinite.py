@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
-from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecision, StepError, fully_shard
+from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecisionPolicy, StepError, fully_shard
 
 WIDTH = 4
 
@@ -159,8 +159,8 @@ def test_however_a_model_is_wrapped_it_is_looked_at(wrap: str) -> None:
     elif wrap == "config":
         model = FSDPConfig(error_if_nonfinite=True).wrap(Net())
     elif wrap == "half":
-        half = MixedPrecision(param_dtype=torch.bfloat16)
-        model = fully_shard(Net(), error_if_nonfinite=True, mixed_precision=half)
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = fully_shard(Net(), error_if_nonfinite=True, mp_policy=half)
     else:
         model = sharded(error_if_nonfinite=True)
     for where, words in (("forward", "an output of"), ("backward", r"the local gradient of 'blocks.1.first.bias'")):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scale_fsdp.offload.backward
 from scale_core.autograd_hooks import call_grad_published_hooks
-from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Shard, set_shard
 from scale_fsdp import OffloadOptimizer
@@ -92,7 +92,7 @@ def test_a_bucket_is_used_before_the_next_gradients_are_there(monkeypatch: pytes
 
 REFUSED: dict[str, Callable[[nn.Module, OffloadOptimizer], object]] = {
     "clipping by torch": lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "clipping by scale-core": lambda model, optimizer: clip_grad_norm(model.parameters(), 1.0),
+    "clipping by scale-core": lambda model, optimizer: clip_grad_norm_(model.parameters(), 1.0),
     "a second backward": lambda model, optimizer: cases.loss_of(model, 1).backward(),
     "a scaler": lambda model, optimizer: scaled(optimizer),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_fsdp.offload.optimizer import DeferredClipping
 
 
@@ -24,7 +24,7 @@ def params() -> list[Tensor]:
 def test_the_factor_is_that_of_clipping_and_the_gradients_stay(max_norm: float, norm_type: float) -> None:
     mine, theirs, clipping = params(), params(), DeferredClipping()
     norm = clipping.measure(mine, max_norm, norm_type)
-    assert torch.equal(norm, clip_grad_norm(theirs, max_norm, norm_type))
+    assert torch.equal(norm, clip_grad_norm_(theirs, max_norm, norm_type))
     for one, other, start in zip(mine, theirs, params(), strict=True):
         if one.grad is None or other.grad is None or start.grad is None:
             assert one.grad is other.grad is start.grad is None
@@ -63,7 +63,7 @@ def test_gradients_that_are_gone_are_forgotten_and_new_ones_measured_anew() -> N
         other.grad = None if one.grad is None else one.grad.clone()
     with pytest.raises(RuntimeError, match=r"say so by optimizer\.zero_grad\(\), or measure the new ones"):
         clipping.factor(mine)  # They may be the old ones, changed.
-    assert torch.equal(clipping.measure(mine, 0.1, 2.0), clip_grad_norm(theirs, 0.1, 2.0))
+    assert torch.equal(clipping.measure(mine, 0.1, 2.0), clip_grad_norm_(theirs, 0.1, 2.0))
     for one, other in zip(mine, theirs, strict=True):
         assert one.grad is None or torch.equal(one.grad * clipping.factor(mine), other.grad)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from scale_core.flat import buffer as flat
 from scale_core.flat import reduction as flat_reduced
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.streams import Stream
-from scale_fsdp import MixedPrecision, ShardedEMA, fully_shard
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedEMA, fully_shard
 from scale_fsdp.runtime.unit import units_in
 
 
@@ -60,8 +60,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
 def sharded(dtype: torch.dtype | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    policy = MixedPrecision(param_dtype=dtype) if dtype else False
-    settings: dict[str, Any] = {"move_params_to_cpu": True, "compute_device": "cpu:0", "mixed_precision": policy}
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    settings: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(), "compute_device": "cpu:0", "mp_policy": policy}
     for layer in (model[0], model[2]):
         fully_shard(layer, **settings)
     return fully_shard(model, **settings)

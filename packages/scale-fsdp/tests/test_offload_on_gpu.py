@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import scale_fsdp.offload.backward
 from scale_core.autograd_hooks import register_reduced_grad_hook
 from scale_core.flat import reduction as flat_reduced
-from scale_fsdp import MixedPrecision, OffloadOptimizer, ShardedEMA, fully_shard
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadOptimizer, ShardedEMA, fully_shard
+from scale_fsdp.fully_sharded_data_parallel import shard_as_fairscale
 
 pytestmark = pytest.mark.gpu
 
@@ -26,15 +27,15 @@ def layers(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(count)))
 
 
-def sharded(plain: nn.Module, **kwargs: Any) -> nn.Module:
+def sharded(plain: nn.Module, shard: Any = fully_shard, **kwargs: Any) -> nn.Module:
     model = copy.deepcopy(plain)
     for layer in model.children():
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
+        shard(layer, **kwargs)
+    return shard(model, **kwargs)
 
 
 def on_the_host(plain: nn.Module, **kwargs: Any) -> nn.Module:
-    return sharded(plain, move_params_to_cpu=True, compute_device="cuda", **kwargs)
+    return sharded(plain, offload_policy=CPUOffloadPolicy(), compute_device="cuda", **kwargs)
 
 
 def data(step: int = 0) -> Tensor:
@@ -75,7 +76,7 @@ WRITES: dict[str, tuple[bool, Callable[[nn.Module], None]]] = {
 @pytest.mark.parametrize("write", WRITES)
 def test_a_shard_is_overwritten_only_when_it_has_arrived(write: str, dtype: torch.dtype | None) -> None:
     plain, (with_gradients, change) = layers(), WRITES[write]
-    model = on_the_host(plain, mixed_precision=MixedPrecision(param_dtype=dtype) if dtype else False)
+    model = on_the_host(plain, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     with torch.no_grad():
         expected = model(data()).clone()
     torch.cuda.synchronize()
@@ -90,7 +91,7 @@ def test_a_shard_is_overwritten_only_when_it_has_arrived(write: str, dtype: torc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_forward_does_not_wait_for_the_shards_of_its_units(dtype: torch.dtype) -> None:
-    model = on_the_host(layers(), mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32))
+    model = on_the_host(layers(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
     x = data()
     expected = model(x)
     expected.sum().backward()
@@ -105,7 +106,10 @@ def test_a_forward_does_not_wait_for_the_shards_of_its_units(dtype: torch.dtype)
 
 def test_gradients_that_alone_go_to_the_host_go_beside_the_computation() -> None:
     plain = layers().cuda()
-    model, device = sharded(plain, move_grads_to_cpu=True), torch.device("cuda", torch.cuda.current_device())
+    model, device = (
+        sharded(plain, shard_as_fairscale, move_grads_to_cpu=True),
+        torch.device("cuda", torch.cuda.current_device()),
+    )
     done: list[tuple[bool, bool]] = []
 
     def look(_: Tensor) -> None:

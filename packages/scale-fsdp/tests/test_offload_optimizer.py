@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scale_core import compat
-from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.simulate import simulate
 from scale_fsdp import OffloadOptimizer
@@ -139,7 +139,7 @@ def test_clipping_by_the_optimizer_is_scale_core_s_clipping_to_the_bit(overlap_c
                 if isinstance(optimizer, OffloadOptimizer):
                     norm = optimizer.clip_grad_norm_(max_norm)
                 else:
-                    assert torch.equal(norm, clip_grad_norm(model.parameters(), max_norm))
+                    assert torch.equal(norm, clip_grad_norm_(model.parameters(), max_norm))
                 optimizer.step()
                 optimizer.zero_grad()
         cases.assert_same_weights(mine, theirs)
@@ -154,7 +154,7 @@ def test_clipping_twice_clips_what_was_clipped() -> None:
     first, second = optimizer.clip_grad_norm_(1.0), optimizer.clip_grad_norm_(0.5)
     assert second.item() == pytest.approx(1.0) and first.item() > 1
     optimizer.step()
-    clip_grad_norm(twin.parameters(), 0.5)
+    clip_grad_norm_(twin.parameters(), 0.5)
     plain_adam(twin).step()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
@@ -185,7 +185,7 @@ def test_a_norm_that_is_no_number_does_what_torch_does() -> None:
         optimizer = offloaded(model)
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-        clip_grad_norm(twin.parameters(), 1.0)
+        clip_grad_norm_(twin.parameters(), 1.0)
         plain_adam(twin).step()
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
@@ -403,7 +403,9 @@ def test_new_values_are_cast_to_where_they_are_computed_with(overlap_copies: boo
         for each, its in ((model, optimizer), (twin, other)):
             cases.loss_of(each, number).backward()
             if number:
-                (optimizer.clip_grad_norm_ if its is optimizer else lambda n: clip_grad_norm(twin.parameters(), n))(0.5)
+                (optimizer.clip_grad_norm_ if its is optimizer else lambda n: clip_grad_norm_(twin.parameters(), n))(
+                    0.5
+                )
             its.step()
             its.zero_grad()
         for param, target in zip(twin.parameters(), targets, strict=True):

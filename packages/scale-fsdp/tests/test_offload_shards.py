@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.comm.group import group_of
-from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
-from scale_fsdp import MixedPrecision, OffloadOptimizer, fully_shard
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadOptimizer, fully_shard
 from scale_fsdp.offload.backward import ConsumedGradient
 
 STEPS = 4
@@ -82,7 +82,7 @@ def clips_and_scales_over_all_ranks() -> None:
             if optimizer is ours:
                 norms.append(ours.clip_grad_norm_(0.05))
             else:
-                norms.append(clip_grad_norm(theirs.parameters(), 0.05))
+                norms.append(clip_grad_norm_(theirs.parameters(), 0.05))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -97,7 +97,7 @@ def clips_in_half_precision() -> None:
         x = torch.randn(6, 9, generator=torch.Generator().manual_seed(step)).bfloat16()
         for each in (mine, theirs):
             each(x).float().square().mean().backward()
-        assert torch.equal(ours.clip_grad_norm_(0.01), clip_grad_norm(theirs.parameters(), 0.01))
+        assert torch.equal(ours.clip_grad_norm_(0.01), clip_grad_norm_(theirs.parameters(), 0.01))
         for optimizer in (ours, other):
             optimizer.step()
             optimizer.zero_grad()
@@ -106,10 +106,10 @@ def clips_in_half_precision() -> None:
 
 def works_beside_shards_that_are_on_the_host() -> None:
     """ "cpu:0" is the host under another name, so that shards and gradients move; computed with in bf16."""
-    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for overlap_step in (False, True):
         mine, theirs = (
-            fully_shard(model(), move_params_to_cpu=True, compute_device="cpu:0", mixed_precision=policy)
+            fully_shard(model(), offload_policy=CPUOffloadPolicy(), compute_device="cpu:0", mp_policy=policy)
             for _ in range(2)
         )
         ours, other = offloaded(mine, True, host_fraction=0.5, overlap_step=overlap_step), adam(theirs, True)

@@ -1,7 +1,6 @@
 """Which dtypes a unit computes and reduces in; that the numbers are right is `test_transparency.py`'s."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -10,47 +9,51 @@ from torch import nn
 
 from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
-from scale_fsdp.api import resolve_precision
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from scale_fsdp.api import UnitPrecision
 from scale_fsdp.runtime.unit import unit_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
+def precision_of(**arguments):
+    return unit_of(FullyShardedDataParallel(nn.Linear(2, 2), **arguments).module).precision
+
+
 def test_true_is_half_precision_for_parameters_and_reduction_and_leaves_buffers_alone():
-    assert resolve_precision(True) == MixedPrecision(param_dtype=FP16, reduce_dtype=FP16)
-    assert resolve_precision(False) == MixedPrecision()
+    assert precision_of(mixed_precision=True) == UnitPrecision(param_dtype=FP16, reduce_dtype=FP16)
+    assert precision_of(mixed_precision=False) == UnitPrecision()
 
 
 def test_fairscales_arguments_mean_what_they_meant():
-    assert resolve_precision(True, fp32_reduce_scatter=True) == MixedPrecision(FP16, FP32)
-    assert resolve_precision(True, compute_dtype=BF16) == MixedPrecision(BF16, BF16)
-    assert resolve_precision(True, buffer_dtype=FP32) == MixedPrecision(FP16, FP16, buffer_dtype=FP32)
-    assert resolve_precision(False, compute_dtype=BF16) == MixedPrecision(BF16)
-    assert resolve_precision(True, fp32_reduce_scatter=False) == resolve_precision(True)
+    assert precision_of(mixed_precision=True, fp32_reduce_scatter=True) == UnitPrecision(FP16, FP32)
+    assert precision_of(mixed_precision=True, compute_dtype=BF16) == UnitPrecision(BF16, BF16)
+    assert precision_of(mixed_precision=True, buffer_dtype=FP32) == UnitPrecision(FP16, FP16, buffer_dtype=FP32)
+    assert precision_of(compute_dtype=BF16) == UnitPrecision(BF16)
+    assert precision_of(mixed_precision=True, fp32_reduce_scatter=False) == precision_of(mixed_precision=True)
 
 
-@pytest.mark.parametrize("argument", ["compute_dtype", "buffer_dtype", "fp32_reduce_scatter"])
+@pytest.mark.parametrize("argument", ["compute_dtype", "fp32_reduce_scatter"])
 def test_fairscales_arguments_beside_a_policy_are_an_error(argument):
     value = True if argument == "fp32_reduce_scatter" else FP16
     with pytest.raises(ValueError, match=argument):
-        fully_shard(nn.Linear(2, 2), mixed_precision=MixedPrecision(BF16), **{argument: value})
+        precision_of(mixed_precision=MixedPrecisionPolicy(BF16), **{argument: value})
 
 
 def test_fp32_reduction_without_mixed_precision_is_an_error():
     with pytest.raises(ValueError, match="mixed_precision=True"):
-        fully_shard(nn.Linear(2, 2), fp32_reduce_scatter=True)
+        precision_of(fp32_reduce_scatter=True)
 
 
-def test_a_policy_is_frozen_and_takes_floating_point_dtypes_only():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        MixedPrecision().param_dtype = BF16
+def test_a_policy_has_floating_point_dtypes_only():
     with pytest.raises(ValueError, match=r"param_dtype.*int32"):
-        MixedPrecision(param_dtype=torch.int32)
+        fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(param_dtype=torch.int32))
     with pytest.raises(ValueError, match=r"reduce_dtype.*'bf16'"):
-        MixedPrecision(reduce_dtype="bf16")
-    with pytest.raises(TypeError, match="str"):
-        fully_shard(nn.Linear(2, 2), mixed_precision="bf16")
+        fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype="bf16"))
+    with pytest.raises(ValueError, match=r"buffer_dtype.*int8"):
+        fully_shard(nn.Linear(2, 2), buffer_dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"mp_policy: expected a .*MixedPrecisionPolicy, got 'bf16'"):
+        fully_shard(nn.Linear(2, 2), mp_policy="bf16")
 
 
 class Watcher(nn.Module):
@@ -68,8 +71,9 @@ class Watcher(nn.Module):
         return {"logits": self.linear(x), "tokens": tokens}
 
 
-def train_in(policy: MixedPrecision) -> dict[str, torch.dtype]:
-    model = sharded(Watcher(), [""], mixed_precision=policy)
+def train_in(policy: MixedPrecisionPolicy | tuple[MixedPrecisionPolicy, torch.dtype]) -> dict[str, torch.dtype]:
+    policy, buffer_dtype = policy if isinstance(policy, tuple) else (policy, None)
+    model = sharded(Watcher(), [""], mp_policy=policy, buffer_dtype=buffer_dtype)
     optimizer = adam(model.parameters())
     local: list[torch.dtype] = []
     handle = register_local_grad_hook(lambda params, grads: local.extend(grad.dtype for grad in grads))
@@ -100,19 +104,22 @@ INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torc
 @pytest.mark.parametrize(
     "policy, expected",
     [
-        (MixedPrecision(), {"weight": FP32, "input": FP32, "output": FP32, "sent": FP32, "buffer": FP32}),
-        (MixedPrecision(BF16), {"weight": BF16, "input": BF16, "output": BF16, "sent": BF16, "buffer": FP32}),
-        (MixedPrecision(BF16, FP32), {"weight": BF16, "input": BF16, "output": BF16, "sent": FP32, "buffer": FP32}),
+        (MixedPrecisionPolicy(), {"weight": FP32, "input": FP32, "output": FP32, "sent": FP32, "buffer": FP32}),
+        (MixedPrecisionPolicy(BF16), {"weight": BF16, "input": BF16, "output": BF16, "sent": BF16, "buffer": FP32}),
         (
-            MixedPrecision(FP16, FP16, FP32),
+            MixedPrecisionPolicy(BF16, FP32),
+            {"weight": BF16, "input": BF16, "output": BF16, "sent": FP32, "buffer": FP32},
+        ),
+        (
+            MixedPrecisionPolicy(FP16, FP16, FP32),
             {"weight": FP16, "input": FP16, "output": FP32, "sent": FP16, "buffer": FP32},
         ),
         (
-            MixedPrecision(BF16, buffer_dtype=FP16),
+            (MixedPrecisionPolicy(BF16), FP16),
             {"weight": BF16, "input": BF16, "output": BF16, "sent": BF16, "buffer": FP16},
         ),
         (
-            MixedPrecision(reduce_dtype=BF16),
+            MixedPrecisionPolicy(reduce_dtype=BF16),
             {"weight": FP32, "input": FP32, "output": FP32, "sent": BF16, "buffer": FP32},
         ),
     ],
@@ -124,9 +131,9 @@ def test_each_dtype_of_the_policy_is_where_it_belongs_and_the_shards_stay_fp32(p
 
 def test_inputs_follow_a_unit_of_another_dtype_inside():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3))
-    fully_shard(model[1], mixed_precision=MixedPrecision(output_dtype=BF16))
-    fully_shard(model[2], mixed_precision=MixedPrecision(BF16))
-    fully_shard(model, mixed_precision=MixedPrecision(BF16))
+    fully_shard(model[1], mp_policy=MixedPrecisionPolicy(output_dtype=BF16))
+    fully_shard(model[2], mp_policy=MixedPrecisionPolicy(BF16))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16))
     assert model(noise(2, 3)).dtype == BF16
 
 
@@ -137,9 +144,9 @@ def train_between_units_of_other_dtypes() -> list[str]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
         for number, dtype in enumerate((BF16, FP32, BF16)):
-            fully_shard(model[number], mixed_precision=MixedPrecision(dtype))
+            fully_shard(model[number], mp_policy=MixedPrecisionPolicy(dtype))
         if around:
-            fully_shard(model, mixed_precision=MixedPrecision(BF16))
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16))
         seen = []
         model[1].register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))  # noqa: B023  # runs here
         for _ in range(2):
@@ -156,9 +163,9 @@ def test_a_unit_in_full_precision_may_stand_between_others(world):
 
 def test_units_that_return_another_dtype_may_stand_one_after_another():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    policy = MixedPrecision(BF16, output_dtype=FP32)
+    policy = MixedPrecisionPolicy(BF16, output_dtype=FP32)
     for layer in (*model, model):
-        fully_shard(layer, mixed_precision=policy)
+        fully_shard(layer, mp_policy=policy)
     out = model(noise(2, 3))
     out.sum().backward()
     assert out.dtype == FP32
@@ -167,7 +174,7 @@ def test_units_that_return_another_dtype_may_stand_one_after_another():
 
 def test_the_wrapper_takes_the_same_arguments():
     model = FullyShardedDataParallel(nn.Linear(2, 2), mixed_precision=True, fp32_reduce_scatter=True)
-    assert unit_of(model.module).precision == MixedPrecision(FP16, FP32)
+    assert unit_of(model.module).precision == UnitPrecision(FP16, FP32)
 
 
 class Scaled(nn.Module):
@@ -186,7 +193,7 @@ class Scaled(nn.Module):
 def test_a_state_dict_has_buffers_in_the_dtypes_of_the_plain_model():
     model = nn.Sequential(nn.Linear(3, 3), Scaled())
     for module in (model[1], model):
-        fully_shard(module, mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
+        fully_shard(module, buffer_dtype=torch.float16)
     model(torch.ones(2, 3))
     assert model[1].scale.dtype == torch.float16
     state = model.state_dict()

@@ -155,11 +155,11 @@ def three_two_four_and_back() -> list[str]:
     for make, kwargs in CASES:
         title = f"{make.__name__}, {kwargs}"
         if rank < 3:
-            model = sharded(built(), process_group=three, **kwargs)
+            model = sharded(built(), mesh=three, **kwargs)
         else:
             with torch.device("meta"):
                 model = Model()
-            sharded(model, process_group=four, init=False, **kwargs)
+            sharded(model, mesh=four, init=False, **kwargs)
         life = Life(make, model)
         optimizer, kept = life.optimizer, list(model.parameters())
         life.train(3, two, optimizer=optimizer)

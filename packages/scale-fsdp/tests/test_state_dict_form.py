@@ -62,9 +62,9 @@ def test_a_state_dict_goes_where_it_was_asked_to_be():
 
 def test_what_is_wrong_with_its_form_is_said_when_the_module_is_sharded():
     with pytest.raises(TypeError, match="state_dict_on_rank_0_only: expected True or False, got 'yes'"):
-        fully_shard(nn.Linear(2, 2), state_dict_on_rank_0_only="yes")
+        FullyShardedDataParallel(nn.Linear(2, 2), state_dict_on_rank_0_only="yes")
     with pytest.raises(RuntimeError, match="nowhere"):
-        fully_shard(nn.Linear(2, 2), state_dict_device="nowhere")
+        FullyShardedDataParallel(nn.Linear(2, 2), state_dict_device="nowhere")
 
 
 SIZE, LAYERS, WORLD = 64, 5, 4

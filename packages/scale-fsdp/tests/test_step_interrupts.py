@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import group_of
 from scale_core.flat.buffer import State
 from scale_core.testing import run_ranks
-from scale_fsdp import StepError, fully_shard, register_forward_method
+from scale_fsdp import StepError, fully_shard, register_fsdp_forward_method
 from scale_fsdp.runtime.unit import units_in
 
 PLACES = ("block", "root", "entry", "exit", "method", "evaluation")
@@ -50,7 +50,7 @@ def sharded(plain: nn.Module) -> nn.Module:
     model = copy.deepcopy(plain)
     for block in model.blocks:
         fully_shard(block)
-    register_forward_method(fully_shard(model), "encode")
+    register_fsdp_forward_method(fully_shard(model), "encode")
     return model
 
 

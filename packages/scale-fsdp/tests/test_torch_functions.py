@@ -103,7 +103,7 @@ def get_and_set_models() -> list[str]:
         set_model_state_dict(flat, copy.deepcopy(other), options=options)
         found.compare(f"set flat {options}", dict(flat.state_dict()), other)
         flat.load_state_dict(expected)
-    model = fully_shard(Awkward(), state_dict_on_rank_0_only=True)
+    model = FullyShardedDataParallel(Awkward(), state_dict_on_rank_0_only=True)
     found.compare("form", dict(get_model_state_dict(model, options=ON_RANK_0)), expected if first else {})
     return found.found
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, fully_shard, register_forward_method
+from scale_fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from scale_fsdp.runtime.unit import unit_of, units_in
 
 
@@ -177,7 +177,7 @@ class Coder(nn.Module):
 
 def coder() -> nn.Module:
     model = fully_shard(Coder(), reshard_after_forward=1)
-    register_forward_method(model, "encode")
+    register_fsdp_forward_method(model, "encode")
     return model
 
 

@@ -232,4 +232,4 @@ def test_every_combination_is_bitwise_that_of_the_reference(world, precision, wr
             [False, True],
         )
     ]
-    assert not any(run_ranks(run_cases, world, cases, timeout=3600))
+    assert not any(run_ranks(run_cases, world, cases, limit_seconds=3600))

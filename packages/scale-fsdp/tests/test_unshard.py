@@ -58,20 +58,19 @@ def unsharded() -> None:
     assert torch.equal(first.weight, plain[0].weight)
     x = torch.ones(2, 3)
     assert torch.equal(first.forward(x), plain[0](x))  # Past the unit's call, which is allowed now.
-    for _ in range(2):
-        with torch.no_grad():
-            assert torch.equal(model(x), plain(x))
-        assert torch.equal(first.weight, plain[0].weight)  # Still whole.
+    assert torch.equal(first.weight, plain[0].weight)  # Still whole.
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    assert any(first.weight is param for param in units_in(first)[0].buffers[0].sharded_params)  # The pass released it.
+    first.unshard()
     handle = model[2].unshard(async_op=True)
     assert handle is not None
     handle.wait()
     assert torch.equal(model[2].weight, plain[2].weight)
-    model(data(0, group_of().rank)).square().mean().backward()
     too_early = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(data(0, group_of().rank)).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"while the model's parameters were whole.*its '0.weight' is a copy"):
         too_early.step()
-    first.reshard()
-    model[2].reshard()
     expected = plain_grads(plain, [0], group_of().size)
     for unit in units_in(model):
         assert all(buffer.state is State.SHARDED for buffer in unit.buffers) or group_of().size == 1
@@ -161,7 +160,7 @@ def fetched_by_hand() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_what_is_gathered_by_hand_stays_until_it_is_released_by_hand(num_ranks: int) -> None:
+def test_what_is_gathered_by_hand_stays_until_it_is_released_by_hand_or_by_a_pass(num_ranks: int) -> None:
     run_ranks(unsharded, num_ranks)
 
 

@@ -27,8 +27,8 @@ def test_a_container_that_is_never_called_is_refused(container):
 
 
 def test_only_modules_are_sharded():
-    with pytest.raises(TypeError, match=r"expected an nn.Module, got list"):
-        fully_shard([nn.Linear(2, 2)])
+    with pytest.raises(TypeError, match=r"expected an nn.Module or a list of them, got dict"):
+        fully_shard({"layer": nn.Linear(2, 2)})
     with pytest.raises(TypeError, match="expected a ProcessGroup"):
         fully_shard(nn.Linear(2, 2), "gloo")
 
@@ -226,23 +226,23 @@ def shard_what_is_parallel_already() -> tuple[str, list[str]]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model[1], mesh, ColwiseParallel())
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(ValueError, match="is a part") as caught:
         fully_shard(model, mesh)
     kinds = [type(param.data).__name__ for param in model.parameters()]
-    fully_shard(model[0], mesh)  # As the error says: the layer beside it.
+    fully_shard(model[0], mesh)  # The layer beside it.
     model(noise(2, 2)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
     return str(caught.value), kinds
 
 
-def test_parameters_that_are_dtensors_are_refused_by_name_and_nothing_is_changed():
+def test_dtensors_over_the_ranks_that_were_given_are_refused_by_name_and_nothing_is_changed():
     for message, kinds in run_ranks(shard_what_is_parallel_already, 2):
-        assert "'1.weight' is a DTensor" in message and "shard the modules beside the one that holds it" in message
+        assert "'1.weight' is a part [1, 2] of a parameter [2, 2]" in message and 'mesh["data"]' in message
         assert kinds == ["Tensor", "Tensor", "DTensor", "DTensor"]
 
 
 def test_a_mesh_of_three_dimensions_says_which_to_pass():
-    assert all("mesh['replicas', 'shard']" in message for message in run_ranks(use_a_cube, 2))
+    assert all("mesh['replicate', 'shard']" in message for message in run_ranks(use_a_cube, 2))
 
 
 def use_a_cube() -> str:

@@ -46,7 +46,7 @@ def test_each_device_has_buckets_of_its_own_with_all_that_belongs_to_them() -> N
         for _ in range(3):
             model(torch.zeros(3, dtype=torch.long)).sum().backward()
             assert all(device_of(piece.grad) in ("", device_of(piece)) for piece in optimizer.local_params)
-            optimizer.clip_grad_norm(1.0)
+            optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.wait()

@@ -73,7 +73,7 @@ def layers_added_later() -> None:
             param.grad, mine.grad = mean, mean.clone()
         stepped = [param for group in theirs.param_groups for param in group["params"]]
         expected = torch.nn.utils.get_total_norm([param.grad for param in stepped])
-        assert torch.allclose(ours.clip_grad_norm(1e6), expected, rtol=1e-6)
+        assert torch.allclose(ours.clip_grad_norm_(1e6), expected, rtol=1e-6)
         ours.step()
         theirs.step()
         for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
@@ -376,8 +376,8 @@ def test_a_bound_that_would_turn_gradients_round_is_refused_before_anything_is_m
     model(data(0)).sum().backward()
     before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     with pytest.raises(ValueError, match=r"expected max_norm of at least 0, got"):
-        optimizer.clip_grad_norm(max_norm)
-    optimizer.clip_grad_norm(torch.inf)
+        optimizer.clip_grad_norm_(max_norm)
+    optimizer.clip_grad_norm_(torch.inf)
     after = [param.grad for param in model.parameters() if param.grad is not None]
     assert len(after) == 4 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -157,7 +157,7 @@ class Side:
         if case.scaled and case.clip is not None:
             self.scaler.unscale_(self.optimizer)
         if case.clip is not None:
-            clip = self.optimizer.clip_grad_norm if self.ours else self._clip
+            clip = self.optimizer.clip_grad_norm_ if self.ours else self._clip
             self.norms.append(float(clip(case.clip)))
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -333,7 +333,7 @@ def test_any_two_settings_together_are_equal_to_ddp_to_the_bit() -> None:
 @pytest.mark.soak
 def test_all_settings_together_are_equal_to_ddp_to_the_bit() -> None:
     everything = matrix(itertools.product((0, 1), repeat=len(MATRIX)))
-    assert run_ranks(run_cases, 2, everything, timeout=1200.0) == [[], []]
+    assert run_ranks(run_cases, 2, everything, limit_seconds=1200.0) == [[], []]
 
 
 def test_two_runs_at_three_ranks_are_equal_to_the_bit_and_to_ddp_in_all_but_the_last_digits() -> None:

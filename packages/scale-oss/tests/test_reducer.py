@@ -490,3 +490,73 @@ def test_who_listens_is_told_of_a_backward_before_it_goes_on_and_of_one_that_doe
         z.sum().backward()
         assert LISTENER.num_met == before + 1
     assert heard == [1, 1] and forwards.num_unmatched == 1
+
+
+# Parameters that are frozen when they have a gradient from under `no_sync()`: plain PyTorch keeps and steps on it.
+
+
+class Chosen(nn.Sequential):
+    """Rank 1 leaves the last layer out."""
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        for layer in self[:4]:
+            x = layer(x)
+        y: Tensor = self[4](x) if not rank else x
+        return y
+
+
+def chosen() -> Chosen:
+    torch.manual_seed(1)
+    return Chosen(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+FREEZE: dict[str, Callable[[nn.Sequential], object]] = {
+    "a parameter": lambda model: model[0].weight.requires_grad_(False),
+    "a layer": lambda model: model[0].requires_grad_(False),
+    "a layer and a parameter": lambda model: (model[2].requires_grad_(False), model[0].bias.requires_grad_(False)),
+    "on one rank only, what it alone has used": lambda model: model[4].requires_grad_(False),
+}
+
+
+def freeze_what_waits(what: str, when: str, bucket_numel: int) -> list[str]:
+    def noise(seed: int) -> Tensor:
+        return torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
+
+    rank, world = group_of().rank, group_of().size
+    plain, model = chosen(), chosen()
+    replicas = [chosen() for _ in range(world)]
+    optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.1, bucket_numel=bucket_numel)
+    wrapped = ShardedDataParallel(model, optimizer)
+    for number, each in [*enumerate(replicas), (rank, model)]:
+        called: nn.Module = wrapped if each is model else each
+        used = number if "one rank" in what else 0
+        with wrapped.no_sync():
+            called(noise(number), used).square().sum().backward()
+        if when == "between passes":
+            FREEZE[what](each)
+        loss = called(noise(10 + number), used).square().sum()
+        if when == "in a pass":
+            FREEZE[what](each)
+        loss.backward()
+    for param, *of_ranks in zip(*(each.parameters() for each in (plain, *replicas)), strict=True):
+        grads = [other.grad for other in of_ranks]
+        if any(grad is not None for grad in grads):
+            param.grad = torch.stack([torch.zeros_like(param) if grad is None else grad for grad in grads]).mean(0)
+    torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+    optimizer.step()
+    ours, theirs = list(wrapped.parameters()), list(plain.parameters())
+    return [
+        f"{what}, {when}, {bucket_numel}: parameter {number}"
+        for number, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        if not torch.allclose(a, b, rtol=0, atol=1e-6)
+    ]
+
+
+def freeze_in_every_way() -> list[str]:
+    ways = itertools.product(FREEZE, ("between passes", "in a pass"), (7, 1 << 20))
+    return [line for way in ways for line in freeze_what_waits(*way)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_frozen_keeps_the_gradient_that_waits(world: int) -> None:
+    assert run_ranks(freeze_in_every_way, world) == [[]] * world

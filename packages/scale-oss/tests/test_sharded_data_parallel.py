@@ -488,7 +488,7 @@ def scaled_where_one_rank_owns_nothing() -> None:
             (scaler.scale(loss) if scales else loss).backward()
             if scales:
                 scaler.unscale_(optimizer)
-            optimizer.clip_grad_norm(1e6)
+            optimizer.clip_grad_norm_(1e6)
             scaler.step(optimizer) if scales else optimizer.step()
             scaler.update() if scales else None
             optimizer.zero_grad()
@@ -780,4 +780,4 @@ def test_a_filter_that_returns_nothing_is_refused() -> None:
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="filter_params_fn returned none of the optimizer's parameters"):
-        optimizer.clip_grad_norm(1.0, filter_params_fn=lambda params: [p for p in params if p.ndim > 2])
+        optimizer.clip_grad_norm_(1.0, filter_params_fn=lambda params: [p for p in params if p.ndim > 2])

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from scale_core import ShardedGradScaler, clip_grad_norm, shard_of
+from scale_core import ShardedGradScaler, clip_grad_norm_, shard_of
 from scale_core.comm.group import Group, group_of
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
@@ -171,7 +171,7 @@ def refuse_what_would_be_wrong() -> None:
     scaler.update()
     assert all(torch.equal(param, old) for param, old in zip(layer.parameters(), before, strict=True))
     assert scaler.get_scale() == 1.0
-    assert clip_grad_norm(layer.parameters(), 1.0).isinf()
+    assert clip_grad_norm_(layer.parameters(), 1.0).isinf()
 
 
 def test_what_would_be_wrong_on_parts_is_refused() -> None:

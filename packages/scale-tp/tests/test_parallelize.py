@@ -15,7 +15,7 @@ from parallelize_cases import gpt2, gpt_neox, llama, loss_of, tokens, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core import clip_grad_norm, group_of, shard_of
+from scale_core import clip_grad_norm_, group_of, shard_of
 from scale_core.comm.group import Group
 from scale_core.testing import run_ranks
 from scale_tp.attention_heads import AttentionRule
@@ -90,7 +90,7 @@ def _dtypes_and_norms() -> None:
     for each in (plain, model):
         loss_of(each(input_ids=data).logits, data).backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    torch.testing.assert_close(clip_grad_norm(list(model.parameters()), 0.5), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(clip_grad_norm_(list(model.parameters()), 0.5), expected, rtol=1e-12, atol=0)
     norm = model.get_submodule("model.norm")
     torch.testing.assert_close(norm.weight.grad, plain.get_submodule("model.norm").weight.grad, rtol=0, atol=1e-15)
 

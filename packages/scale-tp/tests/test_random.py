@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import scale_tp
+from scale_core import snapshot
 from scale_core.comm.group import group_of
+from scale_core.errors import SnapshotError
 from scale_core.testing import run_ranks
 from scale_tp import get_cuda_rng_tracker, get_rng_tracker
 from scale_tp.random import RNGStatesTracker
@@ -171,6 +175,55 @@ def test_ranks_draw_alike_but_in_the_stream_of_their_part_of_the_model() -> None
     assert same == also
     assert first != second
     assert replica == [(same, first), (same, second)]
+
+
+def dropped(folder: Path, resumed: bool) -> tuple[list[Tensor], dict[str, Any]]:
+    """What dropout leaves in and outside of the stream of each rank, after two steps that are saved."""
+    scale_tp.initialize_model_parallel(2)
+    scale_tp.model_parallel_manual_seed(8 if resumed else 7)
+    objects = {"random": snapshot.RandomState(), "streams": get_rng_tracker()}
+
+    def steps(count: int) -> list[Tensor]:
+        seen = []
+        for _ in range(count):
+            seen.append(nn.functional.dropout(torch.ones(16)))
+            with get_rng_tracker().fork():
+                seen.append(nn.functional.dropout(torch.ones(16)))
+        return seen
+
+    if resumed:
+        snapshot.load(folder, objects)
+    else:
+        steps(2)
+        snapshot.save(folder, 2, objects)
+    found = steps(3)
+    with pytest.raises(ValueError, match=r"seed .* already exists"):  # The seeds are known, too.
+        get_rng_tracker().add("another", 7 + 2718 + group_of().rank)
+    return found, objects["streams"].state_dict()
+
+
+def test_a_resumed_training_drops_what_the_uninterrupted_one_does(tmp_path: Path) -> None:
+    expected = run_ranks(dropped, 2, tmp_path, False)
+    for (ours, state), (theirs, its) in zip(run_ranks(dropped, 2, tmp_path, True), expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+        assert state["seeds"] == its["seeds"]
+    assert not torch.equal(expected[0][0][1], expected[1][0][1]), "each rank has its own stream"
+
+
+def test_streams_of_one_rank_are_never_given_to_two(tmp_path: Path) -> None:
+    streams = RNGStatesTracker()
+    streams.add("own", 3)
+    snapshot.save(tmp_path, 1, {"streams": streams})
+    for text in run_ranks(load_streams, 2, tmp_path):
+        assert "was saved by 1 ranks, each of which had a state of its own, and there are 2 ranks now" in text
+    with pytest.raises(ValueError, match="the streams and seeds that state_dict"):
+        streams.load_state_dict(streams.get_states())
+
+
+def load_streams(folder: Path) -> str:
+    with pytest.raises(SnapshotError) as caught:
+        snapshot.load(folder, {"streams": RNGStatesTracker()})
+    return str(caught.value)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scale_tp
 from scale_core.comm.group import Group, group_of
-from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.testing import run_ranks
 from scale_tp import Split
 
@@ -150,7 +150,7 @@ def five_steps() -> int:
     for case in CASES:
         ours, plain, same = Divided(case, group), Plain(case), Emulated(case, group.size)
         ours.load_state_dict(plain.state_dict())
-        losses, norms, grads = train(ours, case, clip_grad_norm)
+        losses, norms, grads = train(ours, case, clip_grad_norm_)
         # To the bit, in the stated order of sums. (With clipping, whose norm is added otherwise, see below.)
         if case.clip is None:
             expected_losses, _, expected_grads = train(same, case, None)

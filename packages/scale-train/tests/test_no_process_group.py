@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from scale_adascale import AdaScale
-from scale_core import ShardedGradScaler, all_reduce, clip_grad_norm, grad_norm, group_of, join
+from scale_core import ShardedGradScaler, all_reduce, clip_grad_norm_, grad_norm, group_of, join
 from scale_core.errors import LaunchError
 from scale_core.launch import StopSignal
 from scale_core.snapshot import load_snapshot, save_snapshot
@@ -36,7 +36,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "ParallelEmbedding": lambda: ParallelEmbedding(4, 4),
     "initialize_model_parallel": lambda: initialize_model_parallel(1),
     "join": lambda: list(join([1])),
-    "clip_grad_norm": lambda: clip_grad_norm(layer().parameters(), 1.0),
+    "clip_grad_norm_": lambda: clip_grad_norm_(layer().parameters(), 1.0),
     "grad_norm": lambda: grad_norm(layer().parameters()),
     "ShardedGradScaler": lambda: _unscale(),
     "all_reduce": lambda: all_reduce(torch.ones(1), group_of()).wait(),

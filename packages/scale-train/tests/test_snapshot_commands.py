@@ -174,12 +174,12 @@ def test_prune_keeps_the_newest_and_leaves_alone_what_is_not_whole(run, capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("ls nowhere", "nowhere: no such folder"),
+        ("ls nowhere", "nowhere: no such file or folder"),
         ("ls weights.pt", "weights.pt is a file of torch.save, and no snapshot of scale. Convert it"),
         ("verify empty", "empty: there are no snapshots in it"),
         ("prune empty --keep 0", "--keep 0: at least 1 stays"),
         ("prune runs/step-00000001 --keep 1", "this is one snapshot; give the folder"),
-        ("convert nowhere out", "nowhere: no such folder"),
+        ("convert nowhere out", "nowhere: no such file or folder"),
         ("convert weights.pt out --map a", "--map a: write OLD=NEW"),
         ("convert weights.pt out --step -1", "--step -1: a number of at least 0"),
         ("convert weights.pt out --model-only", "model_only is for safetensors and DCP"),

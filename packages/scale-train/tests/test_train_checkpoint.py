@@ -1,13 +1,16 @@
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
+import scale_core.snapshot.snapshot
 from scale_core.comm.group import Group, group_of
-from scale_core.snapshot import NewerSnapshotError, SnapshotError
+from scale_core.snapshot import NewerSnapshotError
 from scale_core.testing import run_ranks
 from scale_train.data import read_text
 from scale_train.errors import InputError
@@ -22,10 +25,11 @@ from scale_train.training.checkpoint import (
     load,
     resolve_paths,
     save,
+    torchrun_run,
 )
 from scale_train.training.reporters import Reporter, StepRecord
 from scale_train.training.state import TrainState, build_state
-from scale_train.training.trainer import train_step
+from scale_train.training.trainer import train, train_step
 
 
 class Losses(Reporter):
@@ -225,15 +229,45 @@ def test_a_full_disk_says_so_and_names_the_checkpoint_that_stays(text, tmp_path,
     first = save(training, tmp_path)
     train_step(training)
 
-    def full(*args):
-        raise SnapshotError("saving failed") from OSError(errno.ENOSPC, "No space left on device")
+    def full(point, directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_snapshot", full)
-    with pytest.raises(
-        InputError, match=r"cannot save step 1 in .*: the disk is full; the last complete .*step-00000000"
-    ):
+    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full)
+    told = r"cannot save step 1 in .*: the disk is full; the last complete .*step-00000000"
+    with pytest.raises(InputError, match=told):
         save(training, tmp_path)
     assert training.checkpoint == first and training.saved_step == 0
+
+
+def test_what_is_saved_in_the_background_is_the_same(text, tmp_path):
+    options = options_for(text)
+    for name, in_background in (("waited", False), ("background", True)):
+        run = replace(options.run, async_save=in_background, save_every=2, evaluate_every=0)
+        training = start(replace(options, run=run), Group())
+        train(training, lambda state, name=name: save(state, tmp_path / name))
+        assert training.checkpoint == tmp_path / name / "step-00000006" and training.saving is None
+        assert sorted(path.name[-1] for path in (tmp_path / name).iterdir()) == ["2", "4", "6"]
+    for step in (2, 4, 6):
+        files = [(tmp_path / name / f"step-{step:08d}" / "rank-00000.safetensors") for name in ("waited", "background")]
+        one, other = (safetensors.torch.load_file(file) for file in files)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_save_in_the_background_that_fails_ends_the_training_with_the_checkpoint_before(text, tmp_path, monkeypatch):
+    options = options_for(text)
+    run = replace(options.run, async_save=True, save_every=1, evaluate_every=0)
+    training = start(replace(options, run=run), Group())
+    train_step(training)
+    save(training, tmp_path)
+    training.finish_save()
+
+    def full(point, directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full)
+    told = r"cannot save step 2 in .*: the disk is full; the last complete .*step-00000001"
+    with pytest.raises(InputError, match=told), checkpoint.refusing_lost_saves(training, tmp_path):
+        train(training, lambda state: save(state, tmp_path))
 
 
 def test_a_new_run_gets_a_new_folder_each_time(tmp_path, monkeypatch):
@@ -284,3 +318,37 @@ def test_what_cannot_be_resumed_is_said(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         (tmp_path / "file").write_text("")
         resolve_paths(RunOptions(out=tmp_path / "file" / "folder"))
+
+
+def test_ranks_that_torchrun_starts_again_go_on_in_their_folder_and_in_no_other(text, tmp_path, point, monkeypatch):
+    new = tmp_path / "new"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    options = replace(options_for(text), run=RunOptions(out=new, resume=point))
+    ours = torchrun_run(options)
+    for _ in range(2):  # The second time no checkpoint is in it yet.
+        assert resolve_paths(options.run, ours) == RunPaths(new, point)
+    training = start(options_for(text), Group())
+    training.step = 5
+    newest = save(training, new / CHECKPOINTS)
+    assert resolve_paths(options.run, ours) == RunPaths(new, newest)
+    other = torchrun_run(replace(options, optimizer=OptimizerOptions(steps=7, warmup=2)))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # Ranks that have ended by this error are started again.
+    for whose in ("", torchrun_run(options), other):
+        with pytest.raises(InputError, match="exists; name a new folder"):
+            resolve_paths(options.run, whose)
+
+
+def test_a_checkpoint_that_was_resumed_in_its_own_folder_is_not_gone_back_to_after_a_restart(text, point, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # What torchrun says where it was given none.
+    options = replace(options_for(text), run=RunOptions(resume=point))
+    assert resolve_paths(options.run, torchrun_run(options)) == RunPaths(point.parent.parent, point)
+    training = start(options_for(text), Group())
+    training.step = 5
+    newest = save(training, point.parent)
+    assert resolve_paths(options.run, torchrun_run(options)) == RunPaths(point.parent.parent, newest)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(InputError, match="is newer and stays"):
+        resolve_paths(options.run, torchrun_run(options))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert torchrun_run(options) == ""

@@ -84,9 +84,33 @@ def test_tagged_lines_of_several_ranks_in_one_log_are_told_apart():
     assert verdict({"all.log": text}).sentence == "rank 1 raised KeyError: 'weight'"
 
 
+def test_of_an_error_with_a_cause_the_error_is_said():
+    text = (
+        "Traceback (most recent call last):\n  File\nOSError: [Errno 28] No space left on device\n\n"
+        "The above exception was the direct cause of the following exception:\n\n"
+        "Traceback (most recent call last):\n  File\nscale_core.errors.SnapshotError: saving step-00000005 failed\n"
+    )
+    assert verdict({"rank1.log": text}).sentence == "rank 1 raised SnapshotError: saving step-00000005 failed"
+
+
 def test_logs_that_say_nothing_have_no_verdict():
     assert verdict({"a.log": "loss 3.2\nloss 3.1\n"}).kind == "unknown"
     assert verdict({}).sentence == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format": "scale-flight-record", "rank": "one", "events": []}',
+        '{"format": "scale-flight-record", "rank": 1, "events": 5}',
+        '{"format": "scale-flight-record", "rank": 1, "events": [], "time": null}',
+        '{"message": {"message": 5, "extraInfo": 3}}',
+        "[1]",
+        "[" * 100_000,
+    ],
+)
+def test_a_json_file_of_another_kind_says_nothing(text):
+    assert verdict({"rank1.json": text}).kind == "unknown"
 
 
 def test_a_rank_that_was_lost_in_a_save_is_named_with_what_the_others_did_together():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import scale_train
 from scale_core.testing import run_ranks
-from scale_fsdp import FSDPConfig, MixedPrecision, describe, fully_shard
+from scale_fsdp import FSDPConfig, MixedPrecisionPolicy, describe, fully_shard
 from scale_fsdp.runtime.unit import unit_of, units_in
 from scale_train import with_wrapped_modules
 
@@ -78,7 +78,7 @@ def test_a_module_that_stands_at_two_places_is_wrapped_once_before_what_holds_it
 
 
 def test_it_shards_as_the_configuration_says():
-    config = FSDPConfig(reshard_after_forward=False, mixed_precision=MixedPrecision(torch.bfloat16))
+    config = FSDPConfig(reshard_after_forward=False, mixed_precision=MixedPrecisionPolicy(torch.bfloat16))
     model = fully_shard(with_wrapped_modules(Model(), {BLOCKS}, config), **config.as_kwargs())
     units = describe(model).units
     assert [unit.name for unit in units] == ["", "layers.0", "layers.1", "layers.2"]

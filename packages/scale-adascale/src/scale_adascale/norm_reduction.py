@@ -20,6 +20,7 @@ from scale_adascale.gradient_checks import checksum_term
 from scale_adascale.local_grad_norms import NormAccumulator
 from scale_adascale.param_info import param_info_of
 from scale_adascale.squared_norms import inner_product, part_of, sum_of_squares
+from scale_adascale.validation import check_tensors
 from scale_core import compat
 from scale_core.comm.collectives import all_reduce, exchange, torch_group
 from scale_core.comm.group import Group, group_of
@@ -27,9 +28,14 @@ from scale_core.comm.work import CollectiveWork
 
 
 class NormReducer:
-    """Adds up what ranks have measured of the gradients of each parameter group; raises as `norm_weights` does."""
+    """Adds up what ranks have measured of the gradients of each parameter group.
+
+    Raises as `norm_weights` does and, where gradients are `preconditioned`, as `check_tensors`.
+    """
 
     def __init__(self, optimizer: Optimizer, data: Group, model: Group, *, preconditioned: bool) -> None:
+        if preconditioned:
+            check_tensors(optimizer)
         self._optimizer, self._data, self.model = optimizer, data, model
         self.preconditioned = preconditioned  # Gradients are measured as Adam sees them.
         self.info, self._key = param_info_of(optimizer, data, model), key_of(optimizer)
@@ -41,6 +47,8 @@ class NormReducer:
     def refresh(self) -> None:
         """Looks up again which rank has what, if there are other parameters than before or another reducer."""
         if key_of(self._optimizer) != self._key:
+            if self.preconditioned:
+                check_tensors(self._optimizer)
             self.info = param_info_of(self._optimizer, self._data, self.model)
             self._key = key_of(self._optimizer)
 

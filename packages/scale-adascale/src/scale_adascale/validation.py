@@ -14,6 +14,8 @@ from scale_adascale.local_grad_norms import LocalGradNorms
 from scale_adascale.param_info import all_params
 from scale_core.comm.group import Group
 from scale_core.microbatch_grads import pipeline_ranks
+from scale_core.shard import title_of
+from scale_core.state.param_ownership import flat_buffer_of
 
 # Arguments.
 
@@ -87,6 +89,20 @@ def check_rule(optimizer: Optimizer, data: Group, power: float | None, precondit
             f"expected an Adam or AdamW for preconditioned=True, got {type(optimizer).__name__}, of which AdaScale "
             "does not know what it divides gradients by. Leave preconditioned out"
         )
+
+
+def check_tensors(optimizer: Optimizer) -> None:
+    """Raises ValueError for a flat parameter, where each tensor's gradient is divided by its own second moments."""
+    for param in all_params(optimizer):
+        buffer = flat_buffer_of(param)
+        if buffer is not None:
+            raise ValueError(
+                f"expected each parameter as a tensor of its own, got {title_of(param)}, which holds "
+                f"{len(buffer.names)}, as '{buffer.names[0]}': AdaScale divides the gradient of each by the root of "
+                "its own mean second moment, as Adam uses it, and of a flat one the gain would be another. Shard the "
+                "model with flatten_parameters=False, or measure gradients as they are by "
+                "AdaScale(..., preconditioned=False)"
+            )
 
 
 def check_trains(optimizer: Optimizer, data: Group, model: Group) -> None:

@@ -10,11 +10,14 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `flat/`, `shard`: parameters in one flat buffer, and what a local tensor is a shard of;
 - `divergence`: what must be equal on several ranks, compared by its bits;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;
-- `state/`, `snapshot/`, `convert/`: sharded state dicts, verified checkpoints, and those of other programs;
+- `state/`, `snapshot/`, `pretrained/`, `convert/`: sharded state dicts, verified checkpoints, weights of Hugging Face,
+  and checkpoints of other programs;
 - `launch/`, `testing/`, `simulate/`: starting ranks, tests on ranks, and one process that simulates a rank of many.
 """
 
+import importlib
 import logging
+import typing
 
 from scale_core import torch_patches as _torch_patches  # noqa: F401  # It patches torch at the first shard.
 from scale_core.autograd_hooks import register_grad_published_hook, register_local_grad_hook, register_reduced_grad_hook
@@ -28,7 +31,7 @@ from scale_core.divergence import check_replicas
 from scale_core.errors import ContractError, DivergenceError, ScaleDistributedError, StepError, TransferError
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
 from scale_core.flat.layout import BlockAtom, FlatLayout
-from scale_core.optim.clip_grad import clip_grad_norm, grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_, grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Placement, Shard, full_numel, full_shape, set_shard, shard_of
 from scale_core.state.param_ownership import num_parameters
@@ -62,22 +65,49 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "check_replicas",
-    "clip_grad_norm",
+    "clip_grad_norm_",
     "full_numel",
     "full_shape",
     "grad_norm",
     "group_of",
     "join",
+    "load_pretrained",
     "num_parameters",
     "reduce_scatter",
     "register_grad_published_hook",
     "register_local_grad_hook",
     "register_reduced_grad_hook",
+    "save_pretrained",
     "set_shard",
     "shard_of",
 ]
 
-for _name in __all__:
+# They need an extra, and torch's checkpoint package, which takes a second to import.
+_LAZY = {
+    "load_pretrained": "scale_core.pretrained.loading",
+    "save_pretrained": "scale_core.pretrained.saving",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Imports a name of `_LAZY` on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    value.__module__ = __name__
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if typing.TYPE_CHECKING:
+    from scale_core.pretrained.loading import load_pretrained
+    from scale_core.pretrained.saving import save_pretrained
+
+for _name in set(__all__) - set(_LAZY):
     if hasattr(globals()[_name], "__qualname__"):  # Tracebacks and documentation show the path that people write.
         globals()[_name].__module__ = __name__
 del _name

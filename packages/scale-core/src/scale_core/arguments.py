@@ -13,7 +13,7 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal, Union
 
 import torch
@@ -55,7 +55,7 @@ def check_types(function: Callable[..., object], given: Mapping[str, Any]) -> No
             )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _annotations(function: Callable[..., object]) -> dict[str, tuple[str, Any]]:
     """The annotations that can be read, as they are written and as they are."""
     found = {}
@@ -141,7 +141,9 @@ def _shown(value: Any) -> str:
 
 def _hint(name: str, value: Any, annotation: Any) -> str:
     """What to write instead, where it is plain."""
-    if isinstance(value, type) and any(inspect.isclass(kind) and issubclass(value, kind) for kind in _kinds(annotation)):
+    if isinstance(value, type) and any(
+        inspect.isclass(kind) and issubclass(value, kind) for kind in _kinds(annotation)
+    ):
         return f": build one, {value.__name__}(...)"
     if isinstance(value, str):
         if hasattr(torch, value) and isinstance(getattr(torch, value), torch.dtype):

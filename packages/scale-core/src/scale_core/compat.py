@@ -186,6 +186,15 @@ def flatten_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return flat.get_group()
 
 
+def spans_world(mesh: DeviceMesh) -> bool:
+    """Whether a mesh, or the one that it is a part of, has all ranks; one of `DeviceMesh.from_group` may not."""
+    if hasattr(mesh, "_get_root_mesh"):
+        root: DeviceMesh = mesh._get_root_mesh()
+    else:  # torch 2.8
+        root = cast(Any, dist.device_mesh)._mesh_resources.get_root_mesh(mesh)
+    return root.size() == dist.get_world_size()
+
+
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps torch.compile out of a function; the code around it is compiled up to a graph break."""
     kept_out: Callable[P, R] = cast(Any, torch)._disable_dynamo(function)
@@ -286,6 +295,16 @@ def plain_tensor_types() -> frozenset[type]:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor))
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """The plain tensor of one that a functional collective is still filling, or the tensor itself."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        plain: Tensor = tensor.wait()
+        return plain
+    return tensor
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:

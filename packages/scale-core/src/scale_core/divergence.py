@@ -28,8 +28,8 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, fingerprint_of
-from scale_core.consistency.flight_recorder import by_rank, recovery_hint
-from scale_core.errors import DivergenceError
+from scale_core.consistency.flight_recorder import by_rank
+from scale_core.errors import DivergenceError, recovery_hint
 from scale_core.shard import Placement, names_of_stages, shard_of, stages_of
 
 EVERY_VARIABLE = "SCALE_CHECK_REPLICAS_EVERY"
@@ -39,7 +39,7 @@ _DEFAULT_EVERY = 100
 _SMALL_WORDS = 64  # Tensors of so few words are compared word by word.
 _NAMED = 3  # in an error
 _MASK = (1 << 62) - 1
-_COMPARISON = Event("the comparison of what must be equal", "")
+_COMPARISON = "the comparison of what must be equal"
 
 
 def check_replicas(

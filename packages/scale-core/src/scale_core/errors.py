@@ -31,8 +31,13 @@ A wrong argument is a `ValueError` or a `TypeError`, as anywhere in Python; so i
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ScaleError(RuntimeError):
@@ -180,3 +185,26 @@ class NewerSnapshotError(SnapshotError):
 
 class ForeignCheckpointError(SnapshotError):
     """What was to be loaded is a checkpoint of another library; the message says which, and how it is converted."""
+
+
+def renamed_arguments(**lines: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function refuse these keyword arguments by a TypeError that says what to write in their place.
+
+    >>> @renamed_arguments(group="process_group=")
+    ... def average(process_group=None):
+    ...     pass
+    >>> average(group=None)
+    Traceback (most recent call last):
+    TypeError: average: there is no argument group=; write process_group=
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in lines.keys() & kwargs.keys():
+                raise TypeError(f"{function.__qualname__}: there is no argument {name}=; write {lines[name]}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

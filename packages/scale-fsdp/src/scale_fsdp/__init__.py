@@ -10,8 +10,8 @@ import logging
 import typing
 
 from scale_core.errors import StepError
-from scale_fsdp.api import MixedPrecision
-from scale_fsdp.forward_methods import register_forward_method
+from scale_fsdp.forward_methods import register_fsdp_forward_method
+from scale_fsdp.fsdp_module import FSDPModule, UnshardHandle
 from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel
 from scale_fsdp.shard_module import fully_shard
 from scale_fsdp.state_dict.full import full_state_dict
@@ -36,6 +36,8 @@ from scale_fsdp.wrapping.policy import (
 )
 
 if typing.TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
     from scale_fsdp.description import Description, describe
     from scale_fsdp.ema import ShardedEMA
     from scale_fsdp.offload.optimizer import OffloadOptimizer
@@ -45,13 +47,17 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = [
+    "CPUOffloadPolicy",
     "Description",
     "FSDPConfig",
+    "FSDPModule",
     "FullyShardedDataParallel",
-    "MixedPrecision",
+    "MixedPrecisionPolicy",
     "OffloadOptimizer",
+    "OffloadPolicy",
     "ShardedEMA",
     "StepError",
+    "UnshardHandle",
     "auto_wrap",
     "auto_wrap_bn",
     "class_policy",
@@ -68,17 +74,20 @@ __all__ = [
     "name_policy",
     "no_split_policy",
     "plan_units",
-    "register_forward_method",
+    "register_fsdp_forward_method",
     "reshard_to",
     "shard_optim_state_dict",
     "size_policy",
     "wrap",
 ]
 
-# No training step of a plain `fully_shard` needs these, so they are imported when asked for.
+# No training step of a plain `fully_shard` needs these, so they are imported when asked for. The policies are torch's.
 _LAZY = {
+    "CPUOffloadPolicy": "torch.distributed.fsdp",
     "Description": "scale_fsdp.description",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadOptimizer": "scale_fsdp.offload.optimizer",
+    "OffloadPolicy": "torch.distributed.fsdp",
     "ShardedEMA": "scale_fsdp.ema",
     "describe": "scale_fsdp.description",
     "reshard_to": "scale_fsdp.reshard.reshard",
@@ -90,7 +99,8 @@ def __getattr__(name: str) -> typing.Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
-    value.__module__ = __name__
+    if value.__module__.startswith(__name__):
+        value.__module__ = __name__
     globals()[name] = value
     return value
 

@@ -4,42 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
+from scale_core.comm.group import GroupLike
 from scale_core.divergence import check_interval
 from scale_core.flat.buffer import DevicePolicy
 from scale_core.flat.layout import Atom
 from scale_core.tree import map_tensors
 from scale_fsdp.mesh_info import MeshInfo
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
 
 @dataclass(frozen=True)
-class MixedPrecision:
-    """The dtypes of one unit; None leaves things as they are.
+class UnitPrecision:
+    """The dtypes of one unit, as torch's `MixedPrecisionPolicy` says them, and that of its module's buffers.
 
-    The local shards, their gradients and so the optimizer keep the dtype that the parameters were built in.
+    The local shards, their gradients and so the optimizer keep the dtype that the parameters were built in. None leaves
+    things as they are.
 
     Attributes:
         param_dtype: Of the gathered parameters, of the floating-point inputs of the outermost unit, and so of the
             computation.
         reduce_dtype: Of the gradients on their way between ranks; None is `param_dtype`.
         output_dtype: Of the module's floating-point outputs.
-        buffer_dtype: Of the module's floating-point buffers. None is right nearly always: rotary frequencies and
-            running statistics don't survive half precision.
+        cast_forward_inputs: Whether inputs are cast to `param_dtype`.
+        buffer_dtype: Of the module's floating-point buffers.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
     buffer_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"MixedPrecision({name}=...): expected a floating-point torch.dtype, got {dtype!r}")
+            is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if name.endswith("dtype") and dtype is not None and not is_dtype:
+                raise ValueError(f"{name}: expected a floating-point torch.dtype, got {dtype!r}")
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
@@ -47,30 +55,19 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
-def resolve_precision(
-    mixed_precision: bool | MixedPrecision,
-    *,
-    compute_dtype: torch.dtype | None = None,
-    buffer_dtype: torch.dtype | None = None,
-    fp32_reduce_scatter: bool | None = None,
-) -> MixedPrecision:
-    """Returns the policy behind the arguments of `fully_shard`; True is fp16 parameters and reduction."""
-    if isinstance(mixed_precision, MixedPrecision):
-        if any(value is not None for value in (compute_dtype, buffer_dtype, fp32_reduce_scatter)):
-            raise ValueError(
-                "a MixedPrecision policy was given, and compute_dtype, buffer_dtype or fp32_reduce_scatter beside it: "
-                "say it in the policy, MixedPrecision(param_dtype=..., reduce_dtype=..., buffer_dtype=...)"
-            )
-        return mixed_precision
-    if not isinstance(mixed_precision, bool):
-        raise TypeError(f"mixed_precision: expected a bool or a MixedPrecision, got {type(mixed_precision).__name__}")
-    if not mixed_precision:
-        if fp32_reduce_scatter:
-            raise ValueError("fp32_reduce_scatter requires mixed_precision=True: without it gradients keep their dtype")
-        return MixedPrecision(param_dtype=compute_dtype, buffer_dtype=buffer_dtype)
-    param_dtype = compute_dtype or torch.float16
-    reduce_dtype = torch.float32 if fp32_reduce_scatter else param_dtype
-    return MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, buffer_dtype=buffer_dtype)
+def resolve_precision(mp_policy: MixedPrecisionPolicy | None, buffer_dtype: torch.dtype | None = None) -> UnitPrecision:
+    """Returns the dtypes behind the arguments of `fully_shard`."""
+    if mp_policy is None:
+        return UnitPrecision(buffer_dtype=buffer_dtype)
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # Loads all of torch's FSDP: whoever has one has done so.
+
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy: expected a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}: write "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+    dtypes = mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype
+    return UnitPrecision(*dtypes, mp_policy.cast_forward_inputs, buffer_dtype)
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,7 @@ class DevicePlacement:
     compute: torch.device | None = None  # None is where its parameters are
     params_on_host: bool = False
     grads_on_host: bool = False  # at once, or only when the backward pass is over
+    pin_memory: bool = True  # of shards on the host that go to a GPU
 
     def devices_for(self, params: torch.device) -> DevicePolicy:
         """Returns where the buffers of parameters live that are on this device now."""
@@ -89,27 +87,46 @@ class DevicePlacement:
             shard=host if self.params_on_host else compute,
             compute=compute,
             reduced=host if self.grads_on_host else compute,
+            pin_memory=self.pin_memory,
         )
 
 
 def resolve_placement(
-    move_params_to_cpu: bool,
-    move_grads_to_cpu: bool | None,
-    compute_device: torch.device | str | None,
-    mesh_info: MeshInfo,
+    offload_policy: OffloadPolicy | None, compute_device: torch.device | str | None, mesh: GroupLike, ranks: MeshInfo
 ) -> DevicePlacement:
     """Returns the devices behind the arguments of `fully_shard`."""
-    for name, value in (("move_params_to_cpu", move_params_to_cpu), ("move_grads_to_cpu", move_grads_to_cpu)):
-        if not isinstance(value, bool | None):
-            raise TypeError(f"{name}: expected True or False, got {value!r}")
+    if compute_device is None and isinstance(mesh, DeviceMesh) and mesh.device_type != "cpu":
+        compute_device = mesh.device_type
+    if offload_policy is None:
+        return placement_of(False, False, compute_device, ranks)
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(
+            f"offload_policy: expected a torch.distributed.fsdp.CPUOffloadPolicy or OffloadPolicy, got "
+            f"{offload_policy!r}: write offload_policy=CPUOffloadPolicy() to keep shards, gradients and the "
+            "optimizer's state on the host, or leave it out"
+        )
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
+    pins = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else True
+    return placement_of(offloads, offloads, compute_device, ranks, pin_memory=pins)
+
+
+def placement_of(
+    params_on_host: bool,
+    grads_on_host: bool,
+    compute_device: torch.device | str | None,
+    ranks: MeshInfo,
+    *,
+    pin_memory: bool = True,
+) -> DevicePlacement:
+    """Returns the devices; what is kept on the host computes on the accelerator that the ranks communicate by."""
     compute = torch.device(compute_device) if compute_device is not None else None
-    if compute is None and move_params_to_cpu and mesh_info.whole.backend != "gloo":
+    if compute is None and params_on_host and ranks.whole.backend != "gloo":
         compute = compat.accelerator()
     if compute is not None and str(compute) == "cuda":
         compute = compat.accelerator() or compute  # Tensors say which one they are on, and are compared with this.
-    return DevicePlacement(
-        compute, move_params_to_cpu, move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
-    )
+    return DevicePlacement(compute, params_on_host, grads_on_host, pin_memory)
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,7 @@ class StateDictConfig:
 def resolve_state_dict_config(
     state_dict_device: torch.device | str | None, state_dict_on_rank_0_only: bool
 ) -> StateDictConfig:
-    """Returns the form of `state_dict()` behind the arguments of `fully_shard`."""
+    """Returns the form of `state_dict()` behind FairScale's two arguments."""
     if not isinstance(state_dict_on_rank_0_only, bool):
         raise TypeError(f"state_dict_on_rank_0_only: expected True or False, got {state_dict_on_rank_0_only!r}")
     device = None if state_dict_device is None else torch.device(state_dict_device)
@@ -138,9 +155,9 @@ class UnitOptions:
     """How one unit is sharded; see `fully_shard`."""
 
     mesh_info: MeshInfo
-    precision: MixedPrecision
+    precision: UnitPrecision
     placement: DevicePlacement
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int | None = None  # None: unless it is the unit that is called first
     flatten: bool = False
     atom: AtomChoice = "auto"
     limit_seconds: float | None = None  # the outermost unit's counts
@@ -149,9 +166,9 @@ class UnitOptions:
     check_replicas_every: int | None = None  # the outermost unit's counts
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reshard_after_forward, int):
+        if not isinstance(self.reshard_after_forward, int | None):
             raise TypeError(
-                f"reshard_after_forward: expected a bool or a number of ranks, got {self.reshard_after_forward!r}"
+                f"reshard_after_forward: expected a bool, a number of ranks or None, got {self.reshard_after_forward!r}"
             )
         self.mesh_info.check_reshard_after_forward(self.reshard_after_forward)
         check_interval(self.check_replicas_every)

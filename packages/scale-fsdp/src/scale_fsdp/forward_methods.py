@@ -1,4 +1,4 @@
-"""`register_forward_method`: methods other than `forward` that compute with a unit's parameters.
+"""`register_fsdp_forward_method`: methods other than `forward` that compute with a unit's parameters.
 
 A unit is gathered when it is called, and `model.encode(x)` is no call of the model. A registered method runs as the
 forward does: gathered before, released after, with a backward of its own. Calls of the module while it runs are a
@@ -19,7 +19,7 @@ from scale_fsdp.runtime.step import post_forward, pre_forward
 from scale_fsdp.runtime.unit import Unit, unit_of
 
 
-def register_forward_method(module: nn.Module, method_name: str) -> None:
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a unit run with the unit's parameters gathered, as its forward does.
 
         >>> import torch
@@ -34,7 +34,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         ...     def forward(self, x):
         ...         return self.outward(self.encode(x))
         >>> model = fully_shard(Autoencoder())
-        >>> register_forward_method(model, "encode")
+        >>> register_fsdp_forward_method(model, "encode")
         >>> model.encode(torch.ones(3, 4)).sum().backward()
 
     All ranks call the method together, as they do the module. Registered twice, it runs as if registered once.
@@ -53,27 +53,28 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     title = type(module).__name__
     if unit is None:
         raise ValueError(
-            f"register_forward_method: this {title} is no unit, so there is nothing to gather for it: "
-            f"call fully_shard(module) first, then register_forward_method(module, {method_name!r})"
+            f"register_fsdp_forward_method: this {title} is no unit, so there is nothing to gather for it: "
+            f"call fully_shard(module) first, then register_fsdp_forward_method(module, {method_name!r})"
         )
     if method_name == "forward":
         raise ValueError(f"the forward of a unit runs gathered when the {title} is called: write module(...)")
     method = getattr(module, method_name, None)
     if method is None:
-        raise AttributeError(f"register_forward_method: a {title} has no method {method_name!r}")
+        raise AttributeError(f"register_fsdp_forward_method: a {title} has no method {method_name!r}")
     if not callable(method):
         raise TypeError(
-            f"register_forward_method: {method_name!r} of a {title} is a {type(method).__name__}, not a method"
+            f"register_fsdp_forward_method: {method_name!r} of a {title} is a {type(method).__name__}, not a method"
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
         raise TypeError(
-            f"register_forward_method: {method_name!r} of a {title} runs when what it returns is asked, and by then "
-            "its parameters are released: let it return its results at once, or call it inside summon_full_params()"
+            f"register_fsdp_forward_method: {method_name!r} of a {title} runs when what it returns is asked, and "
+            "by then its parameters are released: let it return its results at once, or call it inside "
+            "summon_full_params()"
         )
     if isinstance(module.__dict__.get(method_name), _UnshardedMethod):
         return
     if _RUNNING not in module.__dict__:
-        module.__dict__[_RUNNING] = _track_forward(unit)
+        module.__dict__[_RUNNING] = _track_forward(unit, module)
     object.__setattr__(module, method_name, _UnshardedMethod(module, method_name, unit, module.__dict__[_RUNNING]))
 
 
@@ -152,9 +153,9 @@ class _UnshardedMethod(_MethodWrapper):
         return post_forward(unit, module, args, kwargs, output)
 
 
-def _track_forward(unit: Unit) -> _RunningMethods:
-    """Wraps the forward of the unit's module, and the unit's hooks around it."""
-    module, running = unit.module, _RunningMethods(unit)
+def _track_forward(unit: Unit, module: nn.Module) -> _RunningMethods:
+    """Wraps the forward of a unit's module, and the unit's hooks around it."""
+    running = _RunningMethods(unit)
     replaced = 0
     hooks: Any
     for hooks, own, other in (

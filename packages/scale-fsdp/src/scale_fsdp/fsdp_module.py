@@ -1,16 +1,17 @@
-"""`FSDPModule`: the methods that `fully_shard` adds to a module, under the names of FSDP2 and FairScale."""
+"""`FSDPModule`: the methods that `fully_shard` adds to a module, under the names of FSDP2."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor, nn
 
-from scale_core.consistency.execution_order import Event
-from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_fsdp.reshard.convert import ConversionMethods
 from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
 from scale_fsdp.runtime.param_registry import register_owner
@@ -65,14 +66,15 @@ class FSDPModule(ConversionMethods):
         """
         root = outermost_root(self)
         contract = root.contract
-        with contract.waiting(Event("gradient norm", "")):
-            return clip_grad_norm(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
+        with contract.waiting("gradient norm"):
+            return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, with those accumulated under `no_sync`, which an optimizer's `zero_grad` can't see."""
+        """Clears all gradients, with those accumulated under `no_sync`."""
         for unit in units_in(self):
             for buffer in unit.buffers:
-                buffer.gradient.drop()
+                buffer.gradient.rollback_pass()
+                buffer.gradient.zero_accumulated(range(len(buffer.names)), set_to_none=set_to_none)
         super().zero_grad(set_to_none)
 
     @contextmanager
@@ -138,9 +140,10 @@ class FSDPModule(ConversionMethods):
             return super().apply(fn)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this unit's parameters; they stay whole, in the dtype that they are computed in, until `reshard()`.
+        """Gathers this unit's parameters, in the dtype that they are computed in.
 
-        All ranks call it together. The whole parameters are copies: a change to them is lost.
+        They stay whole until `reshard()`, or until a pass that runs the unit has released them, as in FSDP2. All
+        ranks call it together. The whole parameters are copies: a change to them is lost.
 
         Args:
             async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.
@@ -175,10 +178,15 @@ class FSDPModule(ConversionMethods):
             unit.synchronizes = requires_gradient_sync
         return self
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> Self:
-        """Whether the parameters are released between forward and backward, from the next pass on."""
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> Self:
+        """Whether the parameters are released between forward and backward, from the next pass on.
+
+        True holds for the unit that is called first as well, as in FSDP2.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"set_reshard_after_forward: expected True or False, got {reshard_after_forward!r}")
         for unit in _units_at(self, "set_reshard_after_forward", recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward, unit.reshards_entry = reshard_after_forward, True
         return self
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> Self:
@@ -197,13 +205,60 @@ class FSDPModule(ConversionMethods):
         unit = _unit_at(self, "set_modules_to_backward_prefetch")
         unit.prefetch["backward"] = [_unit_at(module, "set_modules_to_backward_prefetch") for module in modules]
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What this unit's summed gradients are divided by, in place of the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor: expected a factor above 0, got {factor}")
+        for buffer in _unit_at(self, "set_gradient_divide_factor").buffers:
+            buffer.gradient_divisor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Takes FSDP2's switch where it changes nothing: a backward that reduces does so over all ranks.
+
+        Raises:
+            ValueError: False, with hybrid sharding.
+        """
+        units = _units_at(self, "set_requires_all_reduce", recurse)
+        if not requires_all_reduce and any(unit.options.mesh_info.replicas.size > 1 for unit in units):
+            raise ValueError(
+                "set_requires_all_reduce(False): a reduction goes over the shards and over the replicas, not over the "
+                "shards alone: write set_requires_gradient_sync(False) for the micro-batches before the last"
+            )
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Takes FSDP2's hint, which changes nothing: each backward has waited for its reductions when it returns."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Takes FSDP2's switch, which changes nothing: a parameter that only some ranks used counts as zeros there."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Takes FSDP2's switch, which changes nothing: reductions are sums, and are divided after."""
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Has the current stream, and so the next gather, wait for an event that was recorded after the step."""
+        event.wait()
+
+    def reset_iter_state(self) -> None:
+        """Ends a pass that an error has cut off, as the next forward does by itself. Call it on the outermost module.
+
+        Gradients of earlier micro-batches stay; `zero_grad()` drops them.
+        """
+        root = outermost_root(self)
+        root.recover()
+        if root.entry_unit is not None:
+            root.abort(RuntimeError("reset_iter_state() was called inside a forward pass that was cut off"))
+
     # State dicts: full, or of this rank alone.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the plain module's state dict: full tensors under plain names. All ranks call it together.
 
         Which ranks get it, and on which device, is set by `state_dict_on_rank_0_only` and `state_dict_device` of
-        `fully_shard`; `full_state_dict` takes both at the call. The arguments are those of `nn.Module`.
+        `FullyShardedDataParallel`; `full_state_dict` takes both at the call. The arguments are those of `nn.Module`.
 
         Raises:
             RuntimeError: torch's checkpoint functions call it, and parameters are flat.
@@ -290,6 +345,42 @@ class FSDPModule(ConversionMethods):
         unit = unit_of(self)
         if unit is not None and unit.is_restored and "_modules" in vars(self):
             register_owner(unit)
+
+
+# FSDP2's methods that tune its own machinery, on which no result depends.
+_WITHOUT_EFFECT = (
+    "set_unshard_in_backward",
+    "set_reduce_scatter_max_input_buffers",
+    "set_separate_reduce_scatter_group",
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_symm_mem_for_comm",
+)
+# And those that put other computation in the place of its collectives.
+_REFUSED = {
+    "set_custom_all_gather": "shards are gathered into the buffer that the module computes with: leave it out",
+    "set_custom_reduce_scatter": "set mp_policy's reduce_dtype, or set_gradient_divide_factor(factor)",
+    "set_all_reduce_hook": "give fully_shard a mesh of two dimensions, or change param.grad after backward()",
+}
+
+
+def _method_without_effect(name: str) -> Callable[..., None]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        warnings.warn(f"{name} has no effect here: it tunes what FSDP2 does in another way", UserWarning, stacklevel=2)
+
+    return method
+
+
+def _refused_method(name: str, how: str) -> Callable[..., None]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{name} is FSDP2's alone: {how}")
+
+    return method
+
+
+for _name in _WITHOUT_EFFECT:
+    setattr(FSDPModule, _name, _method_without_effect(_name))
+for _name, _how in _REFUSED.items():
+    setattr(FSDPModule, _name, _refused_method(_name, _how))
 
 
 def _wait_unshard(unit: Unit) -> None:

@@ -9,17 +9,30 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from scale_core.comm.group import GroupLike
-from scale_fsdp.api import MixedPrecision, UnitOptions
+from scale_fsdp.api import (
+    AtomChoice,
+    UnitOptions,
+    UnitPrecision,
+    placement_of,
+    resolve_precision,
+    resolve_state_dict_config,
+)
 from scale_fsdp.fsdp_module import FSDPModule
+from scale_fsdp.mesh_info import resolve_mesh_info
+from scale_fsdp.reshard.meta_init import Init, check_init
 from scale_fsdp.runtime.unit import unit_of
-from scale_fsdp.shard_module import fully_shard
+from scale_fsdp.shard_module import check_modules, shard_modules
 from scale_fsdp.state_dict.local import consolidate_shard_weights
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # FairScale's arguments that tuned its own machinery, on which no result depends.
 _WITHOUT_EFFECT = frozenset(
@@ -38,7 +51,7 @@ _WITHOUT_EFFECT = frozenset(
 # FairScale's arguments that have another name here.
 _REPLACED = {
     "force_input_to_fp32": "it casts what comes into a unit to fp32, as every unit does that computes in it: give that "
-    "unit a policy of its own, mixed_precision=MixedPrecision(param_dtype=torch.float32)",
+    "unit a policy of its own, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)",
 }
 
 
@@ -57,8 +70,104 @@ def _delegate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenat
     return call
 
 
+def shard_as_fairscale(
+    module: nn.Module,
+    process_group: GroupLike = None,
+    reshard_after_forward: bool | int = True,
+    mixed_precision: bool | MixedPrecisionPolicy = False,
+    flatten_parameters: bool = False,
+    *,
+    atom: AtomChoice = "auto",
+    move_params_to_cpu: bool = False,
+    move_grads_to_cpu: bool | None = None,
+    compute_device: torch.device | str | None = None,
+    init: Init = None,
+    sync_module_states: bool = True,
+    limit_seconds: float | None = None,
+    state_dict_device: torch.device | str | None = None,
+    state_dict_on_rank_0_only: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    buffer_dtype: torch.dtype | None = None,
+    fp32_reduce_scatter: bool | None = None,
+    error_if_nonfinite: bool = False,
+    check_replicas_every: int | None = None,
+) -> nn.Module:
+    """Shards a module in place as `fully_shard` does, by FairScale's names of the arguments.
+
+    Args:
+        module: As for `fully_shard`.
+        process_group: The ranks, as `mesh` of `fully_shard`.
+        reshard_after_forward: As for `fully_shard`; True is its None.
+        mixed_precision: torch's `MixedPrecisionPolicy`; True is fp16 parameters and reduction.
+        flatten_parameters: As for `fully_shard`.
+        atom: As for `fully_shard`.
+        move_params_to_cpu: Keep the shards on the host.
+        move_grads_to_cpu: Bring each reduced gradient to the host at once, beside the backward pass; False lets all
+            wait on the device until the pass is over. None is as for the parameters. Either way `param.grad` stands
+            where the parameter is when `backward()` returns.
+        compute_device: As for `fully_shard`.
+        init: As for `fully_shard`.
+        sync_module_states: As for `fully_shard`.
+        limit_seconds: As for `fully_shard`.
+        state_dict_device: Where the tensors of this module's `state_dict()` are to be; None is where the shards are.
+        state_dict_on_rank_0_only: Its `state_dict()` gives the tensors to rank 0 alone, and the others an empty dict.
+        compute_dtype: `param_dtype` of the policy.
+        buffer_dtype: As for `fully_shard`.
+        fp32_reduce_scatter: `reduce_dtype=torch.float32` of the policy.
+        error_if_nonfinite: As for `fully_shard`.
+        check_replicas_every: As for `fully_shard`.
+
+    Raises:
+        TypeError: An argument of the wrong kind.
+        ValueError: As for `fully_shard`.
+    """
+    check_modules([module], flatten_parameters)
+    check_init(init)
+    for name, value in (("move_params_to_cpu", move_params_to_cpu), ("move_grads_to_cpu", move_grads_to_cpu)):
+        if not isinstance(value, bool | None):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
+    ranks = resolve_mesh_info(process_group)
+    grads = move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
+    options = UnitOptions(
+        ranks,
+        _precision_of(mixed_precision, compute_dtype, buffer_dtype, fp32_reduce_scatter),
+        placement_of(move_params_to_cpu, grads, compute_device, ranks),
+        None if reshard_after_forward is True else reshard_after_forward,
+        flatten_parameters,
+        atom,
+        limit_seconds,
+        resolve_state_dict_config(state_dict_device, state_dict_on_rank_0_only),
+        error_if_nonfinite,
+        check_replicas_every,
+    )
+    shard_modules([module], options, init, sync=sync_module_states)
+    return module
+
+
+def _precision_of(
+    mixed_precision: bool | MixedPrecisionPolicy,
+    compute_dtype: torch.dtype | None,
+    buffer_dtype: torch.dtype | None,
+    fp32_reduce_scatter: bool | None,
+) -> UnitPrecision:
+    """The dtypes behind FairScale's arguments; `mixed_precision=True` is fp16 parameters and reduction."""
+    if not isinstance(mixed_precision, bool):
+        if compute_dtype is not None or fp32_reduce_scatter is not None:
+            raise ValueError(
+                "a MixedPrecisionPolicy was given, and compute_dtype or fp32_reduce_scatter beside it: say it in the "
+                "policy, MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)"
+            )
+        return resolve_precision(mixed_precision, buffer_dtype)
+    if not mixed_precision:
+        if fp32_reduce_scatter:
+            raise ValueError("fp32_reduce_scatter requires mixed_precision=True: without it gradients keep their dtype")
+        return UnitPrecision(compute_dtype, buffer_dtype=buffer_dtype)
+    param_dtype = compute_dtype or torch.float16
+    return UnitPrecision(param_dtype, torch.float32 if fp32_reduce_scatter else param_dtype, buffer_dtype=buffer_dtype)
+
+
 class FullyShardedDataParallel(nn.Module):
-    """Shards `module` in place by `fully_shard` and wraps it, as FairScale's class of this name does.
+    """Shards `module` in place as `fully_shard` does and wraps it, as FairScale's class of this name.
 
     `named_parameters`, `named_modules` and the state dict have the names of the plain module, without the wrapper.
     Attributes that the wrapper lacks are those of the module.
@@ -66,8 +175,13 @@ class FullyShardedDataParallel(nn.Module):
     Args:
         module: The module to shard; `.module` gives it back. For one that is sharded already there is no other
             argument.
-        **kwargs: The arguments of `fully_shard`, some of which may be given by position as in FairScale. FairScale's
-            arguments that only tuned its machinery have no effect, and warn.
+        process_group: The ranks to shard over: a process group or a DeviceMesh, as `mesh` of `fully_shard`.
+        reshard_after_forward: As for `fully_shard`; the unit that is called first stays gathered.
+        mixed_precision: torch's `MixedPrecisionPolicy`; True is fp16 parameters and reduction.
+        flatten_parameters: As for `fully_shard`.
+        **kwargs: `move_params_to_cpu`, `move_grads_to_cpu`, `compute_dtype`, `fp32_reduce_scatter`,
+            `state_dict_device` and `state_dict_on_rank_0_only` as in FairScale, and the arguments of `fully_shard` that
+            are scale-fsdp's own. FairScale's arguments that only tuned its machinery have no effect, and warn.
 
     Raises:
         TypeError: An unknown argument; names the nearest one.
@@ -80,7 +194,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         process_group: GroupLike = None,
         reshard_after_forward: bool = True,
-        mixed_precision: bool | MixedPrecision = False,
+        mixed_precision: bool | MixedPrecisionPolicy = False,
         flatten_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -95,7 +209,7 @@ class FullyShardedDataParallel(nn.Module):
         if isinstance(module, FSDPModule):
             _refuse_options(module, options)
         else:
-            fully_shard(module, **options)
+            shard_as_fairscale(module, **options)
         self.module = module
         self.register_load_state_dict_pre_hook(_add_module_prefix)  # type: ignore[no-untyped-call]  # torch has no types here
 
@@ -137,7 +251,8 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def reshard_after_forward(self) -> bool | int:
         """As given when the module was sharded."""
-        return self._options.reshard_after_forward
+        given = self._options.reshard_after_forward
+        return True if given is None else given
 
     @property
     def mixed_precision(self) -> bool:
@@ -189,7 +304,7 @@ def _add_module_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuses options for a module that is sharded already: they would have no effect."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(fully_shard).parameters.items()}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(shard_as_fairscale).parameters.items()}
     given = [
         f"{name}={value!r}"
         for name, value in options.items()
@@ -203,7 +318,7 @@ def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    known = set(inspect.signature(fully_shard).parameters)
+    known = set(inspect.signature(shard_as_fairscale).parameters)
     if kwargs.pop("cpu_offload", False):  # FairScale's first name for it, which fairseq still uses.
         kwargs["move_params_to_cpu"] = True
     ignored = sorted(_WITHOUT_EFFECT & kwargs.keys())
@@ -222,7 +337,7 @@ def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    """Arguments of `FullyShardedDataParallel` and `fully_shard` as one value, as a configuration file holds them.
+    """Arguments of `FullyShardedDataParallel` as one value, as a configuration file holds them.
 
     The names are those of Tango's class.
 
@@ -243,16 +358,16 @@ class FSDPConfig:
     reshard_after_forward: bool = True
     move_params_to_cpu: bool = False
     move_grads_to_cpu: bool | None = None
-    mixed_precision: bool | MixedPrecision = False
+    mixed_precision: bool | MixedPrecisionPolicy = False
     error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         # A file gives whatever its author wrote, and the string "false" counts as true.
         for name, value in self._items():
-            kinds = (bool, MixedPrecision) if name == "mixed_precision" else (bool,)
+            is_policy = name == "mixed_precision" and type(value).__name__ == "MixedPrecisionPolicy"
             may_be_none = name == "move_grads_to_cpu" and value is None
-            if not isinstance(value, kinds) and not may_be_none:
-                expected = " or a ".join(["bool", *(kind.__name__ for kind in kinds[1:])])
+            if not isinstance(value, bool) and not is_policy and not may_be_none:
+                expected = "bool or a MixedPrecisionPolicy" if name == "mixed_precision" else "bool"
                 raise TypeError(
                     f"FSDPConfig({name}=...): expected a {expected}{' or None' * (name == 'move_grads_to_cpu')}, "
                     f"got {value!r}; write {name}=True or {name}=False"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
-from scale_core.comm.collectives import broadcast, new_group_limit, subgroup_of
+from scale_core.comm.collectives import broadcast, group_over, new_group_limit, subgroup_of
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.flat.buffer import ShardGroups
 
@@ -30,17 +30,17 @@ class MeshInfo:
     replicas: Group  # those that hold equal shards; of size 1 without hybrid sharding
     whole: Group  # all of them
 
-    def buffer_groups(self, reshard_after_forward: bool | int) -> ShardGroups:
+    def buffer_groups(self, reshard_after_forward: bool | int | None) -> ShardGroups:
         """Returns the groups of the unit's buffers; an integer asks for a part that stays after the forward."""
         part = None
-        if not isinstance(reshard_after_forward, bool) and 1 < reshard_after_forward < self.shard.size:
+        if not isinstance(reshard_after_forward, bool | None) and 1 < reshard_after_forward < self.shard.size:
             part = _neighbour_group(self.shard, reshard_after_forward)
         return ShardGroups(self.shard, self.replicas, part)
 
-    def check_reshard_after_forward(self, reshard_after_forward: bool | int) -> None:
-        """Checks that the ranks divide into groups of this many, unless it is a bool."""
+    def check_reshard_after_forward(self, reshard_after_forward: bool | int | None) -> None:
+        """Checks that the ranks divide into groups of this many, unless it is a bool or None."""
         size, ranks = reshard_after_forward, self.shard.size
-        if not isinstance(size, bool) and (size < 1 or ranks % size):
+        if not isinstance(size, bool | None) and (size < 1 or ranks % size):
             divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
             raise ValueError(
                 f"reshard_after_forward={size}: {ranks} ranks do not divide into groups of {size}: take one of "
@@ -57,23 +57,33 @@ class MeshInfo:
                 if not whole.is_set_to(tensor.data):
                     tensor.data.copy_(whole)
 
-    def reshards_after_forward(self, reshard_after_forward: bool | int) -> bool:
+    def reshards_after_forward(self, reshard_after_forward: bool | int | None) -> bool:
         """Whether a unit is released after its forward; among groups of one rank, all of it stays."""
-        return bool(reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward != 1
+        if isinstance(reshard_after_forward, bool | None):
+            return reshard_after_forward is not False
+        return reshard_after_forward != 1
 
 
-def resolve_mesh_info(process_group: GroupLike) -> MeshInfo:
-    """Returns the ranks of a group, or of a mesh of one axis (shard) or two (replicas, shard)."""
-    if isinstance(process_group, DeviceMesh) and process_group.ndim > 1:
-        if process_group.ndim > 2:
+def resolve_mesh_info(mesh: GroupLike) -> MeshInfo:
+    """Returns the ranks of a group, or of a mesh of one dimension (shard) or two (replicate, shard)."""
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+        if mesh.ndim > 2:
             raise ValueError(
-                f"expected a DeviceMesh of one dimension (shard) or two (replicas, shard), got {process_group.ndim} "
-                f"dimensions {process_group.mesh_dim_names}: pass a part of it, such as mesh['replicas', 'shard']"
+                f"expected a DeviceMesh of one dimension (shard) or two (replicate, shard), got {mesh.ndim} "
+                f"dimensions {mesh.mesh_dim_names}: pass a part of it, such as mesh['replicate', 'shard']"
             )
-        replicas, shard = (group_of(process_group.get_group(axis)) for axis in (0, 1))
-        return MeshInfo(shard, replicas, group_of(compat.flatten_mesh(process_group)))
-    group = group_of(process_group)
+        replicas, shard = (group_of(mesh.get_group(axis)) for axis in (0, 1))
+        if compat.spans_world(mesh):
+            return MeshInfo(shard, replicas, group_of(compat.flatten_mesh(mesh)))
+        return MeshInfo(shard, replicas, _whole_group(replicas, shard, tuple(mesh.mesh.flatten().tolist())))
+    group = group_of(mesh)
     return MeshInfo(group, Group(), group)
+
+
+@functools.cache
+def _whole_group(replicas: Group, shard: Group, ranks: tuple[int, ...]) -> Group:
+    """The group of all ranks of a mesh that ranks outside of it know nothing of: torch would mix it with theirs."""
+    return group_over((replicas, shard), ranks)
 
 
 @functools.cache  # One group for all units that want it: each costs the transport connections and buffers.

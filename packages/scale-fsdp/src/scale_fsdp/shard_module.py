@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Collection, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,14 @@ from torch.nn.parameter import is_lazy
 from scale_core import compat
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
+from scale_core.dtensor import DTensorSpec, is_dtensor, local_parameter
+from scale_core.errors import renamed_arguments
 from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, ShardGroups
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.shard_storage import copy_attributes
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import check_undivided, set_shard, shard_of
-from scale_fsdp.api import (
-    AtomChoice,
-    MixedPrecision,
-    UnitOptions,
-    resolve_placement,
-    resolve_precision,
-    resolve_state_dict_config,
-)
+from scale_fsdp.api import AtomChoice, UnitOptions, resolve_placement, resolve_precision
 from scale_fsdp.fsdp_module import sharded_class
 from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.reshard.convert import convert_buffers
@@ -47,28 +42,41 @@ from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, module_nam
 from scale_fsdp.state_dict.full import register_state_dict_hooks
 from scale_fsdp.state_dict.naming import units_on_other_ranks
 
-M = TypeVar("M", bound=nn.Module)
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
+@renamed_arguments(
+    process_group="mesh=, which takes a DeviceMesh or a process group",
+    mixed_precision="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+    compute_dtype="mp_policy=MixedPrecisionPolicy(param_dtype=...)",
+    fp32_reduce_scatter="mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32)",
+    move_params_to_cpu="offload_policy=CPUOffloadPolicy()",
+    cpu_offload="offload_policy=CPUOffloadPolicy()",
+    move_grads_to_cpu="offload_policy=CPUOffloadPolicy(), or FullyShardedDataParallel(module, move_grads_to_cpu=...)",
+    state_dict_device="full_state_dict(model, device=...) where the state is taken",
+    state_dict_on_rank_0_only="full_state_dict(model, rank_0_only=True) where the state is taken",
+    shard_placement_fn="atom=, which says what must not be cut: parameters of a unit stand one after another in one "
+    "buffer that is cut between elements or rows, and none is cut along another dimension",
+    dp_mesh_dims='mesh= with the data parallel dimensions alone, such as mesh=mesh["replicate", "shard"]',
+)
 def fully_shard(
     module: M,
-    process_group: GroupLike = None,
+    mesh: GroupLike = None,
     *,
-    reshard_after_forward: bool | int = True,
-    mixed_precision: bool | MixedPrecision = False,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
     flatten_parameters: bool = False,
     atom: AtomChoice = "auto",
-    move_params_to_cpu: bool = False,
-    move_grads_to_cpu: bool | None = None,
+    buffer_dtype: torch.dtype | None = None,
     compute_device: torch.device | str | None = None,
     init: Init = None,
     sync_module_states: bool = True,
     limit_seconds: float | None = None,
-    state_dict_device: torch.device | str | None = None,
-    state_dict_on_rank_0_only: bool = False,
-    compute_dtype: torch.dtype | None = None,
-    buffer_dtype: torch.dtype | None = None,
-    fp32_reduce_scatter: bool | None = None,
     error_if_nonfinite: bool = False,
     check_replicas_every: int | None = None,
 ) -> M:
@@ -88,27 +96,33 @@ def fully_shard(
         >>> model(torch.randn(3, 4)).sum().backward()
         >>> optimizer.step()
 
+    The first arguments are those of `torch.distributed.fsdp.fully_shard`, whose `shard_placement_fn` and `dp_mesh_dims`
+    are refused; those from `flatten_parameters` on are scale-fsdp's own.
+
     Args:
-        module: The module; must not be a unit yet.
-        process_group: The ranks to shard over: a process group or a one-dimensional DeviceMesh. None is the default
+        module: The module; must not be a unit yet. A list of modules becomes one unit, which is gathered when the first
+            of them runs and released after the last.
+        mesh: The ranks to shard over: a DeviceMesh of one dimension, or a process group. None is the default
             group, or a world of one where torch.distributed is not initialised. A DeviceMesh of two dimensions is
             hybrid sharding: the ranks along the second share one copy of the model, those along the first hold copies.
+            Parameters go to the mesh's accelerator, if it is one of such.
         reshard_after_forward: Release the parameters between forward and backward: less memory, half as much again
-            to send. The unit that is called first stays gathered, since its backward comes first. An integer leaves
+            to send. None is yes, but for the unit that is called first, whose backward comes first. An integer leaves
             the parameters sharded over that many neighbouring ranks, as those of one node, among which the backward
             then gathers.
-        mixed_precision: A policy; True is fp16 parameters and reduction.
+        mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`. Where all units have one `param_dtype`, inputs are
+            cast where the model is entered alone.
+        offload_policy: `torch.distributed.fsdp.CPUOffloadPolicy()` keeps the shards, the gradients and so the
+            optimizer's state and its step on the host: `torch.optim.Adam` with `fused=True` is quick there.
+        ignored_params: Parameters that stay whole on each rank; their gradients are not averaged.
         flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
             one local shard per parameter.
         atom: What must not be cut between two ranks: "auto", "element", "row", "parameter", `BlockAtom(k)`, or a
             function from a parameter's name and shape to one of them.
-        move_params_to_cpu: Keep the shards, and so the optimizer's state and its step, on the host: `torch.optim.Adam`
-            with `fused=True` is quick there.
-        move_grads_to_cpu: Bring each reduced gradient to the host at once, beside the backward pass; False lets all
-            wait on the device until the pass is over. None is as for the parameters. Either way `param.grad` stands
-            where the parameter is when `backward()` returns.
-        compute_device: Where to compute. None is where the parameters are or, for shards on the host, this rank's
-            accelerator.
+        buffer_dtype: Of the module's floating-point buffers. None leaves them, which is right nearly always: rotary
+            frequencies and running statistics don't survive half precision.
+        compute_device: Where to compute. None is the mesh's accelerator, or where the parameters are or, for shards on
+            the host, this rank's accelerator.
         init: Initialises parameters and buffers on the meta device, in memory where the unit computes that is freed
             again once they are sharded. None is each module's own `reset_parameters`; a function is called with each
             module that directly has such parameters or buffers. False leaves the shards on meta and sends nothing:
@@ -117,11 +131,6 @@ def fully_shard(
             have built equal ones.
         limit_seconds: The longest that a rank waits for another one before all of them raise. None is the process
             group's own time limit, at most ten minutes. The outermost unit's counts.
-        state_dict_device: Where the tensors of this module's `state_dict()` are to be; None is where the shards are.
-        state_dict_on_rank_0_only: Its `state_dict()` gives the tensors to rank 0 alone, and the others an empty dict.
-        compute_dtype: FairScale's spelling of `MixedPrecision(param_dtype=...)`.
-        buffer_dtype: FairScale's spelling of `MixedPrecision(buffer_dtype=...)`.
-        fp32_reduce_scatter: FairScale's spelling of `MixedPrecision(reduce_dtype=torch.float32)`.
         error_if_nonfinite: Abort a training step, on all ranks, in which an output of a unit or a local gradient is
             infinite or NaN on one of them; the error there, a FloatingPointError, names rank, unit and parameter. It
             costs one more read of all of these, and two waits for the device per step. Not together with a gradient
@@ -131,53 +140,67 @@ def fully_shard(
             difference is a `DivergenceError`. The outermost unit's counts.
 
     Raises:
-        TypeError: An argument of the wrong kind.
+        TypeError: An argument of the wrong kind, or under a name that FairScale has given it.
         ValueError: The module is a unit already, or a container that is never called; arguments that contradict
             each other; nothing gives values to a parameter or buffer on meta.
         ContractError: The ranks are about to shard different modules.
     """
-    _check_module(module, flatten_parameters)
+    given: Any = module
+    is_list = isinstance(given, list | tuple)
+    modules = check_modules(given if is_list else [given], flatten_parameters)
     check_init(init)
-    mesh_info = resolve_mesh_info(process_group)
+    mesh_info = resolve_mesh_info(mesh)
     options = UnitOptions(
         mesh_info,
-        resolve_precision(
-            mixed_precision,
-            compute_dtype=compute_dtype,
-            buffer_dtype=buffer_dtype,
-            fp32_reduce_scatter=fp32_reduce_scatter,
-        ),
-        resolve_placement(move_params_to_cpu, move_grads_to_cpu, compute_device, mesh_info),
+        resolve_precision(mp_policy, buffer_dtype),
+        resolve_placement(offload_policy, compute_device, mesh, mesh_info),
         reshard_after_forward,
         flatten_parameters,
         atom,
         limit_seconds,
-        resolve_state_dict_config(state_dict_device, state_dict_on_rank_0_only),
-        error_if_nonfinite,
-        check_replicas_every,
+        error_if_nonfinite=error_if_nonfinite,
+        check_replicas_every=check_replicas_every,
     )
-    return _shard(module, options, init, sync=sync_module_states)
+    shard_modules(modules, options, init, sync=sync_module_states, ignored=ignored_params or ())
+    return module
 
 
-def _check_module(module: nn.Module, flatten_parameters: bool) -> None:
-    """Refuses what can't become a unit."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard: expected an nn.Module, got {type(module).__name__}")
-    if unit_of(module) is not None:
-        raise ValueError(f"this {type(module).__name__} is sharded already: call fully_shard once per module")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"an {type(module).__name__} is never called, so it can't be gathered before it runs: "
-            "shard its members, for member in container: fully_shard(member)"
-        )
-    if flatten_parameters and flat_param_name(0) in module._parameters:
-        raise ValueError(f"flatten_parameters=True needs the name {flat_param_name(0)}: rename that parameter")
+def check_modules(modules: Sequence[nn.Module], flatten_parameters: bool) -> list[nn.Module]:
+    """Refuses what can't become a unit; returns those of the modules that no other of them holds."""
+    if not modules:
+        raise ValueError("fully_shard: expected a module or a list of modules, got an empty list")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard: expected an nn.Module or a list of them, got {type(module).__name__}")
+        if unit_of(module) is not None:
+            raise ValueError(f"this {type(module).__name__} is sharded already: call fully_shard once per module")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"an {type(module).__name__} is never called, so it can't be gathered before it runs: "
+                "shard its members, for member in container: fully_shard(member), or list(container) as one unit"
+            )
+        if flatten_parameters and flat_param_name(0) in module._parameters:
+            raise ValueError(f"flatten_parameters=True needs the name {flat_param_name(0)}: rename that parameter")
+    inner = {child for module in modules for child in module.modules() if child is not module}
+    return [module for module in dict.fromkeys(modules) if module not in inner]
 
 
-def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
-    """Puts shards in place of the module's parameters, when all that can be refused has been."""
+def shard_modules(
+    modules: Sequence[nn.Module],
+    options: UnitOptions,
+    init: Init,
+    *,
+    sync: bool,
+    ignored: Collection[nn.Parameter] = (),
+) -> None:
+    """Puts shards in place of the modules' parameters, when all that can be refused has been."""
     ranks = options.mesh_info
-    own, shared = split_owned_and_shared(list(managed_params(module)))
+    left = set(ignored)  # tensors are equal by identity alone to sets
+    paths = [""] if len(modules) == 1 else [str(number) for number in range(len(modules))]
+    places = (place for module, path in zip(modules, paths, strict=True) for place in managed_params(module, path))
+    own, shared = split_owned_and_shared([place for place in places if place.param not in left])
+    original = [info.param for info in own]
+    own, specs = _local_pieces(own, init)
     check_parameters(own)
     check_undivided(((info.name, info.param) for info in own), ranks.whole, "fully_shard")
     if init is False:
@@ -190,28 +213,57 @@ def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
         buffers, slots = _make_buffers(own, ShardGroups(ranks.shard, ranks.replicas), options, on_meta=True)
     else:
         if ranks.whole.size > 1:
-            kind = type(module).__name__
+            kind = ", ".join(type(module).__name__ for module in modules)
             lines = [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
             contract = Contract(ranks.whole, options.limit_seconds)
             contract.check_equal(f"the module given to fully_shard ({kind})", [kind, *lines])
-        fill = should_initialize([(module, own)], init, ranks.whole, options.limit_seconds, sync=sync)
+        parts = [(module, _own_of(own, module)) for module in modules]
+        fill = should_initialize(parts, init, ranks.whole, options.limit_seconds, sync=sync)
         buffers, slots = _make_buffers(own, ranks.buffer_groups(options.reshard_after_forward), options)
-        _init_shards(module, own, slots, options, init, fill=fill, sync=sync)
+        _init_shards(parts, slots, options, init, fill=fill, sync=sync)
     owners = list(dict.fromkeys(owner.unit for _, owner in shared))
     slots += [ParamSlot(p.module, p.attribute, owner.unit.buffers[owner.buffer], owner.number) for p, owner in shared]
-    unit = Unit(module, slots, buffers, owners, options)
+    specs += [owner.unit.spec_of(owner.buffer, owner.number) for _, owner in shared]
+    unit = Unit(modules, slots, buffers, owners, options, specs)
+    unit.ignored = [param for module in modules for param in module.parameters() if param in left]
     made_by = ranks.whole.backend, ranks.whole.ranks
     _num_units[made_by] += 1
     unit.serial = _num_units[made_by]
     for owner in owners:
         owner.is_shared = True
-    for info, slot in zip(own, unit.slots, strict=False):
-        register_replaced(info.param, slot.buffer, slot.number)
+    for param, slot in zip(original, unit.slots, strict=False):
+        register_replaced(param, slot.buffer, slot.number)
     convert_buffers(unit)
     _install(unit)
-    register_owner(unit, own)
-    _name_units(module)
-    return module
+    register_owner(unit, original)
+    for module in modules:
+        _name_units(module)
+
+
+def _own_of(own: Sequence[ParamModuleInfo], module: nn.Module) -> list[ParamModuleInfo]:
+    """Those of the places that are in this module."""
+    inside = {id(child) for _, child in managed_modules(module)}
+    return [place for place in own if id(place.module) in inside]
+
+
+def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[ParamModuleInfo], list[DTensorSpec | None]]:
+    """The same places with the local tensors of DTensors, each known as a piece; and how these are made of them."""
+    specs: list[DTensorSpec | None] = []
+    pieces: dict[nn.Parameter, nn.Parameter] = {}
+    for place in own:
+        spec = DTensorSpec.of(place.param, place.name) if is_dtensor(place.param) else None
+        specs.append(spec)
+        if spec is None or place.param in pieces:
+            continue
+        if place.param.is_meta and init is not False:
+            raise ValueError(
+                f"'{place.name}' is a DTensor on the meta device, and fully_shard initializes whole tensors: write "
+                "fully_shard(..., init=False), then model.to_empty(device=...), and load a checkpoint; or initialize "
+                "the model before parallelize_module"
+            )
+        pieces[place.param] = local_parameter(place.param)
+        set_shard(pieces[place.param], spec.shard(place.name))
+    return [place._replace(param=pieces.get(place.param, place.param)) for place in own], specs
 
 
 def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
@@ -241,8 +293,7 @@ _num_units: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by backend and r
 
 
 def _init_shards(
-    module: nn.Module,
-    own: Sequence[ParamModuleInfo],
+    parts: Sequence[tuple[nn.Module, Sequence[ParamModuleInfo]]],
     slots: Sequence[ParamSlot],
     options: UnitOptions,
     init: Init,
@@ -251,11 +302,15 @@ def _init_shards(
     sync: bool,
 ) -> None:
     """Copies the values into the shards: those that there are, of an initialisation, or of rank 0."""
+    own = [info for _, infos in parts for info in infos]
     values: dict[nn.Parameter, Tensor] = {info.param: info.param for info in own}
-    values |= materialize(module, own, options.device_for(torch.device("meta")), init, fill=fill)
+    for module, infos in parts:
+        values |= materialize(module, infos, options.device_for(torch.device("meta")), init, fill=fill)
     if sync:
-        buffers = [b for _, child in managed_modules(module) for b in child._buffers.values() if b is not None]
-        options.mesh_info.broadcast_from_rank_0((*values.values(), *buffers))
+        managed = [child for module, _ in parts for _, child in managed_modules(module)]
+        buffers = [b for child in managed for b in child._buffers.values() if b is not None]
+        local = [tensor for buffer in buffers for tensor in compat.inner_tensors(buffer)]
+        options.mesh_info.broadcast_from_rank_0((*values.values(), *local))
     for info, slot in zip(own, slots, strict=True):
         if info.param in values:  # One that is tied comes again. What was made for this alone is freed here.
             slot.buffer.load(slot.number, values.pop(info.param))
@@ -297,31 +352,32 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 def _install(unit: Unit) -> None:
-    """Sets the module's class, and the unit's hooks."""
-    module = unit.module
+    """Sets the modules' classes, and the unit's hooks."""
     if unit.options.flatten:
         for number, buffer in enumerate(unit.buffers):
-            module.register_parameter(flat_param_name(number), buffer.sharded_params[0])
-    object.__setattr__(module, "__class__", sharded_class(cast(Hashable, type(module))))
-    module.register_forward_pre_hook(functools.partial(pre_forward, unit), prepend=True, with_kwargs=True)
-    module.register_forward_hook(functools.partial(post_forward, unit), with_kwargs=True, always_call=True)
-    for inner in {id(slot.module): slot.module for slot in unit.slots if slot.module is not module}.values():
+            unit.module.register_parameter(flat_param_name(number), buffer.sharded_params[0])
+    for module in unit.modules:
+        object.__setattr__(module, "__class__", sharded_class(cast(Hashable, type(module))))
+        module.register_forward_pre_hook(functools.partial(pre_forward, unit), prepend=True, with_kwargs=True)
+        module.register_forward_hook(functools.partial(post_forward, unit), with_kwargs=True, always_call=True)
+    for inner in {id(slot.module): slot.module for slot in unit.slots if slot.module not in unit.modules}.values():
         inner.register_forward_pre_hook(ShardGuard(unit), prepend=True)
-    register_state_dict_hooks(module)
+    register_state_dict_hooks(unit)
 
 
 def _name_units(outermost: nn.Module) -> None:
     """Sets the qualified names of all units inside and of their parameters, from here."""
     paths = module_names(outermost)
     place = {id(module): number for number, module in enumerate(outermost.modules())}
-    slots = sorted((s for unit in units_in(outermost) for s in unit.slots), key=lambda slot: place[id(slot.module)])
+    units = [unit for unit in units_in(outermost) if all(id(module) in paths for module in unit.modules)]
+    slots = sorted((s for unit in units for s in unit.slots), key=lambda slot: place[id(slot.module)])
     names: dict[tuple[int, int], str] = {}
     for slot in slots:  # A tied parameter has the plain model's first name, whichever unit owns it.
         name = f"{paths[id(slot.module)]}.{slot.attribute}".lstrip(".")
         names.setdefault((id(slot.buffer), slot.number), name)
     apart, whole = units_on_other_ranks(outermost), unit_of(outermost)
     model = None if whole is None else whole.options.mesh_info.whole
-    for unit in units_in(outermost):
+    for unit in units:
         unit.name = paths[id(unit.module)]
         unit.root = None  # The first forward of the new outermost module makes a new root.
         ranks = "-".join(map(str, unit.options.mesh_info.whole.ranks))

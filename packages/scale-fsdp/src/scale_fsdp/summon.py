@@ -13,7 +13,7 @@ from torch import nn
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.optim.step_checks import register_unsharded
 from scale_fsdp.runtime.checks import param_replaced
-from scale_fsdp.runtime.unit import ParamSlot, Unit, set_param
+from scale_fsdp.runtime.unit import ParamSlot, Unit
 
 FullParams: TypeAlias = dict[FlatBuffer, list[nn.Parameter]]
 
@@ -90,18 +90,19 @@ def _show_full_params(unit: Unit, full: FullParams) -> None:
                 register_unsharded(full[buffer], buffer)
     unit.in_summon = True
     unit.set_flat_params(shown=False)
-    for module, attribute, buffer, number in unit.slots:
-        if buffer in full:
-            set_param(module, attribute, full[buffer][number])
+    for place, slot in enumerate(unit.slots):
+        if slot.buffer in full:
+            unit.set_whole(place, full[slot.buffer][slot.number])
 
 
 def _replaced_slots(units: Iterable[Unit], full: FullParams) -> list[tuple[Unit, ParamSlot]]:
     """The slots that hold another tensor than the full parameter, which would be lost."""
-    slots = ((unit, slot) for unit in units for slot in unit.slots if slot.buffer in full)
     return [
         (unit, slot)
-        for unit, slot in slots
-        if slot.module._parameters.get(slot.attribute) is not full[slot.buffer][slot.number]
+        for unit in units
+        for place, slot in enumerate(unit.slots)
+        if slot.buffer in full
+        and slot.module._parameters.get(slot.attribute) is not unit.dtensors.get(place, full[slot.buffer][slot.number])
     ]
 
 

@@ -7,7 +7,7 @@ into the parameters of all ranks, and a reduced gradient is the shard with which
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -146,15 +146,17 @@ class Bucket:
         with record_function(f"scale_oss::reduce_scatter ({self.title})") if profiler_runs() else NO_RANGE:
             self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
 
-    def commit(self) -> None:
-        """Adds the reduced gradients, which have arrived, to those of the pieces."""
+    def commit(self, frozen: Container[int] = ()) -> None:
+        """Adds the reduced gradients, which have arrived, to those of the pieces that train or are among `frozen`."""
         for reduced in self.reduction.results():
             self.needs_gather = True  # Even if it is frozen before the step: the plain optimizer would not ask either.
-            self.averaged.update(index for index, param in enumerate(self.params) if param.requires_grad)
+            given = [index for index, param in enumerate(self.params) if param.requires_grad or index in frozen]
+            self.averaged.update(given)
             views = self._pieces_of(reduced)
-            for param, piece, view, placement in zip(self.params, self.pieces, views, self.placements, strict=True):
-                if param.requires_grad and placement.optimizer_param is not None:
-                    piece.grad = view if piece.grad is None else piece.grad.add_(view)
+            for index in given:
+                piece = self.pieces[index]
+                if self.placements[index].optimizer_param is not None:
+                    piece.grad = views[index] if piece.grad is None else piece.grad.add_(views[index])
 
     def restore_unused(self, index: int) -> None:
         """Takes the gradient of zeros away from a parameter that no rank has used."""

@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event
 from scale_core.shard import check_undivided, is_divided, unit_shard_of
 from scale_oss.bucket import Bucket, InPlaceBucket
 from scale_oss.full_param_bucket import FullParamBucket
@@ -65,7 +64,7 @@ class BucketAssigner:
         for number, group in enumerate(groups, first):
             for index, param in enumerate(group["params"]):
                 self._check(param, param_name(group, number, index))
-        with self._contract.waiting(Event("the shards given to OSS", "")):
+        with self._contract.waiting("the shards given to OSS"):
             shards = [param for group in groups for param in group["params"] if unit_shard_of(param) is not None]
             known = gather_shards(shards, self._group, self._contract.limit_seconds)
         keep_strides = params_with_ddp_strides(param for group in groups for param in group["params"])

@@ -129,13 +129,13 @@ class SplitOptimizer(Optimizer):
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
-    def clip_grad_norm(
+    def clip_grad_norm_(
         self,
         max_norm: float,
         norm_type: float = 2.0,
         filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
     ) -> Tensor:
-        """Scales all gradients by one norm, that of both optimizers' together; see `OSS.clip_grad_norm`."""
+        """Scales all gradients by one norm, that of both optimizers' together; see `OSS.clip_grad_norm_`."""
         return clip_grads_of(self.optimizers, max_norm, norm_type, filter_params_fn)
 
     def wait(self) -> None:

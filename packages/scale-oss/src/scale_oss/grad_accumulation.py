@@ -74,7 +74,7 @@ class GradAccumulation:
 
     def _set_aside(self, held: weakref.ref[nn.Parameter], _: Tensor) -> None:
         param = held()
-        if param is None or param.grad is None:
+        if param is None or param.grad is None or not param.requires_grad:  # Frozen since the forward, it gets none.
             return
         key = id(param)
         if key in self.sums:

@@ -22,7 +22,7 @@ from scale_core.comm.group import GroupLike, group_of
 from scale_core.compat import profiler_runs
 from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.consistency.execution_order import message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.divergence import check_interval, compare_replicas
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
@@ -222,7 +222,7 @@ class OSS(OSSStateDictMixin):
         for bucket in self.buckets:
             bucket.zero_grad(set_to_none=set_to_none)
 
-    def clip_grad_norm(
+    def clip_grad_norm_(
         self,
         max_norm: float,
         norm_type: float = 2.0,
@@ -246,6 +246,8 @@ class OSS(OSSStateDictMixin):
                 none of the parameters.
         """
         return clip_grads_of([self], max_norm, norm_type, filter_params_fn)
+
+    clip_grad_norm = clip_grad_norm_  # FairScale's spelling.
 
     def wait(self) -> None:
         """Returns when the parameters are up to date after a step that overlaps the next forward pass."""
@@ -424,7 +426,7 @@ def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, 
         optim.step(**kwargs)
         options = [{key: value for key, value in each.items() if key != "params"} for each in optim.param_groups]
         mine = pickle.dumps(options).hex()
-    with contract.waiting(Event("the owner's options", "")):
+    with contract.waiting("the owner's options"):
         packed = exchange_text(mine, group, limit_seconds=contract.limit_seconds)[0]
     copy_options(pickle.loads(bytes.fromhex(packed)), optim.param_groups)
 
@@ -476,13 +478,13 @@ def clip_grads_of(
     norm_type: float = 2.0,
     filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
 ) -> Tensor:
-    """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm`."""
+    """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm_`."""
     check_max_norm(max_norm)
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     wanted = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
     if wanted.isdisjoint(map(id, params)):
         raise ValueError(
-            "clip_grad_norm: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
+            "clip_grad_norm_: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
             "clipped. Have it return some of those that it is given, each once, such as a list of them"
         )
     measured: list[MeasuredGradient] = []
@@ -496,7 +498,7 @@ def clip_grads_of(
                 measured.append(MeasuredGradient(param, piece, piece.grad))
                 scaled.append(piece if reduced else param)
     contract = optimizers[0].contract
-    with contract.waiting(Event("gradient norm", "")):
+    with contract.waiting("gradient norm"):
         norm = norm_of(measured, norm_type, contract.limit_seconds, stages_of(params))
     if math.isinf(max_norm):
         return norm

@@ -38,7 +38,7 @@ _ONE_WRAPPER = (
 class BackwardStatus(NamedTuple):
     """One rank's status at the end of a pass, exchanged by `Contract.end_checked`."""
 
-    num_late: int = 0  # buckets that got gradients after their reduction
+    num_late: int = 0  # buckets with gradients after their reduction, and parameters that were frozen with a gradient
     num_unused: int = 0  # parameters that were reduced as zeros
     num_unmatched: int = 0  # forward passes without a backward
     order_is_rebuilt: bool = False  # Buckets are reduced in the order in which they became ready.
@@ -68,36 +68,39 @@ class ReductionSchedule:
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int], contract: Contract, *, in_half: bool) -> None:
         self._buckets, self._contract, self._in_half = buckets, contract, in_half
         self._pending_grads = [{i for i, param in enumerate(each.params) if param.requires_grad} for each in buckets]
-        pairs = zip(self._pending_grads, buckets, strict=True)
-        due = [bool(awaited) or any(param.grad is not None for param in each.params) for awaited, each in pairs]
-        self._unreduced = [number for number in order if due[number]]
+        # What frozen buckets have accumulated, on some ranks or on all, is reduced when the ranks have compared.
+        self._unreduced = [number for number in order if self._pending_grads[number]]
         self._is_announced = False  # The next reduction has been compared between the ranks.
         self._reducing: int | None = None
         self.ready_order: list[int] = []  # buckets whose gradients are complete
         # Parameters that were reduced as zeros, and whether they had no gradient of an earlier pass.
         self.unused: dict[tuple[int, int], bool] = {}
+        self.frozen: list[tuple[int, int]] = []  # parameters that were frozen with an accumulated gradient
         self.has_grads = False  # There were gradients to reduce.
         self.is_compared = False  # between the ranks
 
-    def mark_ready(self, number: int, index: int) -> None:
-        """Counts a packed gradient; reduces its bucket, and those after it, as soon as they are ready."""
+    def mark_ready(self, number: int, index: int, before: Callable[[int], None]) -> None:
+        """Counts a packed gradient; reduces its bucket, and those after it, as soon as they are ready.
+
+        `before` is called with the number of each before it is reduced.
+        """
         awaited = self._pending_grads[number]
         awaited.discard(index)
         if not awaited and number not in self.ready_order:
             self.ready_order.append(number)
             while self._unreduced and self._unreduced[0] in self.ready_order:
-                self._reduce_next()
+                self._reduce_next(before)
 
     def reduce_remaining(self, before: Callable[[int], None]) -> None:
-        """Reduces the remaining buckets, calling `before` with the number of each, and waits for the last one."""
+        """Reduces the remaining buckets and waits for the last one; `before` as in `mark_ready`."""
         while self._unreduced:
-            before(self._unreduced[0])
-            self._reduce_next()
+            self._reduce_next(before)
         self._wait()
 
-    def _reduce_next(self) -> None:
+    def _reduce_next(self, before: Callable[[int], None]) -> None:
         """Starts the next reduction when the one before has arrived."""
         number = self._unreduced[0]
+        before(number)
         bucket = self._buckets[number]
         event = bucket.reduce_event
         if not self._is_announced:
@@ -272,6 +275,8 @@ class Reducer:
 
     def _post_accumulate_grad(self, number: int, index: int, _: Tensor) -> None:
         """Packs a gradient into its bucket, where the pass reduces."""
+        if not self.buckets[number].params[index].requires_grad:
+            return  # Frozen since the forward, it got none; torch calls hooks all the same.
         if not self.finalize_is_queued:
             self._queue_finalize()
         bucket = self.buckets[number]
@@ -293,7 +298,7 @@ class Reducer:
         if id(param) in self.accumulation.sums and (total := self.accumulation.pop(param)) is not None:
             param.grad = total
             bucket.gradient.accumulate(index)  # Adds it.
-        self.schedule.mark_ready(number, index)
+        self.schedule.mark_ready(number, index, self._pack_accumulated)
 
     # The end of the pass.
 
@@ -312,6 +317,8 @@ class Reducer:
         assert self.schedule is not None, "a pass that ends has begun"
         try:
             self.schedule.reduce_remaining(self._pack_accumulated)
+            for number in range(len(self.buckets)):
+                self._pack_accumulated(number)
             some_had_grads = self._compare_and_commit(self.schedule)
         except BaseException as error:
             self.abort(error)
@@ -321,21 +328,24 @@ class Reducer:
 
     def _pack_accumulated(self, number: int) -> None:
         """Packs accumulated gradients of parameters that got none in this pass."""
+        assert self.schedule is not None, "a pass that reduces has begun"
         bucket = self.buckets[number]
         for index, param in enumerate(bucket.params):
             if param.grad is not None:
                 self.accumulation.stash(param, copied=len(bucket.params) == 1)  # One alone is taken over, not packed.
                 bucket.gradient.accumulate(index)
+                if not param.requires_grad:
+                    self.schedule.frozen.append((number, index))
 
     def _compare_and_commit(self, schedule: ReductionSchedule) -> bool:
         """Compares the pass between the ranks and adds the reduced gradients to the pieces; see `_finish`."""
         late = [number for number, bucket in enumerate(self.buckets) if bucket.gradient]
         mine = BackwardStatus(
-            num_late=len(late),
+            num_late=len(late) + len(schedule.frozen),
             num_unused=len(schedule.unused),
             num_unmatched=self.pending_forwards.num_unmatched,
             order_is_rebuilt=self._order_is_rebuilt,
-            has_grads=schedule.has_grads,
+            has_grads=schedule.has_grads or bool(late),
         )
         statuses = self._compare(schedule, mine)
         if any(status.failed for status in statuses):
@@ -349,13 +359,16 @@ class Reducer:
                 step=self.contract.step,
             )
         self.pending_forwards.reset_baseline()
+        frozen: set[tuple[int, int]] = set()
         if any(status.num_late for status in statuses):
-            for number in sorted({number for numbers in all_gather_json(late, self.contract) for number in numbers}):
+            of_ranks = all_gather_json((late, schedule.frozen), self.contract)
+            frozen = {(number, index) for _, keys in of_ranks for number, index in keys}
+            for number in sorted({number for numbers, _ in of_ranks for number in numbers}):
                 bucket = self.buckets[number]
                 bucket.reduce(message_tag(Event("late reduction", bucket.title)))
                 self.contract.wait(bucket.reduce_event, bucket.reduction.wait)
-        for bucket in self.buckets:
-            bucket.commit()
+        for number, bucket in enumerate(self.buckets):
+            bucket.commit({index for place, index in frozen if place == number})
         self.accumulation.seen = {}
         if self.accumulation.sums:
             self.accumulation.clear()

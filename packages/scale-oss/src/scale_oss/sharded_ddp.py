@@ -206,7 +206,7 @@ class ShardedDataParallel(nn.Module):
 
     After a backward pass the averaged gradients are in the optimizer's pieces and `param.grad` is None.
     `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` finds them there, as does
-    `optimizer.clip_grad_norm(1.0)`. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
+    `optimizer.clip_grad_norm_(1.0)`. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
 
     Args:
         module: The model; all its parameters that train must be in one of the optimizers.

@@ -22,7 +22,6 @@ from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.consistency.all_ranks import raise_on_all_ranks
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event
 from scale_core.flat.packing import group_in_buckets
 from scale_core.shard import unit_shard_of
 from scale_core.state.param_groups import NAMES, REGROUP, check_options
@@ -374,7 +373,7 @@ class OSSStateDictMixin(Optimizer):
 
     def _check_initial_state(self) -> None:
         """Finds out whether a new optimizer has a state already, as Adagrad; all ranks together."""
-        with self.contract.waiting(Event("optimizer state", "")):
+        with self.contract.waiting("optimizer state"):
             rows = exchange([len(self.optim.state)], self.group, limit_seconds=self.contract.limit_seconds)
         self._is_empty = not any(num_states for (num_states,) in rows)
 

@@ -31,6 +31,7 @@ from scale_core.comm.group import Group
 from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
 from scale_core.errors import TransferError
+from scale_tp.failed_forward import add_explanation
 from scale_tp.split import even_sizes
 
 
@@ -97,6 +98,7 @@ class PendingTensor(NamedTuple):
                 f"{list(self.group.ranks)}: all of them have to call the same layers in the same order, with inputs "
                 "of one shape and dtype"
             )
+            add_explanation(error, self.group)
             raise
 
 

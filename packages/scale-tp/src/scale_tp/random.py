@@ -55,7 +55,14 @@ _OFFSET = 2718
 
 
 class RNGStatesTracker:
-    """Streams of random numbers by name, with the methods of FairScale's and Megatron's `CudaRNGStatesTracker`."""
+    """Streams of random numbers by name, with the methods of FairScale's and Megatron's `CudaRNGStatesTracker`.
+
+    A snapshot takes it as an object, of which each rank has its own state:
+
+        snapshot.save(directory, step, {"model": model, "random": RandomState(), "streams": get_rng_tracker()})
+    """
+
+    is_per_rank = True
 
     def __init__(self) -> None:
         self._states: dict[str, RNGState] = {}
@@ -87,6 +94,27 @@ class RNGStatesTracker:
                     "from which the streams can't go on; begin them anew, scale_tp.model_parallel_manual_seed(seed)"
                 )
         self._states = {name: RNGState(*state) for name, state in states.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the streams and their seeds, for a snapshot; copies, so that drawing does not change them."""
+        states = {name: state._asdict() for name, state in self._states.items()}
+        return {"states": states, "seeds": sorted(self._seeds)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Sets the streams to those of a `state_dict`, in place of any others.
+
+        Raises:
+            ValueError: It is none of those that `state_dict` gives.
+        """
+        try:
+            states = {name: RNGState(**state) for name, state in state_dict["states"].items()}
+            seeds = set(state_dict["seeds"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                "expected the streams and seeds that state_dict() of a tracker gives: give what get_states() gave to "
+                "set_states()"
+            ) from error
+        self._states, self._seeds = states, seeds
 
     def add(self, name: str, seed: int) -> None:
         """Begins a stream; the numbers in it are those that follow `torch.manual_seed(seed)`.

@@ -122,6 +122,9 @@ class RunOptions:
     """Folder of an earlier run, or one of its checkpoints, to go on from."""
     save_every: int = 100
     """Steps between checkpoints; 0 for one at the end only."""
+    async_save: bool = False
+    """Write checkpoints in the background while the training goes on; takes memory for a copy of the state. The last
+    one, and the one of an interruption, are waited for."""
     evaluate_every: int = 100
     """Steps between evaluations; 0 for one at the end only."""
     log_every: int = 10

@@ -8,7 +8,7 @@ from client_models import build, sharded, tokens
 from torch import Tensor, nn
 
 from scale_core.testing import run_ranks
-from scale_fsdp import describe, register_forward_method
+from scale_fsdp import describe, register_fsdp_forward_method
 
 NEW = 6
 HOW = {"greedy": {}, "beams": {"num_beams": 2}, "sampled": {"do_sample": True, "top_k": 20}}
@@ -26,7 +26,7 @@ def generations(name: str, registers: bool) -> list[str]:
     plain = build(name)
     model = sharded(plain)
     if registers:
-        register_forward_method(model, "generate")
+        register_fsdp_forward_method(model, "generate")
     prompt, wrong = tokens(1), []
     for each in (model, plain):
         each.eval()
@@ -73,4 +73,4 @@ def test_a_generation_that_goes_past_the_forward_says_what_to_register(
 ) -> None:
     for _, message in of_two_ranks:
         assert "a Embedding of the root unit was called outside of the unit's forward" in message
-        assert "register_forward_method(model, 'the method')" in message
+        assert "register_fsdp_forward_method(model, 'the method')" in message

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
-from scale_fsdp import MixedPrecision, fully_shard
+from scale_fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def checkpointing(model: nn.Module) -> None:
@@ -119,7 +119,7 @@ def trains_gathered_or_flat() -> list[str]:
 def buffers_stay_fp32() -> list[str]:
     """Rotary frequencies, in a model that computes in bf16."""
     plain = build("llama")
-    model = sharded(plain, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    model = sharded(plain, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     seen = []
     model.model.layers[0].register_forward_pre_hook(
         lambda module, args: seen.append((args[0].dtype, module.mlp.up_proj.weight.dtype))

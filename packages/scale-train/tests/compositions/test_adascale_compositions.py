@@ -27,7 +27,7 @@ from scale_core import ShardedGradScaler
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_oss import OSS, ShardedDataParallel
 
 GAIN = 1e-6  # relative
@@ -184,6 +184,23 @@ def test_the_gain_is_that_of_one_process_however_the_model_is_sharded():
         assert {case: worst for case, each in found.items() if (worst := max(each)) > GAIN} == {}
 
 
+def adam_on_flat_parameters() -> float:
+    """A gradient measured as Adam uses it is divided tensor by tensor, and a flat parameter is no such tensor."""
+    model, inner = sharded("flat", True, 0.02)
+    words = r"flat_param_0.*holds 4, as '0.weight'.*flatten_parameters=False.*preconditioned=False"
+    with pytest.raises(ValueError, match=words):
+        AdaScale(inner)
+    plain = Plain(False, 2, 0.02, one_group=True)  # Raw gradients are those of SGD's.
+    optimizer = AdaScale(inner, preconditioned=False)
+    expected = plain.step(backward(model, 0, 1))[0]
+    optimizer.step()
+    return abs(optimizer.gain() / expected - 1)
+
+
+def test_adam_on_flat_parameters_is_refused_unless_gradients_are_measured_as_they_are():
+    assert max(run_ranks(adam_on_flat_parameters, 2)) < GAIN
+
+
 def test_the_gain_is_that_of_one_process_on_hybrid_meshes_and_beside_tensor_parallelism():
     for found in run_ranks(all_of_tensor_parallel, 4):
         assert {case: worst for case, each in found.items() if (worst := max(each)) > GAIN} == {}
@@ -205,7 +222,7 @@ def tensor_parallel_errors(kind: str, adam: bool) -> list[float]:
     plain, model = Plain(adam, num * dist.get_world_size(data), lr, one_group=False), divided()
     if kind == "fsdp":
         for unit in (model[1], model):
-            fully_shard(unit, process_group=data)
+            fully_shard(unit, mesh=data)
     groups = groups_of(model)
     called = DistributedDataParallel(model, process_group=data) if kind == "ddp" else model
     optimizer = AdaScale((Adam if adam else SGD)(groups, lr=lr), num_gradients_to_accumulate=num, process_group=data)
@@ -247,7 +264,7 @@ def clipped_and_half() -> list[float]:
     gains = [half_by_hand(2)]
     for clip in (False, True):
         model = net()
-        fully_shard(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
         optimizer = AdaScale(SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2)
         backward(model, 0, 2)
         if clip:

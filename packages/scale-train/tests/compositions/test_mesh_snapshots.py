@@ -1,8 +1,9 @@
 """Snapshots between meshes: what was saved on one is loaded on any other, and in one plain process, to the bit.
 
-Meshes have a tensor axis, a data axis (one of four wrappers) and a pipeline axis, in every order, on one, two or four
-ranks. Each trains a few steps of its own and is saved. One plain process reads that; it must equal what each rank of
-the mesh has, and so must what every other mesh reads.
+Meshes have a tensor axis, a data axis (one of several wrappers) and a pipeline axis, in every order, on one, two or
+four ranks, and some on eight. Each trains a few steps of its own and is saved. One plain process reads that; it must
+equal what each rank of the mesh has, and so must what every other mesh reads. What eight ranks have trained equals what
+one plain process trains.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -220,6 +221,8 @@ class Training:
             for block in stage.blocks:
                 if any(True for _ in block.parameters()):  # Else it stands in another stage.
                     fully_shard(block, group)
+        if wrapper == "hybrid":
+            return fully_shard(stage, self._copies_of_shards())
         if wrapper in ("fsdp", "fsdp of blocks", "flat"):
             return fully_shard(stage, group, flatten_parameters=wrapper == "flat")
         if wrapper == "sharded ddp":
@@ -227,6 +230,13 @@ class Training:
             self.optimizers.append(optimizer)
             return ShardedDataParallel(stage, optimizer, group)
         return stage
+
+    def _copies_of_shards(self) -> DeviceMesh:
+        """The data axis as two copies of the model, each sharded over half of its ranks."""
+        ranks = torch.tensor(self.line("data").ranks).view(2, -1)
+        mine = (ranks == dist.get_rank()).nonzero()[0]
+        found = [self.groups[tuple(line.tolist())] for line in (ranks[:, mine[1]], ranks[mine[0]])]
+        return DeviceMesh.from_group(found, "cpu", mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
     def _optimizer(self, module: nn.Module) -> Optimizer:
         groups = grouped(module.named_parameters(), self.case)
@@ -265,7 +275,7 @@ class Training:
 
     def save(self, folder: str) -> None:
         snapshot.save(folder, STEPS, self.objects, group=self.line())
-        if self.mesh.num_ranks == RANKS:
+        if self.mesh.num_ranks == dist.get_world_size():
             dcp.save(self.state(), checkpoint_id=f"{folder}/dcp")
 
     def load(self, folder: str) -> None:
@@ -309,11 +319,22 @@ def differences(training: Training, expected: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
+def groups_of(meshes: Iterable[Mesh]) -> Groups:
+    """A group for every set of ranks that one of the meshes needs; all ranks call it together."""
+    needed = {(rank,) for rank in range(dist.get_world_size())}
+    for mesh in meshes:
+        axes = [name for name, _ in mesh.sizes]
+        for size in range(len(axes) + 1):
+            for chosen in itertools.combinations(axes, size):
+                needed.update(mesh.lines(chosen))
+        for line in mesh.lines(["data"]) if mesh.wrapper == "hybrid" else ():
+            half = len(line) // 2
+            needed |= {line[:half], line[half:], *zip(line[:half], line[half:], strict=True)}
+    return {ranks: dist.new_group(list(ranks)) for ranks in sorted(needed)}
+
+
 def between(folder: str, cases: Mapping[Case, Sequence[Mesh]]) -> list[str]:
-    groups = {}
-    for size in range(1, RANKS + 1):
-        for ranks in itertools.combinations(range(RANKS), size):
-            groups[ranks] = dist.new_group(list(ranks))
+    groups = groups_of(mesh for chosen in cases.values() for mesh in chosen)
     wrong = []
     for number, (case, chosen) in enumerate(cases.items()):
         places = {mesh: f"{folder}/{number}-{at}" for at, mesh in enumerate(chosen)}
@@ -329,7 +350,7 @@ def between(folder: str, cases: Mapping[Case, Sequence[Mesh]]) -> list[str]:
         for (first, place), second in itertools.product(places.items(), chosen):
             if dist.get_rank() < second.num_ranks:
                 expected = whole(place, case)
-                for load in [Training.load, Training.load_from_dcp][: 1 + (first.num_ranks == RANKS)]:
+                for load in [Training.load, Training.load_from_dcp][: 1 + (first.num_ranks == dist.get_world_size())]:
                     training = Training(second, case, groups, seed=2)
                     load(training, place)
                     wrong += [f"{case} {first} to {second}: {each}" for each in differences(training, expected)]
@@ -343,7 +364,7 @@ def test_what_any_mesh_has_saved_any_other_loads_to_the_bit(tmp_path: Path) -> N
     for number, case in enumerate(CASES):
         everything = list(meshes(case))
         chosen[case] = random.Random(number).sample(everything, 4)
-    assert run_ranks(between, RANKS, str(tmp_path), chosen, timeout=600) == [[]] * RANKS
+    assert run_ranks(between, RANKS, str(tmp_path), chosen, limit_seconds=600) == [[]] * RANKS
 
 
 @pytest.mark.soak
@@ -354,7 +375,75 @@ def test_so_it_is_between_all_meshes(case: Case, tmp_path: Path) -> None:
     for number in range(0, len(everything), 8):
         folder = tmp_path / str(number)
         folder.mkdir()
-        assert run_ranks(between, RANKS, str(folder), {case: everything[number : number + 8]}, timeout=600) == [[]] * 4
+        assert (
+            run_ranks(between, RANKS, str(folder), {case: everything[number : number + 8]}, limit_seconds=600)
+            == [[]] * 4
+        )
+
+
+EIGHT = (
+    Mesh((("tensor", 2), ("data", 2), ("pipe", 2)), "fsdp"),
+    Mesh((("pipe", 2), ("data", 2), ("tensor", 2)), "fsdp of blocks"),
+    Mesh((("pipe", 4), ("data", 2)), "fsdp"),
+    Mesh((("data", 4), ("pipe", 2)), "hybrid"),
+    Mesh((("data", 8),), "hybrid"),
+    Mesh((("data", 2), ("tensor", 4)), "oss"),
+    Mesh((("data", 2), ("pipe", 2), ("tensor", 2)), "sharded ddp"),
+    Mesh((("pipe", 2), ("data", 4)), "fsdp of blocks", stages_each=2),
+    Mesh((("data", 8),), "fsdp"),
+)
+
+
+def trained_alone(mesh: Mesh, case: Case) -> tuple[nn.Module, dict[str, Any]]:
+    """What one plain process trains on the data of all replicas of the mesh."""
+    model = Net(case.tied).double()
+    groups = grouped(model.named_parameters(), case)
+    optimizer = AdamW(groups, lr=0.01) if case.optimizer == "adamw" else SGD(groups, lr=0.01, momentum=0.9)
+    replicas = mesh.size("data")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for words, target in (batch_of(step, replica) for replica in range(replicas)):
+            (nn.functional.cross_entropy(model(words), target) / replicas).backward()
+        optimizer.step()
+    return model, sharded_state_dict(model, optimizer)
+
+
+def as_one_process(meshes: Sequence[Mesh], case: Case, folder: str) -> list[str]:
+    """Compares in fp64, where another order of sums leaves 1e-13; Adam divides by small gradients."""
+    groups, wrong = groups_of(meshes), []
+    for number, mesh in enumerate(meshes):
+        training = Training(mesh, case, groups)
+        training.train()
+        training.save(f"{folder}/{number}")
+        model, expected = trained_alone(mesh, case)
+        start = Net(case.tied).double().parameters()
+        moved = torch.cat([(a - b).flatten() for a, b in zip(model.parameters(), start, strict=True)])
+        found = whole(f"{folder}/{number}", case)
+        assert moved.abs().max() > 1e-3 and found.keys() == expected.keys()
+        for key, value in expected.items():
+            if isinstance(value, Tensor) and not torch.allclose(found[key], value, rtol=1e-8, atol=1e-10):
+                wrong.append(f"{case} {mesh}: {key} off by {(found[key] - value).abs().max():.2g}")
+        dist.barrier()
+    return wrong
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", [case for case in CASES if not case.adascale], ids=str)
+def test_eight_ranks_train_what_one_process_trains(case: Case, tmp_path: Path) -> None:
+    chosen = [mesh for mesh in EIGHT if can_be_built(mesh, case)]
+    assert run_ranks(as_one_process, 8, chosen, case, str(tmp_path), timeout=900) == [[]] * 8
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_eight_ranks_have_saved_any_other_mesh_loads_to_the_bit(case: Case, tmp_path: Path) -> None:
+    everything = [*EIGHT, Mesh(), Mesh((("pipe", 2), ("data", 2)), "fsdp"), Mesh((("data", 4),), "oss")]
+    possible = [mesh for mesh in everything if can_be_built(mesh, case)]
+    random.Random(CASES.index(case)).shuffle(possible)
+    for number in range(0, len(possible), 4):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert run_ranks(between, 8, str(folder), {case: possible[number : number + 4]}, timeout=900) == [[]] * 8
 
 
 class Uneven(nn.Module):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from scale_core import clip_grad_norm
+from scale_core import clip_grad_norm_
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_pipe import DistributedPipe, Pipe, StageError, split
@@ -147,7 +147,7 @@ def in_one_process() -> None:
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(data), target)
                 loss.backward()
-                losses += [loss.item(), clip_grad_norm(list(model.parameters()), 0.1).item()]
+                losses += [loss.item(), clip_grad_norm_(list(model.parameters()), 0.1).item()]
                 optimizer.step()
             found.append(losses)
         assert found[1] == pytest.approx(found[0], rel=1e-5), checkpoint

@@ -203,8 +203,8 @@ def train_replicas() -> dict[str, dict[str, Any]]:
                 fail(pipe, part, part)
             if wrap is with_oss:  # An optimizer of one stage measures all stages, too.
                 (optimizer,) = optimizers
-                assert optimizer.clip_grad_norm(math.inf) == pipe.clip_grad_norm_(math.inf)
-                norms.append(optimizer.clip_grad_norm(MAX_NORM).item())
+                assert optimizer.clip_grad_norm_(math.inf) == pipe.clip_grad_norm_(math.inf)
+                norms.append(optimizer.clip_grad_norm_(MAX_NORM).item())
             else:
                 norms.append(pipe.clip_grad_norm_(MAX_NORM).item())
             for optimizer in optimizers:

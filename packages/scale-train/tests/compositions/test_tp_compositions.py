@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from scale_adascale import AdaScale
 from scale_checkpoint import checkpoint_wrapper
-from scale_core import clip_grad_norm, grad_norm
+from scale_core import clip_grad_norm_, grad_norm
 from scale_core.comm.group import Group, group_of
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
@@ -138,10 +138,10 @@ def spread(kind: str, data: Group, tensor: Group) -> tuple[nn.Module, Net, Any]:
 def clip(optimizer: Any, model: nn.Module) -> Tensor:
     """The norms of a step, as `plain` has them."""
     if isinstance(optimizer, OSS):
-        largest = optimizer.clip_grad_norm(math.inf, math.inf)
-        return torch.stack([optimizer.clip_grad_norm(CLIP), largest])
+        largest = optimizer.clip_grad_norm_(math.inf, math.inf)
+        return torch.stack([optimizer.clip_grad_norm_(CLIP), largest])
     largest = grad_norm(list(model.parameters()), math.inf)
-    return torch.stack([clip_grad_norm(list(model.parameters()), CLIP), largest])
+    return torch.stack([clip_grad_norm_(list(model.parameters()), CLIP), largest])
 
 
 KINDS = ("ddp", "ddp sequence", "fsdp", "fsdp sequence checkpointed", "sharded ddp", "sharded ddp sequence")
@@ -233,7 +233,7 @@ def _stages_train(mesh: DeviceMesh, sequence_parallel: bool) -> None:
         pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
         params = list(pipe.parameters())
         # Over the stages and, in each, over the ranks that divide it.
-        torch.testing.assert_close(clip_grad_norm(params, CLIP), norms[step][0], rtol=1e-6, atol=0, check_dtype=False)
+        torch.testing.assert_close(clip_grad_norm_(params, CLIP), norms[step][0], rtol=1e-6, atol=0, check_dtype=False)
         optimizer.step()
     for name, param in model.named_parameters():
         if any(param is mine for mine in pipe.parameters()):

@@ -149,8 +149,8 @@ def fully_sharded(folder: str) -> None:
         model = divided_model(sequence_parallel)
         group = scale_tp.get_data_parallel_group()
         for block in model.blocks if by_block else ():
-            fully_shard(block, process_group=group)
-        fully_shard(model, process_group=group)
+            fully_shard(block, mesh=group)
+        fully_shard(model, mesh=group)
         optimizer = optimizer_of(model.parameters())
         found = train(model, optimizer, lambda model=model: model.clip_grad_norm_(0.5))
         shard = shard_of(model.get_parameter("blocks.0.down.weight"))
@@ -160,7 +160,7 @@ def fully_sharded(folder: str) -> None:
         whole_over_both_axes(model, f"{folder}/{number}")
     built_on_meta()
     with pytest.raises(ValueError, match=r"is divided between ranks by its layer.*leave flatten_parameters out"):
-        fully_shard(divided_model(False), process_group=group, flatten_parameters=True)
+        fully_shard(divided_model(False), mesh=group, flatten_parameters=True)
 
 
 def whole_over_both_axes(model: nn.Module, folder: str) -> None:
@@ -190,7 +190,7 @@ def built_on_meta() -> None:
     torch.manual_seed(3)
     with torch.device("meta"):
         model = Block(True, False)
-    fully_shard(model, process_group=scale_tp.get_data_parallel_group())
+    fully_shard(model, mesh=scale_tp.get_data_parallel_group())
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert len(shard_of(model.up.weight).axes) == 2
@@ -216,7 +216,7 @@ def with_a_context_axis() -> None:
     torch.manual_seed(5)
     plain = Attending(False)
     torch.manual_seed(5)
-    model = fully_shard(Attending(True), process_group=scale_tp.get_data_context_parallel_group())
+    model = fully_shard(Attending(True), mesh=scale_tp.get_data_context_parallel_group())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05, eps=1e-3) for each in (plain, model)]
     ranks = scale_tp.get_data_context_parallel_world_size()
     part, wanted = (scale_tp.split_sequence(tensor) for tensor in (x, target))
@@ -251,7 +251,7 @@ def sharded_gradients(folder: str) -> None:
         group = scale_tp.get_data_parallel_group()
         optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, group=group)
         wrapped = ShardedDataParallel(model, optimizer, process_group=group)
-        found = train(wrapped, optimizer, lambda optimizer=optimizer: optimizer.clip_grad_norm(0.5))
+        found = train(wrapped, optimizer, lambda optimizer=optimizer: optimizer.clip_grad_norm_(0.5))
         compare(found, model, optimizer, f"{folder}/{number}")
 
 
@@ -277,7 +277,7 @@ def over_the_ranks_of_a_layer() -> None:
     for group in (scale_tp.get_model_parallel_group(), None):
         for wrap, who in (
             (lambda group=group: nn.parallel.DistributedDataParallel(model, process_group=group), "Distributed"),
-            (lambda group=group: fully_shard(model, process_group=group), "fully_shard"),
+            (lambda group=group: fully_shard(model, mesh=group), "fully_shard"),
             (lambda group=group: OSS(model.parameters(), torch.optim.SGD, lr=0.1, group=group), "OSS"),
         ):
             with pytest.raises(ValueError, match=rf"^{who}.* is a part \[.*as ranks that hold the same: give it those"):

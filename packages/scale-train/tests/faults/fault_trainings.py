@@ -21,9 +21,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+from scale_adascale import AdaScale
 from scale_core.errors import SnapshotError, StepError
 from scale_core.snapshot import latest_snapshot, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
@@ -35,6 +37,7 @@ from scale_pipe import DistributedPipe
 from scale_tp import parallelize
 
 KINDS = ("fsdp", "oss", "tp", "pipe")
+OVER_DDP = ("oss-ddp", "adascale")  # where torch's DDP communicates: its errors are torch's own
 STEPS, SAVE_EVERY, WIDTH, CHUNKS = 8, 2, 8, 4
 SNAPSHOTS = "snapshots"
 
@@ -63,6 +66,7 @@ class Training:
         optimizer: Its optimizer.
         schedule: Of the learning rate.
         backward: Computes gradients of a step's batch on this rank, and returns its loss.
+        evaluate: The loss of a batch without gradients.
         group: The ranks.
     """
 
@@ -70,6 +74,7 @@ class Training:
     optimizer: Optimizer
     schedule: StepLR
     backward: Callable[[int], Tensor]
+    evaluate: Callable[[int], float]
     group: dist.ProcessGroup
 
     def step(self, step: int) -> str:
@@ -115,8 +120,14 @@ def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def build(kind: str, limit_seconds: float) -> Training:
-    """Builds a training on all ranks that waits for others no longer than the limit."""
+def build(kind: str, limit_seconds: float, check_inputs: bool = False) -> Training:
+    """Builds a training on all ranks that waits for others no longer than the limit.
+
+    Args:
+        kind: One of `KINDS` or `OVER_DDP`.
+        limit_seconds: The longest wait.
+        check_inputs: Of `parallelize`.
+    """
     group = cast(dist.ProcessGroup, dist.new_group(timeout=timedelta(seconds=limit_seconds)))
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(index) for index in range(4)))
@@ -130,13 +141,30 @@ def build(kind: str, limit_seconds: float) -> Training:
     elif kind == "oss":
         optimizer = OSS(model.parameters(), Adam, group, lr=0.02)
         called = ShardedDataParallel(model, optimizer, process_group=group)
+    elif kind in OVER_DDP:
+        oss = kind == "oss-ddp"
+        optimizer = OSS(model.parameters(), Adam, group, lr=0.02) if oss else Adam(model.parameters(), lr=0.02)
+        called = DistributedDataParallel(model, process_group=group)
+        optimizer = optimizer if oss else AdaScale(optimizer, process_group=group)
     elif kind == "tp":
-        called, replica = parallelize(model, {"*.up": "colwise", "*.down": "rowwise"}, group), 0
+        plan = {"*.up": "colwise", "*.down": "rowwise"}
+        called, replica = parallelize(model, plan, group, check_inputs=check_inputs), 0
     elif kind == "pipe":
         world = dist.get_world_size()
         model = pipe = DistributedPipe(blocks, "1f1b", balance=[4 // world] * world, chunks=CHUNKS, group=group)
     else:
-        raise ValueError(f"expected one of {KINDS}, got {kind!r}")
+        raise ValueError(f"expected one of {KINDS + OVER_DDP}, got {kind!r}")
+
+    def evaluate(step: int) -> float:
+        x, target = batch_of(step, replica)
+        model.eval()
+        try:
+            with torch.no_grad():
+                if kind == "pipe":
+                    return float(pipe.evaluate(x, target=target, loss_fn=nn.functional.mse_loss))
+                return float((called(x) - target).square().mean())
+        finally:
+            model.train()
 
     def backward(step: int) -> Tensor:
         x, target = batch_of(step, replica)
@@ -152,7 +180,12 @@ def build(kind: str, limit_seconds: float) -> Training:
 
     optimizer = optimizer or Adam(model.parameters(), lr=0.02)
     return Training(
-        model, optimizer, StepLR(optimizer, 3, 0.5), backward_of_pipe if kind == "pipe" else backward, group
+        model,
+        optimizer,
+        StepLR(optimizer, 3, 0.5),
+        backward_of_pipe if kind == "pipe" else backward,
+        evaluate,
+        group,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fault_trainings import SNAPSHOTS, STEPS, build, digest, ended, losses, train
+from fault_trainings import KINDS, OVER_DDP, SNAPSHOTS, STEPS, Block, build, digest, ended, losses, train
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,6 +23,8 @@ from scale_core.errors import ScaleDistributedError, StepError
 from scale_core.snapshot import latest_snapshot, save_snapshot
 from scale_core.testing import faults, run_ranks
 from scale_core.testing.faults import Fault, delay_at, enospc_at, raise_at
+
+FSDP_QUICKLY = [pytest.param(kind, marks=[] if kind == "fsdp" else [pytest.mark.soak]) for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +130,14 @@ def test_a_rank_that_runs_out_of_data_is_named_by_those_that_have_more(
     assert re.search(r"skips a batch, an evaluation or a checkpoint", told[0].text)
 
 
-def out_of_memory() -> str:
-    """Rank 1 may have no more memory than it has, and asks for 64 GB in its forward."""
-    training = build("fsdp", 60)
+def out_of_memory(kind: str) -> str:
+    """Rank 1 may have no more memory than it has, and asks for 64 GB in a forward; the first error of each rank."""
+    training = build(kind, 60)
     training.step(0)
-    if dist.get_rank() == 1:
+    plain = Block.forward
 
-        def greedy(*_: Any) -> None:
+    def greedy(block: Block, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1 and block.index == 3:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + (64 << 20)
             before = resource.getrlimit(resource.RLIMIT_AS)
@@ -143,25 +146,32 @@ def out_of_memory() -> str:
                 torch.empty(1 << 34)
             finally:
                 resource.setrlimit(resource.RLIMIT_AS, before)
+        return plain(block, x)
 
-        hook: Any = list(training.model.children())[2].register_forward_pre_hook(greedy)
     text = ""
+    Block.forward = greedy  # type: ignore[method-assign]
     for step in (1, 2, 3):
         try:
             training.step(step)
         except (RuntimeError, MemoryError) as error:
-            text = f"{type(error).__name__}: {error}"
-            if dist.get_rank() == 1:
-                hook.remove()
+            text = text or f"{type(error).__name__}: {error}"
+            Block.forward = plain  # type: ignore[method-assign]
+            if kind == "tp":
+                break
     return text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
-def test_a_rank_without_memory_says_how_much_it_asked_for_to_all() -> None:
-    first, second = run_ranks(out_of_memory, 2)
+@pytest.mark.parametrize(
+    "kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("oss", "tp", "pipe"))]
+)
+def test_a_rank_without_memory_says_how_much_it_asked_for_to_all(kind: str) -> None:
+    first, second = run_ranks(out_of_memory, 2, kind)
     asked = str(4 << 34)
     assert "allocate memory" in second and asked in second
-    assert first.startswith("StepError: ") and "rank 1 failed" in first and asked in first
+    told = {"pipe": "StageError: ", "tp": "TransferError: "}.get(kind, "StepError: ")
+    assert first.startswith(told) and asked in first
+    assert ("rank 1: raised RuntimeError" if kind == "tp" else "rank 1") in first
 
 
 class Rows(Dataset[Tensor]):
@@ -179,12 +189,12 @@ class Rows(Dataset[Tensor]):
         return torch.randn(8, generator=torch.Generator().manual_seed(index))
 
 
-def loader_loses_a_worker(folder: str) -> None:
+def loader_loses_a_worker(kind: str, folder: str) -> None:
     rank = dist.get_rank()
-    training, began = build("fsdp", 60), time.monotonic()
+    training, began = build(kind, 60), time.monotonic()
     try:
-        for batch in DataLoader(Rows(kills=rank == 1), batch_size=1, num_workers=1):
-            training.model(batch).sum().backward()
+        for step, _ in enumerate(DataLoader(Rows(kills=rank == 1), batch_size=1, num_workers=1)):
+            training.step(step)
     except Exception as error:
         part = Path(folder) / f"part-{rank}"
         part.write_text(f"{type(error).__name__}\n{time.monotonic() - began}\n{error}")
@@ -194,16 +204,75 @@ def loader_loses_a_worker(folder: str) -> None:
         raise
 
 
+@pytest.mark.parametrize("kind", [*FSDP_QUICKLY, *(pytest.param(kind, marks=pytest.mark.soak) for kind in OVER_DDP)])
 def test_a_killed_worker_of_a_loader_is_named_there_and_the_rank_by_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
     with pytest.raises(Exception, match=r"rank 1"):
-        run_ranks(loader_loses_a_worker, 2, str(tmp_path))
-    kind, seconds, text = (tmp_path / "told-1").read_text().split("\n", 2)
-    assert kind == "RuntimeError" and re.search(r"DataLoader worker \(pid.* \d+\)", text), text
-    kind, seconds, text = (tmp_path / "told-0").read_text().split("\n", 2)
-    assert kind == "ScaleDistributedError" and "with rank 1" in text and float(seconds) < 60
+        run_ranks(loader_loses_a_worker, 2, kind, str(tmp_path))
+    error, seconds, text = (tmp_path / "told-1").read_text().split("\n", 2)
+    # torch's loader hears of it by a signal, which has the pid, or by the worker's queue, whichever is first.
+    by_signal = error == "RuntimeError" and re.search(r"DataLoader worker \(pid.* \d+\)", text)
+    assert by_signal or error == "ConnectionResetError", text
+    error, seconds, text = (tmp_path / "told-0").read_text().split("\n", 2)
+    assert float(seconds) < 60
+    if kind in OVER_DDP:  # What waits there is torch's reducer; its error is torch's own.
+        assert error in ("RuntimeError", "DistBackendError") and re.search("(closed|reset) by peer", text), text
+    else:
+        assert error == ("TransferError" if kind == "tp" else "ScaleDistributedError"), text
+        assert "with rank 1" in text and "start from the last checkpoint" in text, text
+
+
+def validates(kind: str) -> tuple[str, float]:
+    """Rank 1 has one batch less to validate with, and goes on to the next step."""
+    training = build(kind, 5.0, check_inputs=True)
+    training.step(0)
+    began = time.monotonic()
+    try:
+        losses = [training.evaluate(100 + number) for number in range(3 - dist.get_rank())]
+        losses.append(float.fromhex(training.step(1)))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return losses[-1].hex(), 0.0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_validation_that_is_shorter_on_one_rank_is_an_error_or_changes_nothing(kind: str) -> None:
+    told = run_ranks(validates, 2, kind)
+    if kind == "oss":  # A forward communicates nothing there: ranks may validate what they like.
+        assert [text for text, _ in told] == run_ranks(validates_nothing, 2)
+        return
+    for text, seconds in told:
+        assert seconds < 60
+        if kind == "fsdp":
+            assert text.startswith(("ContractError: ", "ScaleDistributedError: ")) and "rank 1" in text, text
+        elif kind == "tp":
+            assert text.startswith("DivergenceError: ") and "rank 1" in text, text
+        else:
+            assert text.startswith("StageError: ") and "rank 1 began a step with pipe.step" in text, text
+
+
+def validates_nothing() -> str:
+    training = build("oss", 60)
+    training.step(0)
+    return training.step(1)
+
+
+@pytest.mark.soak
+def test_a_tensor_parallel_rank_that_raises_in_its_forward_is_named_at_once_by_the_others(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
+    with pytest.raises((ScaleDistributedError, faults.InjectedError)):
+        run_ranks(train, 2, "tp", str(tmp_path), [raise_at("user.forward", 1, 5, occurrence=3)])
+    told = ended(tmp_path)
+    assert told[1].kind == "InjectedError" and told[0].kind == "TransferError"
+    assert "rank 1: raised InjectedError: injected" in told[0].text and "start from the last" in told[0].text
+    assert told[0].step == told[1].step == 5 and told[0].seconds < 60
+    assert run_ranks(train, 2, "tp", str(tmp_path)) == [4, 4]
+    assert_same_run(tmp_path, whole("tp", 2))
 
 
 def only_rank_0_saves(folder: str) -> None:

@@ -74,7 +74,7 @@ def failures(programs: Sequence[Program]) -> Iterator[tuple[Program, str]]:
         while rest:
             with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
                 try:
-                    verdicts = run_ranks(play, world, rest, folder, timeout=LIMIT_SECONDS * (len(rest) + 2))[0]
+                    verdicts = run_ranks(play, world, rest, folder, limit_seconds=LIMIT_SECONDS * (len(rest) + 2))[0]
                 except Exception as error:
                     number = int(Path(folder, "number").read_text() or 0)
                     verdicts = [None] * number + ["\n".join([repr(error), *getattr(error, "__notes__", [])])]

@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 
 from scale_adascale import AdaScale
 from scale_checkpoint import checkpoint_modules
-from scale_core import clip_grad_norm
+from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, Pipe, split
 from scale_tp import parallelize
@@ -140,6 +140,7 @@ class Wrapped:
                 ranks = ranks["copies", "data"]
             self._shard_units(net, ranks)
             wrap = fully_shard if kind == "fully_shard" else FullyShardedDataParallel
+            options = self._shard_options() if kind == "fully_shard" else options
             self.module = wrap(net, ranks, limit_seconds=LIMIT_SECONDS, **options)
             self.optimizers = [self._make(self.module.named_parameters())]
         elif kind in {"ddp", "oss"}:
@@ -169,8 +170,15 @@ class Wrapped:
         options = {key: value for key, value in self.wrapping.options.items() if key != "bucket_numel"}
         return ShardedDataParallel(module, optimizer, self.data, **options)
 
+    def _shard_options(self) -> dict[str, Any]:
+        """The arguments of `fully_shard`."""
+        options = dict(self.wrapping.options)
+        if options.pop("move_params_to_cpu", False):
+            options["offload_policy"] = CPUOffloadPolicy()
+        return options
+
     def _shard_units(self, net: nn.Module, ranks: Any) -> None:
-        options = {key: value for key, value in self.wrapping.options.items() if key != "reshard_after_forward"}
+        options = {key: value for key, value in self._shard_options().items() if key != "reshard_after_forward"}
         for name, reshards in sorted(self.wrapping.units, key=lambda unit: -unit[0].count(".")):
             try:
                 module = net.get_submodule(name)
@@ -203,7 +211,7 @@ class Wrapped:
             checkpoint=pipeline.checkpoint,
             limit_seconds=LIMIT_SECONDS,
         )
-        kind, options = self.wrapping.kind, self.wrapping.options
+        kind = self.wrapping.kind
         self.optimizers = []
         for index, stage in self.pipe.stages.items():
             has_params = {name for name, module in stage.named_modules() if any(True for _ in module.parameters())}
@@ -218,7 +226,7 @@ class Wrapped:
             if kind == "fully_shard" and has_params:
                 self._shard_units(stage, self.data)
                 if "" not in dict(self.wrapping.units):
-                    fully_shard(stage, self.data, limit_seconds=LIMIT_SECONDS, **options)
+                    fully_shard(stage, self.data, limit_seconds=LIMIT_SECONDS, **self._shard_options())
             elif kind == "ddp" and trains:
                 self.pipe.stages[index] = self._ddp(stage)
             elif kind == "sharded_ddp" and trains:
@@ -277,8 +285,8 @@ class Wrapped:
         optimizer = self.optimizers[0]
         optimizer = optimizer.optimizer if isinstance(optimizer, AdaScale) else optimizer
         if isinstance(optimizer, OSS):
-            return optimizer.clip_grad_norm(step.clip, step.norm_type)
-        return clip_grad_norm(list(self.module.parameters()), step.clip, step.norm_type)
+            return optimizer.clip_grad_norm_(step.clip, step.norm_type)
+        return clip_grad_norm_(list(self.module.parameters()), step.clip, step.norm_type)
 
     def fail(self, number: int, step: Fail) -> None:
         """A forward pass that raises, on all ranks, and is caught."""

@@ -154,7 +154,7 @@ def reduce_scatter(
     *,
     dtype: torch.dtype | None = None,
     average: bool = True,
-    divisor: int | None = None,
+    divisor: float | None = None,
     sizes: Sequence[int] | None = None,
     tag: int = UNTAGGED,
 ) -> CollectiveWork:
@@ -185,7 +185,7 @@ def reduce_scatter(
     mine = parts[group.rank]
     divisor = (divisor or group.size) if average else 1
     if group.size == 1:
-        return CollectiveWork("reduce_scatter", [], mine.to(dtype))
+        return CollectiveWork("reduce_scatter", [], mine.to(dtype) if divisor == 1 else mine.to(dtype).div_(divisor))
     if fault_points.active is not None:
         fault_points.active("reduce_scatter", "")
     if not peer_to_peer(group, full.device):
@@ -324,7 +324,7 @@ def _fill(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-def _sum_in_rank_order(result: Tensor, summands: dict[int, Tensor], divisor: int) -> Tensor:
+def _sum_in_rank_order(result: Tensor, summands: dict[int, Tensor], divisor: float) -> Tensor:
     """Adds the summands into `result`, which may be one of the first two of them, and divides."""
     ordered = [summands[rank] for rank in sorted(summands)]
     if ordered[0].dtype == result.dtype:
@@ -337,7 +337,7 @@ def _sum_in_rank_order(result: Tensor, summands: dict[int, Tensor], divisor: int
 
 
 def _native_reduce_scatter(
-    full: Tensor, parts: list[Tensor], group: Group, dtype: torch.dtype, divisor: int, *, even: bool
+    full: Tensor, parts: list[Tensor], group: Group, dtype: torch.dtype, divisor: float, *, even: bool
 ) -> CollectiveWork:
     result = torch.empty_like(parts[group.rank])
     before = _divisor_before(full.dtype, divisor)
@@ -358,10 +358,10 @@ def _native_reduce_scatter(
     return CollectiveWork("reduce_scatter", [work], result, finish=finish, keep=[full], rank=group.rank)
 
 
-def _divisor_before(dtype: torch.dtype, size: int) -> int:
+def _divisor_before(dtype: torch.dtype, size: float) -> int:
     """The divisor of fp16 summands before they are added in fp16: the power of two next to the root of W."""
     # The sum of W gradients overflows where their average does not, and a W-th of a gradient underflows.
-    return 1 << (size.bit_length() // 2) if dtype == torch.float16 else 1
+    return 1 << (int(size).bit_length() // 2) if dtype == torch.float16 else 1
 
 
 # The control plane: a few integers or a text from every rank to every rank, on the host. It is used in every pass,
@@ -424,10 +424,22 @@ def subgroup_of(group: Group, ranks: Sequence[int]) -> Group:
     counts = dict(zip(group.ranks, (row[0] for row in exchange([num_groups], group)), strict=True))
     if group.ranks[group.rank] not in ranks:
         return Group()
-    for _ in range(max(counts[rank] for rank in ranks) - num_groups):
+    return _new_group_among(ranks, max(counts[rank] for rank in ranks), group)
+
+
+def group_over(axes: Sequence[Group], ranks: Sequence[int]) -> Group:
+    """Returns the group of all ranks (global numbers) of a mesh with these axes; they alone call it, together."""
+    most = len(compat.process_groups())
+    for axis in axes:  # Along one after the other, each rank hears of all.
+        most = max(row[0] for row in exchange([most], axis))
+    return _new_group_among(ranks, most, max(axes, key=lambda axis: axis.size))
+
+
+def _new_group_among(ranks: Sequence[int], most: int, like: Group) -> Group:
+    """Makes a group that its members alone call; none of them is in more than `most` groups. See `subgroup_of`."""
+    for _ in range(most - len(compat.process_groups())):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    limit = new_group_limit(group)
-    return group_of(dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True))
+    return group_of(dist.new_group(list(ranks), timeout=new_group_limit(like), use_local_synchronization=True))
 
 
 def new_group_limit(group: Group) -> timedelta | None:

@@ -23,8 +23,8 @@ from scale_core.comm.group import Group
 from scale_core.comm.work import limit_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import END, Event
-from scale_core.consistency.flight_recorder import FlightRecorder, by_rank, recovery_hint
-from scale_core.errors import ScaleDistributedError, TransferError
+from scale_core.consistency.flight_recorder import FlightRecorder, by_rank
+from scale_core.errors import ScaleDistributedError, TransferError, recovery_hint
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ class CollectiveCall:
     doing: str  # What they do, for the error: "saving runs/1/step-00000012"; the same on all of them
     error: type[Exception]  # The type of the error that all of them raise if one fails
     limit_seconds: float | None = None  # The longest wait for another rank; None: see `limit_of`
+    on_lost: Callable[[], object] | None = None  # Called where a rank is lost, before that is told
 
     def __post_init__(self) -> None:
         self._recorder = FlightRecorder(self.group)
@@ -84,13 +85,7 @@ class CollectiveCall:
             record = [len(sent), zlib.crc32(self.doing.encode(errors="replace")), 0, 0, 0, 0]
             rows = exchange(record, group, limit_seconds=limit)
             if len({row[1] for row in rows}) > 1:
-                doing = exchange_text(self.doing, group, limit_seconds=limit)
-                raise ScaleDistributedError(
-                    f"the ranks do different things: {by_rank(doing)}. All ranks have to make this call together, with "
-                    "the same directory and step: let rank 0 decide, and broadcast it",
-                    rank=group.rank,
-                    op=self.doing,
-                )
+                raise _different_calls(exchange_text(self.doing, group, limit_seconds=limit), group)
             sizes = [row[0] for row in rows]
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
             shard = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
@@ -102,6 +97,8 @@ class CollectiveCall:
         return outcomes
 
     def _explained(self, error: TransferError) -> ScaleDistributedError:
+        if self.on_lost is not None:
+            self.on_lost()
         self._recorder.events.append(f"failed in {self.doing} ({error.fact})")
         self._recorder.publish()
         lines = [f"{self.doing} failed: {error.fact}", "What each rank did last:"]
@@ -126,11 +123,24 @@ def _as_text(error: Exception | None) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def all_gather_json(value: T, contract: Contract, event: Event = END) -> list[T]:
-    """Returns every rank's `value`, which JSON can hold, by rank."""
+def _different_calls(calls: Sequence[str], group: Group) -> ScaleDistributedError:
+    return ScaleDistributedError(
+        f"the ranks do different things: {by_rank(calls)}. All ranks have to make this call together, with the same "
+        "directory and step: let rank 0 decide, and broadcast it",
+        rank=group.rank,
+        op=calls[group.rank],
+    )
+
+
+def all_gather_json(value: T, contract: Contract, event: Event | str = END) -> list[T]:
+    """Returns every rank's `value`, which JSON can hold, by rank; raises where a rank is at another event."""
     with contract.waiting(event):
-        texts = exchange_text(json.dumps(value), contract.group, limit_seconds=contract.limit_seconds)
-    return [json.loads(text) for text in texts]
+        text = json.dumps([str(event), value])
+        texts = exchange_text(text, contract.group, limit_seconds=contract.limit_seconds)
+    events, values = zip(*map(json.loads, texts), strict=True)
+    if len(set(events)) > 1:
+        raise _different_calls(events, contract.group)
+    return list(values)
 
 
 def all_gather_failures(error: BaseException | None, contract: Contract) -> list[str]:
@@ -155,7 +165,7 @@ def raise_on_all_ranks(
 ) -> None:
     """Raises `refusal` on the rank that has one, and `error` with its text on all others; `what` names the event."""
     own = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
-    texts = all_gather_json(own, contract, Event(what, ""))
+    texts = all_gather_json(own, contract, what)
     if refusal is not None:
         raise refusal
     for rank, text in enumerate(texts):

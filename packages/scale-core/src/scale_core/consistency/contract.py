@@ -32,10 +32,9 @@ from scale_core.consistency.flight_recorder import (
     are_at_different_places,
     format_desync,
     format_failures,
-    recovery_hint,
 )
 from scale_core.consistency.late_ranks import late_ranks_by_environment
-from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
+from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError, recovery_hint
 
 _CHECKED_PASSES = 2
 # All events since the last comparison, to name the first difference; that may be after very many passes.
@@ -283,8 +282,10 @@ class Contract:
             raise self._explain(event, error) from error
 
     @contextmanager
-    def waiting(self, event: Event) -> Iterator[None]:
-        """A context in which this rank waits for others; a failed transfer is explained by every rank's last events.
+    def waiting(self, event: Event | str) -> Iterator[None]:
+        """A context in which this rank waits for others, at an event or in a call of that name.
+
+        A failed transfer is explained by every rank's last events.
 
         Raises:
             ScaleDistributedError: In place of a `TransferError`.

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from scale_core import compat
 from scale_core.comm.group import Group
 from scale_core.consistency.flight_record_files import write_flight_record
-from scale_core.errors import recovery_hint as recovery_hint
-from scale_core.errors import set_last_snapshot as set_last_snapshot
 
 # How long a rank that has failed waits for the records of the others.
 _GRACE_SECONDS = 5.0

@@ -87,7 +87,10 @@ def convert_checkpoint(
     if to not in ("snapshot", "safetensors", "dcp"):
         raise ValueError(f"expected to='snapshot', 'safetensors' or 'dcp', got {to!r}")
     if model_only and to == "snapshot":
-        raise ValueError("model_only is for safetensors and DCP: for a snapshot, leave the optimizer out by names.skip")
+        raise ValueError(
+            "model_only is for safetensors and DCP: for a snapshot, leave the optimizer out with --skip optimizer (in "
+            "Python names=Renaming(skip=['optimizer']))"
+        )
     if max_shard_bytes < 1:
         raise ValueError(f"expected max_shard_bytes of at least 1, got {max_shard_bytes}")
     if to != "snapshot" and place.exists():

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from scale_core.convert.lazy_tensor import LazyTensor
+from scale_core.convert.torch_files import load_stored
 from scale_core.snapshot.format.coverage import check_coverage
 from scale_core.state.chunks import Chunk
 
@@ -92,7 +93,7 @@ def _read_metadata(folder: Path, trust: bool) -> Metadata:
         ) from error
     except FileNotFoundError:
         raise ValueError(f"{folder} has no .metadata: it was never finished, save it again") from None
-    except (EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError, KeyError) as error:
+    except (EOFError, ValueError, TypeError, AttributeError, ImportError, LookupError, MemoryError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(found, Metadata):
         raise ValueError(f"{path} holds a {type(found).__name__}, expected DCP's Metadata")
@@ -163,12 +164,7 @@ def _load(folder: Path, info: Any, trust: bool) -> Any:
     with (folder / info.relative_path).open("rb") as file:
         file.seek(info.offset)
         stored = file.read(info.length)
-    try:
-        return torch.load(io.BytesIO(stored), map_location="cpu", weights_only=not trust)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{folder / info.relative_path} from byte {info.offset} on can't be read: {str(error).splitlines()[-1]}"
-        ) from error
+    return load_stored(io.BytesIO(stored), f"{folder / info.relative_path} from byte {info.offset} on", trust=trust)
 
 
 def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:

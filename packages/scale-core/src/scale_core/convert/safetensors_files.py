@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,8 @@ def read_safetensors_folder(folder: Path) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name in files:
         if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing, which the index of {folder} names: copy it there again")
+            why = "it is a link to nothing" if index is None else "the index of the folder names it"
+            raise ValueError(f"{folder / name} is missing, and {why}: copy the file there again")
         part = read_safetensors_file(folder / name)
         if twice := tree.keys() & part.keys() - {SNAPSHOT_MARK}:
             raise ValueError(f"{min(twice)} is in {name} and in another file of {folder}: convert one file alone")
@@ -60,11 +60,6 @@ def read_safetensors_folder(folder: Path) -> dict[str, Any]:
     if missing := (index or {}).keys() - tree.keys():
         raise ValueError(f"{folder} has an index with {min(missing)}, which no file has")
     return tree
-
-
-def num_bytes(tensors: dict[str, LazyTensor]) -> int:
-    """The size of tensors in bytes."""
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
 
 
 def _reader(path: Path, name: str) -> Any:

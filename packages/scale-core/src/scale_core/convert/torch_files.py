@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.snapshot.foreign import index_of
+
+_DAMAGE = (RuntimeError, EOFError, LookupError, AttributeError, ImportError, TypeError, AssertionError, struct.error)
+"""What torch.load raises on damaged files, besides ValueError."""
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|<class '([\w.]+)'>")
 
@@ -61,19 +65,26 @@ def read_torch_folder(folder: Path, *, trust: bool = False) -> dict[Any, Any]:
 
 def load_object(path: Path, *, trust: bool = False, stand_ins: AbstractContextManager[object] | None = None) -> Any:
     """What torch.load makes of a file; `stand_ins` is a context that allows more classes."""
+    with stand_ins if stand_ins is not None else nullcontext():
+        return load_stored(path, str(path), trust=trust, mmap=zipfile.is_zipfile(path))
+
+
+def load_stored(source: Path | IO[bytes], place: str, *, trust: bool, mmap: bool = False) -> Any:
+    """What torch.load makes of a source; a ValueError says what is wrong at `place`, and what to do."""
     try:
-        with stand_ins if stand_ins is not None else nullcontext():
-            return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=not trust)
+        return torch.load(source, map_location="cpu", mmap=mmap, weights_only=not trust)
     except pickle.UnpicklingError as error:
         names = sorted({match[1] or match[2] for match in _REFUSED.finditer(str(error))})
         if not names:
-            raise ValueError(f"{path} can't be read: {str(error).splitlines()[-1]}") from error
+            raise ValueError(f"{place} can't be read: {str(error).splitlines()[-1]}") from error
         raise ValueError(
-            f"{path} holds objects of {', '.join(names)}, and building them may run any code that the file says. If "
+            f"{place} holds objects of {', '.join(names)}, and building them may run any code that the file says. If "
             "you trust whoever made it: --trust (in Python trust=True); otherwise save tensors, numbers and texts alone"
         ) from error
-    except (RuntimeError, EOFError, KeyError, AttributeError, ImportError, TypeError, IndexError) as error:
-        raise ValueError(f"{path} can't be read: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    except _DAMAGE as error:
+        raise ValueError(
+            f"{place} can't be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def lazily(value: Any, path: Path) -> Any:

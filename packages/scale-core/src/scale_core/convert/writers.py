@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.convert.naming import SNAPSHOT_MARK, StoredState
+from scale_core.pretrained.folder import INDEX, FolderLayout
 from scale_core.snapshot.format.safetensors_io import NAMES, TensorEntry, write_tensors
 from scale_core.snapshot.snapshot import save_snapshot
+from scale_core.state.validation import SavedTensor
 
 MAX_SHARD_BYTES = 5 << 30
 """The size of a safetensors file above which there are several; that of Hugging Face's save_pretrained."""
@@ -46,18 +48,12 @@ def write_safetensors(
             _write_file(unfinished, tensors, [*tensors], metadata)
             return destination
         unfinished.mkdir(parents=True)
-        parts = split_by_size({key: tensor.num_bytes for key, tensor in tensors.items()}, max_shard_bytes)
-        if len(parts) <= 1:
-            _write_file(unfinished / "model.safetensors", tensors, [*tensors], metadata)
-            return destination
-        files: dict[str, str] = {}
-        for number, keys in enumerate(parts, 1):
-            name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-            _write_file(unfinished / name, tensors, keys, metadata if number == 1 else {"format": "pt"})
-            files.update(dict.fromkeys(keys, name))
-        total = sum(tensor.num_bytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+        shapes = {key: SavedTensor(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+        layout = FolderLayout.of(shapes, max_shard_bytes)
+        for number, file in enumerate(layout.files):
+            _write_file(unfinished / file.name, tensors, file.tensors, {"format": "pt"} if number else metadata)
+        if layout.index is not None:
+            (unfinished / INDEX).write_text(layout.index, encoding="utf-8")
     return destination
 
 
@@ -70,23 +66,6 @@ def write_dcp(state: StoredState, destination: Path, *, model_only: bool) -> Pat
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # There is one process.
         save(content, storage_writer=FileSystemWriter(unfinished, thread_count=1), no_dist=True)
     return destination
-
-
-def split_by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Divides names into lists, in order, whose sizes add up to the limit at most; a larger one stands alone.
-
-    >>> split_by_size({"a": 3, "b": 3, "c": 9, "d": 1}, 6)
-    [['a', 'b'], ['c'], ['d']]
-    """
-    parts: list[list[str]] = []
-    filled = limit
-    for name, size in sizes.items():
-        if not parts or filled + size > limit:
-            parts.append([])
-            filled = 0
-        parts[-1].append(name)
-        filled += size
-    return parts
 
 
 def _chosen(state: StoredState, model_only: bool) -> dict[str, LazyTensor]:

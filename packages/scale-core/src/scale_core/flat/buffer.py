@@ -56,7 +56,17 @@ class State(enum.Enum):
 
 _AS_GIVEN = DtypePolicy(), DevicePolicy()
 # What is pickled as it is.
-_KEPT = ("names", "dtypes", "flatten", "sharded_params", "_unit", "_flat_name", "_counted_over", "_outer_shards")
+_KEPT = (
+    "names",
+    "dtypes",
+    "flatten",
+    "sharded_params",
+    "_unit",
+    "_flat_name",
+    "_counted_over",
+    "_outer_shards",
+    "gradient_divisor",
+)
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
 
@@ -135,8 +145,6 @@ class FlatBuffer(FlatReduced):
         for param, shard in zip(self.unsharded_params, sharded, strict=True):
             if param.requires_grad != shard.requires_grad:
                 param.requires_grad_(shard.requires_grad)
-        if not any(param.requires_grad for param in self.sharded_params) and self.gradient:
-            self.gradient.drop()  # Of what is frozen now; it must not come back when it is unfrozen.
 
     # Gather and release.
 
@@ -275,7 +283,7 @@ class FlatBuffer(FlatReduced):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name in _KEPT:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name))  # An earlier version knew fewer.
         self._past_versions = 0
         shard, devices = state["shard"], state["devices"]
         if shard.device != devices.shard:  # torch.load has mapped it elsewhere.

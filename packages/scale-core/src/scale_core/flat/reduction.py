@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,9 @@ class FlatGradient:
             assert gradient is not None, "a gradient has come whose buffer is gone"
             if gradient.flat is None and not gradient._held:
                 before_first()
+            if not gradient._params[index].requires_grad:  # Frozen since the forward; torch calls hooks all the same.
+                gradient._params[index].grad = None
+                return
             if gradient.observer is not None:
                 gradient.observer(index)
             gradient.accumulate(index, wide=gradient.wide)
@@ -126,6 +129,10 @@ class FlatGradient:
         """The trainable parameters that got none since the last `take`."""
         given = set(self.has_grad())
         return [index for index, param in enumerate(self._params) if param.requires_grad and index not in given]
+
+    def frozen(self) -> list[int]:
+        """The parameters that were frozen after they got an accumulated gradient; plain torch keeps it in `.grad`."""
+        return [index for index in sorted(self._waits) if not self._params[index].requires_grad]
 
     def pass_gradient(self) -> tuple[list[int], Tensor | None]:
         """The parameters with gradients of the current pass, and these [W * S], without the sum of earlier passes."""
@@ -183,6 +190,17 @@ class FlatGradient:
         other.commit_pass()
         if other.accumulated is not None:
             self.accumulated, self._waits = other.accumulated.to(device, self._wide_dtype), set(other._waits)
+
+    def zero_accumulated(self, indices: Iterable[int], *, set_to_none: bool) -> None:
+        """Drops the accumulated gradients of these parameters, or sets them to zeros."""
+        for index in self._waits.intersection(indices):
+            assert self.accumulated is not None, "what waits is in the sum"
+            if set_to_none:
+                self._waits.discard(index)
+            else:
+                self._view(self.accumulated, index).zero_()
+        if not self._waits:
+            self._drop_accumulated()
 
     def drop(self) -> None:
         """Drops all gradients."""
@@ -288,7 +306,7 @@ class Reduction:
         self._copies = replicas.size  # what the sum over the replicas is still to be divided by
         self._reduced: list[tuple[Tensor, StreamEvent | None]] = []  # [S] each; the copy that brings it to its device
 
-    def start(self, gradient: Tensor, tag: int = 0, divisor: int | None = None) -> None:
+    def start(self, gradient: Tensor, tag: int = 0, divisor: float | None = None) -> None:
         """Starts to average a flat gradient [W * S] in its own dtype; the reduction owns it from now on."""
         assert self._scattering is None, "a reduction is under way already"
         self._copies = self._replicas.size if divisor is None else 1
@@ -355,6 +373,7 @@ class FlatReduced(FlatShard):
 
     gradient: FlatGradient  # This rank's own gradients, before they are reduced
     reduction: Reduction  # What they have become, until `commit`
+    gradient_divisor: float | None = None  # What their sum is divided by; None is the number of ranks
     _unpublished: list[tuple[nn.Parameter, Tensor]]
 
     @property
@@ -378,7 +397,11 @@ class FlatReduced(FlatShard):
         gradient = self.gradient.take(self.compute_device)
         if share is not None and share.weight not in (0, 1):
             gradient.mul_(share.weight)
-        self.reduction.start(gradient.to(self.reduce_dtype), tag, None if share is None else share.divisor)
+        divisor: float | None = None if share is None else share.divisor
+        if self.gradient_divisor is not None:
+            num_ranks = self.group.size * self.groups.replicas.size
+            divisor = self.gradient_divisor * ((divisor or num_ranks) / num_ranks)
+        self.reduction.start(gradient.to(self.reduce_dtype), tag, divisor)
 
     def wait_reduced(self, limit_seconds: float | None = None) -> None:
         """Waits for the reduction, if there is one; its result is kept until `commit`."""
@@ -398,23 +421,31 @@ class FlatReduced(FlatShard):
         self._unpublished += new
         return new
 
-    def publish_grads(self, params: Container[Tensor] | None = None) -> None:
-        """Adds kept results to the `.grad` of these sharded parameters; None is all."""
+    def zero_accumulated(self, params: Container[int], *, set_to_none: bool) -> None:
+        """Drops what these sharded parameters, by id, have accumulated and not reduced, or sets it to zeros."""
+        indices = [index for index in range(len(self.names)) if id(self.sharded_param(index)) in params]
+        self.gradient.zero_accumulated(indices, set_to_none=set_to_none)
+
+    def publish_grads(self, params: Container[Tensor] | None = None, frozen: Collection[Tensor] = ()) -> None:
+        """Adds kept results to the `.grad` of these sharded parameters, None is all, that train or are `frozen` now."""
         aside, self._unpublished = self._unpublished, []
         for param, gradient in aside:
             if params is not None and param not in params:
                 self._unpublished.append((param, gradient))
-            elif param.requires_grad or self.flatten:
+            elif param.requires_grad or self.flatten or param in frozen:
                 if param.grad is None:
                     param.grad = gradient
                 else:
                     param.grad.add_(gradient)
 
-    def commit(self, limit_seconds: float | None = None) -> None:
-        """Publishes all reduced gradients, and adds local ones that were not reduced to the accumulated sum."""
+    def commit(self, limit_seconds: float | None = None, frozen: Iterable[int] = ()) -> None:
+        """Publishes all reduced gradients, and adds local ones that were not reduced to the accumulated sum.
+
+        `frozen` are the parameters that some rank had an accumulated gradient for when they were frozen.
+        """
         # Own gradients that were not reduced join those that wait for a later reduction.
         self.wait_results(limit_seconds)
-        self.publish_grads()
+        self.publish_grads(frozen={self.sharded_param(index) for index in frozen})
         if local_grad_hooks and self.gradient.has_begun:
             self._report_local_grads()
         self.gradient.commit_pass()

@@ -40,11 +40,12 @@ class DevicePolicy:
     shard: torch.device | None = None  # The shard, and so the gradients and the state that an optimizer sees
     compute: torch.device | None = None  # The gathered parameters, and gradients until they are reduced
     reduced: torch.device | None = None  # Reduced gradients until the backward pass is over; None is that of the shard
+    pin_memory: bool = True  # Of a shard on the host that goes to a GPU: its copies then run beside the computation
 
     def resolved(self, here: torch.device) -> DevicePolicy:
         """The same with every device named; `here` is that of the parameters."""
         shard = self.shard or here
-        return DevicePolicy(shard, self.compute or here, self.reduced or shard)
+        return DevicePolicy(shard, self.compute or here, self.reduced or shard, self.pin_memory)
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class FlatShard:
     @property
     def _pins(self) -> bool:
         """Whether the shard is pinned, so that its copies run beside the computation."""
-        return self._moves and self.compute_device.type == "cuda"
+        return self._moves and self.compute_device.type == "cuda" and self.devices.pin_memory
 
 
 # A shard on the host is copied to the device on a stream of its own, beside the computation and beside the host; it may

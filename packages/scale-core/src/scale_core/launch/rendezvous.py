@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import process_limit
-from scale_core.errors import LaunchError
+from scale_core.errors import LaunchError, renamed_arguments
 from scale_core.launch.parent import die_with_parent, is_orphan
 from scale_core.launch.roll_call import facts_of, roll_call
 
@@ -32,11 +32,12 @@ _LIMIT_SECONDS = 300.0
 _stores: dict[tuple[str, int], Store] = {}  # kept open: rank 0 of a job without an agent is the others' server
 
 
+@renamed_arguments(timeout="limit_seconds=")
 def init_distributed(
     backend: str | None = None,
     *,
     device: str | torch.device | None = None,
-    timeout: float | None = None,
+    limit_seconds: float | None = None,
     config: object = None,
 ) -> Group:
     """Joins the ranks of this job and returns the default group; a second call returns it again.
@@ -49,7 +50,7 @@ def init_distributed(
         backend: The backend of the default group. By default gloo on CPU; on CUDA NCCL for what is there and gloo for
             what is on the host, so that small control messages need no device.
         device: "cpu" or "cuda"; by default CUDA where it is available. On CUDA the rank's device is made the current.
-        timeout: Seconds, for the ranks to meet and for every collective after it; None is the environment variable
+        limit_seconds: For the ranks to meet and for every collective after it; None is the environment variable
             `SCALE_LIMIT_SECONDS`, or 300.
         config: What has to be the same on all ranks, as anything that JSON knows: options, sizes, a model's name.
 
@@ -64,9 +65,9 @@ def init_distributed(
     """
     if dist.is_initialized():
         return group_of()
-    timeout = (process_limit() or _LIMIT_SECONDS) if timeout is None else timeout
-    if not timeout > 0:
-        raise ValueError(f"expected a timeout above 0 seconds, got {timeout}")
+    limit = (process_limit() or _LIMIT_SECONDS) if limit_seconds is None else limit_seconds
+    if not limit > 0:
+        raise ValueError(f"expected limit_seconds above 0, got {limit}")
     place = _place()
     if place is None:
         return Group()
@@ -76,14 +77,14 @@ def init_distributed(
     if kind == "cuda":
         _take_device(place.local_rank)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's last collectives, which errors read.
-    store = _rendezvous(place, timeout, config)
+    store = _rendezvous(place, limit, config)
     try:
         dist.init_process_group(
             backend or ("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"),
             store=store,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=limit),
         )
     except (RuntimeError, dist.DistError) as error:  # A rank has ended since it answered, or its address is no good.
         raise _error(f"the {place.world_size} ranks met, but could not connect to each other") from error
@@ -152,7 +153,8 @@ def _number(name: str, default: int | None = None) -> int:
 
 def _error(what: str) -> LaunchError:
     seen = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in VARIABLES)
-    return LaunchError(f"{what}. This rank saw {seen}. Start the ranks with torchrun, which sets them")
+    advice = "" if _UNDER_TORCHRUN in os.environ else ". Start the ranks with torchrun, which sets them"
+    return LaunchError(f"{what}. This rank saw {seen}{advice}")
 
 
 def _take_device(local_rank: int) -> None:

@@ -149,9 +149,10 @@ def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
             if ours.split(".")[:2] != theirs.split(".")[:2]:
                 return f"{told}: install the same version on all machines", ""
             remarks.append(told)
-        if other.config != first.config:
-            names = differences(first.config, other.config)
-            return f"the configuration of {who} is not that of rank {first.rank}: {'; '.join(names[:10])}", ""
+        # No NaN is equal to another one, and these are no difference.
+        if other.config != first.config and (names := differences(first.config, other.config)):
+            told = f"the configuration of {who} is not that of rank {first.rank}: {'; '.join(names[:10])}"
+            return f"{told}. Give all ranks the same config", ""
     return "", f"the ranks have different releases: {'; '.join(remarks)}" if remarks else ""
 
 

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from scale_core import compat
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.comm.group import Group, check_initialized
+from scale_core.dtensor import is_dtensor, local_gradient, sharding_groups
 from scale_core.shard import Placement, Stages, names_of_stages, shard_of, stages_of
 
 # So many squares can be added in fp32 before the error of the sum is that of its last rounding.
@@ -156,7 +157,7 @@ def norm_of(
 
 
 @torch.no_grad()
-def clip_grad_norm(
+def clip_grad_norm_(
     params: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, limit_seconds: float | None = None
 ) -> Tensor:
     """Scales all gradients in place so that their norm is at most `max_norm`; returns the norm before.
@@ -173,7 +174,7 @@ def clip_grad_norm(
     stages = stages_of(given)
     if not given and not stages:
         raise ValueError(
-            "clip_grad_norm: expected parameters, got an empty list, and nothing would be clipped: pass "
+            "clip_grad_norm_: expected parameters, got an empty list, and nothing would be clipped: pass "
             "model.parameters(), or leave the call out where nothing trains"
         )
     return clip(measured_gradients(given), max_norm, norm_type, limit_seconds, stages)
@@ -189,7 +190,7 @@ def clip(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips as `clip_grad_norm` does, what `norm_of` measures; with `error_if_nonfinite` as in `check_finite`."""
+    """Clips as `clip_grad_norm_` does, what `norm_of` measures; with `error_if_nonfinite` as in `check_finite`."""
     check_max_norm(max_norm)
     norm = norm_of(gradients, norm_type, limit_seconds, stages)
     if error_if_nonfinite:
@@ -205,7 +206,8 @@ def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.grad.numel():
-            alike.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
+            (grad,) = compat.inner_tensors(param.grad) if is_dtensor(param.grad) else [param.grad]
+            alike.setdefault((grad.dtype, grad.device), []).append(grad)
     for (_, device), grads in alike.items():
         torch._foreach_mul_(grads, factor.to(device))
 
@@ -288,7 +290,10 @@ def _over_shards(
     # in a group would not be, where an axis is the first of one group's and the last of another's.
     classes: dict[tuple[Group, ...], list[Tensor]] = {}
     for _, holder, grad in gradients:
-        members, shard = classes.setdefault(_sharing_groups(holder), []), shard_of(holder)
+        groups = sharding_groups(holder) if is_dtensor(holder) else _sharing_groups(holder)
+        members, shard = classes.setdefault(groups, []), shard_of(holder)
+        if is_dtensor(grad):  # Of the user's own tensor parallelism, beside shards.
+            grad = local_gradient(grad, cast(Any, holder).placements)
         if grad is not None and (shard is None or shard.counted):
             # Of a complex number its magnitude counts, as in torch.
             members.append(grad.abs() if grad.is_complex() else grad)

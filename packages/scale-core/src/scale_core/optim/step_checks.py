@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -81,8 +81,9 @@ def constructor_example(optimizer: torch.optim.Optimizer) -> str:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Starts to check the optimizers of this process; once is enough."""
+    """Starts to check the optimizers of this process, and to clear what waits by their `zero_grad`; once is enough."""
     register_optimizer_step_pre_hook(_before_step)
+    torch.optim.Optimizer.zero_grad = _clearing(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
@@ -200,3 +201,17 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([param for param in group["params"] if shard_of(param) is not None])
+
+
+def _clearing(own: Callable[..., None]) -> Callable[..., None]:
+    """Wraps `Optimizer.zero_grad`, to clear gradients that were accumulated under `no_sync()`, too."""
+
+    @functools.wraps(own)
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        own(self, set_to_none)
+        owners = [owner for owner in _waiting if owner.has_gradient]
+        mine = {id(param) for param in _params(self)} if owners else set()
+        for owner in owners:
+            owner.zero_accumulated(mine, set_to_none=set_to_none)
+
+    return zero_grad

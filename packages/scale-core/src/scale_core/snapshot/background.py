@@ -28,8 +28,6 @@ from scale_core.errors import ScaleError, SnapshotError
 LIMIT = timedelta(minutes=30)
 """The limit of the groups that write."""
 
-_STEPS_AHEAD = 2  # A rank may have begun one step more than another one when they exchange how many they began.
-
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # For each group's saves, by the ranks
 _last: list[AsyncSave] = []  # The save that is under way, or that has failed and nobody has heard of
 
@@ -47,7 +45,10 @@ class AsyncSave:
         self._error: BaseException | None = None
         self._is_raised = False
         self._steps = 0  # How many optimizers' steps have begun since
+        self._lock = threading.Lock()  # For the number of steps and whether it has been told to the others
+        self._told_steps = False
         self._raise_at = 0  # The step that raises the error, the same one on all ranks
+        self._settled = threading.Event()  # The save is over, and `_raise_at` and `_error` are known
         self._thread = threading.Thread(target=self._run, args=(write,), name=f"saving {path.name}", daemon=False)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         _last[:] = [self]
@@ -84,11 +85,12 @@ class AsyncSave:
             error = raised
         try:
             together = CollectiveCall(self._group, f"saving {self.path}", SnapshotError)
-            outcomes = together.all_ranks(lambda: (self._steps, "" if error is None else str(error)))
-            self._raise_at = max(steps for steps, _ in outcomes) + _STEPS_AHEAD
-            failed = [rank for rank, (_, text) in enumerate(outcomes) if text]
-            if failed and error is None:
-                error = SnapshotError(f"saving {self.path} failed on rank {failed[0]}: {outcomes[failed[0]][1]}")
+            outcomes = together.all_ranks(lambda: "" if error is None else str(error) or type(error).__name__)
+            failed = [rank for rank, text in enumerate(outcomes) if text]
+            if failed:
+                if error is None:
+                    error = SnapshotError(f"saving {self.path} failed on rank {failed[0]}: {outcomes[failed[0]]}")
+                self._raise_at = max(together.all_ranks(self._tell_steps)) + 1
         except Exception as raised:  # Others are gone.
             error = error or raised
         if error is not None and not isinstance(error, ScaleError):
@@ -101,10 +103,24 @@ class AsyncSave:
             )
             error.__cause__ = cause
         self._error = error
+        self._settled.set()
+
+    def _tell_steps(self) -> int:
+        with self._lock:
+            self._told_steps = True
+            return self._steps
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Installed while the save is under way: raises its failure, before the same step on all ranks."""
-        self._steps += 1
+        """Installed while the save is under way: raises its failure, before the same step on all ranks.
+
+        That is the step after the last one that any rank had begun when they told each other. So a rank that has told
+        begins no further one before it knows which, which it does within a message: all of them have written by then.
+        """
+        with self._lock:
+            self._steps += 1
+            told = self._told_steps
+        if told:
+            self._settled.wait()
         if self._error is not None and not self._is_raised and self._steps >= self._raise_at:
             self._is_raised = True
             raise self._error

@@ -12,16 +12,18 @@ import re
 import shlex
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Literal
 
 _STEP = re.compile(r"step-\d{8,}")
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch.save's magic number, pickled
 _LONGEST_PICKLE = 1 << 28  # bytes; of the structure alone, without tensors
+_LONGEST_TEXT = 1 << 24  # bytes; of one text in it
 _LONGEST_HEADER = 100_000_000  # bytes; as the safetensors library has it
 _MODEL_WORDS = {"weight", "bias", "model", "state_dict", "model_state_dict"}
 _NUMBER = re.compile(r"\d+")
@@ -80,17 +82,21 @@ class Recognized:
         """Whether `scale_core.convert` reads it."""
         return self.format not in _INSTEAD
 
-    def advice(self) -> str:
-        """Says in two sentences what it is and how it becomes a snapshot."""
-        fact = f"{self.path} is {self.format.value}, and no snapshot of scale. "
+    def advice(self, to: Literal["snapshot", "safetensors"] = "snapshot") -> str:
+        """Says in two sentences what it is and how it becomes a snapshot, or a folder of safetensors files."""
+        what = "no snapshot of scale" if to == "snapshot" else "no folder of safetensors files"
+        fact = f"{self.path} is {self.format.value}, and {what}. "
         if not self.is_convertible:
             return fact + _INSTEAD[self.format]
-        target = self.path.with_name(f"{self.path.name}-snapshot")
+        target = self.path.with_name(f"{self.path.name}-{to}")
+        options, arguments = (
+            ("", "") if to == "snapshot" else (" --to safetensors --model-only", ", to='safetensors', model_only=True")
+        )
         return (
             f"{fact}Convert it, and load {target}: scale-train snapshot convert {shlex.quote(str(self.path))} "
-            f"{shlex.quote(str(target))} (or, in Python: "
+            f"{shlex.quote(str(target))}{options} (or, in Python: "
             f"from scale_core.convert import convert_checkpoint; convert_checkpoint({str(self.path)!r}, "
-            f"{str(target)!r}))"
+            f"{str(target)!r}{arguments}))"
         )
 
 
@@ -130,9 +136,12 @@ def _recognize_zip(path: Path) -> Recognized | None:
                 return None
             if any("/code/" in name for name in names):
                 return Recognized(path, Format.TORCHSCRIPT)
-            with archive.open(pickled[0]) as file:
-                return _of_pickle(path, _words(file))  # type: ignore[arg-type]  # typed as an IO, and is one
-    except zipfile.BadZipFile:
+            try:
+                with archive.open(pickled[0]) as file:
+                    return _of_pickle(path, _words(file))
+            except (zipfile.BadZipFile, zlib.error, RuntimeError):  # Damaged; whoever opens it will say so.
+                return Recognized(path, Format.TORCH_FILE)
+    except (zipfile.BadZipFile, NotImplementedError):
         return None
 
 
@@ -144,11 +153,25 @@ def _of_pickle(path: Path, words: set[str]) -> Recognized:
     return Recognized(path, Format.TORCH_FILE)
 
 
-def _words(file: BinaryIO) -> set[str]:
+class _BoundedReader:
+    """A file for `pickletools`: a pickle may announce a text of 2^62 bytes, for which `read` would make room."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.tell = file, file.tell
+
+    def read(self, num_bytes: int) -> bytes:
+        return self._file.read(min(num_bytes, _LONGEST_TEXT))
+
+    def readline(self) -> bytes:
+        return self._file.readline(_LONGEST_TEXT)
+
+
+def _words(file: IO[bytes]) -> set[str]:
     """The texts of one pickle and the names of its classes, without modules; nothing of it is run."""
     found: set[str] = set()
     try:
-        for code, argument, position in pickletools.genops(file):
+        # It calls these three methods, and its stubs ask for all of a file.
+        for code, argument, position in pickletools.genops(_BoundedReader(file)):  # type: ignore[arg-type]
             if isinstance(argument, str):
                 found.add(argument.rpartition(" ")[2].rpartition(".")[2] if code.name == "GLOBAL" else argument)
             if position is not None and position > _LONGEST_PICKLE:
@@ -227,14 +250,17 @@ def index_of(folder: Path) -> dict[str, str] | None:
         ValueError: The index is no such thing, or names a file outside of the folder.
     """
     found = [*sorted(folder.glob("*.safetensors.index.json")), *sorted(folder.glob("*.bin.index.json"))]
-    if not found:
-        return None
+    return read_index(found[0]) if found else None
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The content of an index; see `index_of`."""
     try:
-        files = json.loads(found[0].read_text(encoding="utf-8"))["weight_map"]
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         whole = {str(name): str(file) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{found[0]} is no index of tensors: expected a 'weight_map' of names to files") from error
+        raise ValueError(f"{path} is no index of tensors: expected a 'weight_map' of names to files") from error
     for name, file in whole.items():
         if Path(file).name != file or file in ("", ".", ".."):
-            raise ValueError(f"{found[0]}: {name} is said to be in {file!r}, expected a file of this folder")
+            raise ValueError(f"{path}: {name} is said to be in {file!r}, expected a file of this folder")
     return whole

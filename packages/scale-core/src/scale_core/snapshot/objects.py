@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,20 +21,18 @@ from torch.optim.swa_utils import AveragedModel
 from scale_core.comm.group import Group
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event
 from scale_core.errors import SnapshotError
+from scale_core.snapshot.extra_state import KIND, extra_state_target, extra_states
 from scale_core.snapshot.format.planner import is_tensor
+from scale_core.snapshot.snapshot import INDEX
 from scale_core.snapshot.state_codec import decode, encode, tensor_keys
 from scale_core.snapshot.stateful import Captured, StatefulPart, places, unread
 from scale_core.state.chunks import LocalShard
 from scale_core.state.optim_state_dict import optimizer_entries
 from scale_core.state.param_groups import group_entries
 from scale_core.state.param_ownership import named_param_slices
-from scale_core.state.state_dict import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state.state_dict import load_what_fits, sharded_state_dict, target_state_dict, without_misfits
 from scale_core.state.validation import SavedTensor, StateMismatch
-
-INDEX = "scale.objects"
-"""The key under which a snapshot says which objects it holds."""
 
 
 @dataclass
@@ -45,18 +43,10 @@ class _Model:
     module: nn.Module  # Without wrappers that only put something before names
     count: Tensor | None  # of an AveragedModel
     optimizers: dict[str, list[Optimizer]] = field(default_factory=dict)
-    is_partial: bool = False  # What was saved does not fit, and is loaded in part
 
     @staticmethod
     def of(name: str, module: nn.Module) -> _Model:
         inner = unwrapped(module)
-        for path, each in inner.named_modules():
-            if type(each).get_extra_state is not nn.Module.get_extra_state:
-                warnings.warn(
-                    f"the extra state of '{name}.{path}' ({type(each).__name__}.get_extra_state) is not saved or "
-                    f"loaded: pass an object with state_dict and load_state_dict for it beside '{name}'",
-                    stacklevel=2,
-                )
         if isinstance(inner, AveragedModel):
             return _Model(name, unwrapped(inner.module), inner.get_buffer("n_averaged"))
         return _Model(name, inner, None)
@@ -67,37 +57,28 @@ class _Model:
             state.update(_renamed(optimizer_entries(self.module, optimizers), "optim", name))
         return state | self._count()
 
-    def target(self, saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-        """What to read into, for all that was saved of them; unless strict, for those parameters that are here."""
-        try:
-            return self._whole_target(saved)
-        except StateMismatch as error:
-            if strict:
-                raise
-            if self.optimizers:
-                names = "', '".join(self.optimizers)
-                warnings.warn(
-                    f"the optimizer '{names}' is left out, since not all of the state fits: {error}", stacklevel=2
-                )
-            self.optimizers.clear()
-            self.is_partial = True
-            return _renamed(sharded_state_dict(self.module), "model", self.name) | self._count()
-
-    def _whole_target(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def target(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What to read into, for all that was saved of them."""
         weights = self._weights(saved)
-        target = _renamed(target_state_dict(self.module, None, weights), "model", self.name)
+        target = _renamed(target_state_dict(self.module, None, weights, strict=False), "model", self.name)
         for name, optimizers in self.optimizers.items():
-            both = target_state_dict(self.module, optimizers, weights | _renamed(saved, name, "optim"))
+            its = weights | _renamed(saved, name, "optim")
+            both = target_state_dict(self.module, optimizers, its, strict=False)
             target.update(_renamed(both, "optim", name))
         return target | self._count()
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        if self.is_partial:  # What fits has been read into the live tensors.
-            return
+    def load(self, state: Mapping[str, Any], left_out: Collection[str]) -> None:
+        """Gives them what was read: all, unless some of it was left out."""
+        strict = not any(
+            key.startswith((f"{self.name}.", *(f"{name}." for name in self.optimizers))) for key in left_out
+        )
         weights = self._weights(state)
-        load_sharded_state_dict(weights, self.module, copy=False)
+        misfits = _renamed(dict.fromkeys(left_out), self.name, "model")
+        load_what_fits(without_misfits(weights, misfits), self.module, copy=False, strict=strict)
         for name, optimizers in self.optimizers.items():
-            load_sharded_state_dict(weights | _renamed(state, name, "optim"), self.module, optimizers, copy=False)
+            its = weights | _renamed(state, name, "optim")
+            fits = without_misfits(its, misfits | _renamed(dict.fromkeys(left_out), name, "optim"))
+            load_what_fits(fits, self.module, optimizers, copy=False, strict=strict)
 
     def _count(self) -> dict[str, Any]:
         return {} if self.count is None else {f"{self.name}.n_averaged": self.count.detach()}
@@ -139,6 +120,9 @@ class Objects:
             else:
                 self.values[name] = obj
         _check_names([*self.models, *optimizers, *self.stateful], self.values)
+        self.extra_states: dict[str, StatefulPart] = {}
+        for model in self.models.values():
+            self.extra_states.update(extra_states(model.name, model.module))
         for name, listed in optimizers.items():
             home = _home_of(name, listed, self.models)
             if home is None:
@@ -158,19 +142,23 @@ class Objects:
                 nothing: list[list[str]] = [[] for _ in optimizer.param_groups]
                 state.update(_renamed(group_entries(optimizer, nothing), "optim", name))
         for name, value in self.values.items():
-            if isinstance(value, LocalShard | Tensor):
-                state[name] = value.detach()
-            else:
+            entries: dict[str, Any] = {name: value.detach()} if isinstance(value, LocalShard | Tensor) else {}
+            if not entries:
                 encoded = encode(value, name)
-                state.update({name: encoded.value, **encoded.tensors})
-        captured = {name: part.capture(rank) for name, part in self.stateful.items()}
+                entries = {name: encoded.value, **encoded.tensors}
+            if doubled := sorted(entries.keys() & state.keys()):
+                raise ValueError(
+                    f"'{doubled[0]}' would be the name of two entries, one of them of '{name}': give one another name"
+                )
+            state.update(entries)
+        captured = {name: part.capture(rank) for name, part in (self.stateful | self.extra_states).items()}
         about: dict[str, dict[str, Any]] = {name: {"kind": "module"} for name in self.models}
         about.update({name: {"kind": "optimizer"} for name in self.without_params})
         for model in self.models.values():
             about.update({name: {"kind": "optimizer", "of": model.name} for name in model.optimizers})
         for name, its in captured.items():
-            mode = self.stateful[name].mode
-            about[name] = {"kind": "state", "mode": mode, "layout": its.layout, "sharded": its.is_sharded}
+            kind, mode = (KIND, "compared") if name in self.extra_states else ("state", self.stateful[name].mode)
+            about[name] = {"kind": kind, "mode": mode, "layout": its.layout, "sharded": its.is_sharded}
             about[name]["digest"] = its.digest() if mode == "compared" and not its.is_sharded else ""
         return Capture(state, captured, about)
 
@@ -186,9 +174,11 @@ class Objects:
                 home.optimizers[name] = self.without_params.pop(name)
         target: dict[str, Any] = {}
         for model in self.models.values():
-            target.update(model.target(saved, strict=strict))
+            target.update(model.target(saved))
         for name, part in self.stateful.items():
             target.update(part.target(saved, index.get(name, _SHARDED), group.rank, group.size))
+        for name, part in self._extra_states_here().items():
+            target.update(extra_state_target(part, saved, index.get(name), group.rank, group.size))
         for name, value in self.values.items():
             if is_tensor(value) or name not in saved:
                 target[name] = value.detach() if isinstance(value, Tensor) else value
@@ -199,30 +189,43 @@ class Objects:
         if INDEX in saved:
             target[INDEX] = saved[INDEX]
         if not strict:  # What is not given; what does not fit is left to the comparison of all ranks.
-            given = tuple(f"{name}." for name in [*self._kinds(), *self.values])
+            given = tuple(f"{name}{sign}" for name in [*self._kinds(), *self.values] for sign in ".@")
             others = (key for key in saved if key not in target and not key.startswith(given))
             target.update({key: unread(saved[key]) for key in others})
         return target
 
-    def load(self, state: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    def load(self, state: Mapping[str, Any], group: Group, left_out: Collection[str] = ()) -> dict[str, Any]:
         """Gives the objects what was read; returns them, and the values that were read, by their names."""
         index = _index_of(state)
         states = {
             name: part.decoded(state, index.get(name, _SHARDED), group.rank, group.size)
             for name, part in self.stateful.items()
         }
+        extra = [
+            (part, part.decoded(state, index[name], group.rank, group.size))
+            for name, part in self._extra_states_here().items()
+            if name in index and name not in left_out
+        ]
         values = {
             name: value if is_tensor(value) else decode(state[name], state.__getitem__)
             for name, value in self.values.items()
         }
         for model in self.models.values():
-            model.load(state)
+            model.load(state, left_out)
+        for part, its in extra:
+            part.load(its)
         loaded = {name: part.load(states[name]) for name, part in self.stateful.items()}
         return {**self.given, **values, **loaded}
+
+    def _extra_states_here(self) -> dict[str, StatefulPart]:
+        """Those of the modules that are loaded."""
+        of = tuple(f"{name}@" for name in self.models)
+        return {name: part for name, part in self.extra_states.items() if name.startswith(of)}
 
     def _compare(self, index: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:
         """Compares the objects that were saved with those given; unless strict, leaves out what was not saved."""
         kinds = self._kinds()
+        index = {name: entry for name, entry in index.items() if entry.get("kind") != KIND}
         for name in kinds.keys() & index.keys():
             if kinds[name] != (kind := _kind(index[name])):
                 raise StateMismatch(
@@ -281,15 +284,17 @@ class Capture:
         for number, other in enumerate(everyones):
             for name in [*first, *other]:
                 one, two = (_summary(about.get(name)) for about in (first, other))
-                if one != two:
+                if one != two and KIND not in (one, two):  # Stages of a pipeline have other modules.
                     raise SnapshotError(
                         f"the ranks save different objects: '{name}' is {one} on rank 0 and {two} on rank {number}: "
                         "pass the same names and kinds of objects on all ranks"
                     )
         state, index = dict(self.state), {}
-        for name in first:
-            entry: dict[str, Any] = {key: first[name][key] for key in ("kind", "layout") if key in first[name]}
-            of = sorted({about[name]["of"] for about in everyones if "of" in about[name]})
+        for name in dict.fromkeys(name for about in everyones for name in about):
+            having = {number: about[name] for number, about in enumerate(everyones) if name in about}
+            lowest = next(iter(having.values()))
+            entry: dict[str, Any] = {key: lowest[key] for key in ("kind", "layout") if key in lowest}
+            of = sorted({about["of"] for about in having.values() if "of" in about})
             if len(of) > 1:
                 raise SnapshotError(
                     f"the optimizer '{name}' is one of {of[0]} on some ranks and of {of[1]} on others: "
@@ -297,24 +302,25 @@ class Capture:
                 )
             if of:
                 entry["of"] = of[0]
-            if name in self.stateful:
-                state.update(self._stateful_entries(name, entry, [about[name] for about in everyones], rank))
+            if lowest["kind"] in ("state", KIND):
+                state.update(self._stateful_entries(name, entry, having, rank, len(everyones)))
             index[name] = entry
         return state | ({INDEX: index} if index else {})
 
     def _stateful_entries(
-        self, name: str, entry: dict[str, Any], everyones: Sequence[Mapping[str, Any]], rank: int
+        self, name: str, entry: dict[str, Any], having: Mapping[int, Mapping[str, Any]], rank: int, size: int
     ) -> dict[str, Any]:
-        """The entries of an object with a state; says in `entry` how they are to be read."""
-        captured = self.stateful[name]
-        if any(about["sharded"] for about in everyones):
+        """The entries of an object with a state, on some ranks; says in `entry` how they are to be read."""
+        captured, (lowest, its) = self.stateful.get(name), next(iter(having.items()))
+        if any(about["sharded"] for about in having.values()):
             entry["kind"] = "sharded"
-            return captured.flat(name)
-        differ = len({(about["digest"], about["layout"]) for about in everyones}) > 1
-        if everyones[0]["mode"] == "per rank" or (differ and everyones[0]["mode"] == "compared"):
-            entry["ranks"], entry["layouts"] = len(everyones), [about["layout"] for about in everyones]
-            return captured.flat(f"{name}.ranks[{rank}]")
-        return captured.flat(name) if rank == 0 else {}
+            return {} if captured is None else captured.flat(name)
+        differ = len({(about["digest"], about["layout"]) for about in having.values()}) > 1
+        if its["mode"] == "per rank" or (differ and its["mode"] == "compared"):
+            entry["ranks"] = size
+            entry["layouts"] = [having[number]["layout"] if number in having else "nothing" for number in range(size)]
+            return {} if captured is None else captured.flat(f"{name}.ranks[{rank}]")
+        return captured.flat(name) if captured is not None and rank == lowest else {}
 
 
 _SHARDED: Mapping[str, Any] = {"kind": "sharded", "layout": "entries"}  # What a snapshot without an index is taken for.
@@ -335,7 +341,7 @@ def collect(objects: Mapping[str, Any], contract: Contract, before: Callable[[],
         isinstance(refusal, SnapshotError),
         capture.about,
     ]
-    everyones = all_gather_json(told, contract, Event("the objects that are saved", ""))
+    everyones = all_gather_json(told, contract, "saving objects")
     if refusal is not None:
         raise refusal
     for number, (text, has_failed, _) in enumerate(everyones):
@@ -429,6 +435,8 @@ def _summary(about: Mapping[str, Any] | None) -> str:
     """What must be the same on all ranks."""
     if about is None:
         return "not given"
+    if about["kind"] == KIND:
+        return KIND
     mark = {"per rank": ", one of each rank", "rank 0": ", that of rank 0"}
     return _A[_kind(about)] + mark.get(about.get("mode", ""), "")
 

@@ -1,8 +1,7 @@
 """How many snapshots stay: the oldest are removed when a new one is complete.
 
-A snapshot is renamed to a name that no reader looks at before its files are deleted, so that a process killed meanwhile
-leaves no half of one. Only complete snapshots older than the new one are removed, and only as many as leave `keep`
-complete ones; whatever else is in the directory stays.
+Only complete snapshots older than the new one are removed, and only as many as leave `keep` complete ones; whatever
+else is in the directory stays.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import uuid
 import warnings
 from pathlib import Path
 
-from scale_core import fault_points
 from scale_core.snapshot.format.metadata import read_manifest
+from scale_core.snapshot.snapshot import at_stage
 
 _SNAPSHOT = re.compile(r"step-(\d{8,})")
 _REMOVED = re.compile(r"step-\d{8,}\.removed-[0-9a-f]{32}")
@@ -31,14 +30,19 @@ def remove_old(saved: Path, keep: int) -> list[Path]:
             if _REMOVED.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
         for path in _older(saved)[keep - 1 :]:
-            aside = path.with_name(f"{path.name}.removed-{uuid.uuid4().hex}")
-            path.rename(aside)
+            remove_snapshot(path)
             removed.append(path)
-            at_stage("removed", aside)
-            shutil.rmtree(aside)
     except OSError as error:
         warnings.warn(f"{saved} is saved, but older snapshots could not be removed: {error}", stacklevel=2)
     return removed
+
+
+def remove_snapshot(path: Path) -> None:
+    """Removes one snapshot; it has another name before its first file goes, so that no half of one is ever there."""
+    aside = path.with_name(f"{path.name}.removed-{uuid.uuid4().hex}")
+    path.rename(aside)
+    at_stage("removed", aside)
+    shutil.rmtree(aside)
 
 
 def _older(saved: Path) -> list[Path]:
@@ -55,9 +59,3 @@ def _is_complete(path: Path) -> bool:
     except (ValueError, RuntimeError):  # Damaged, unfinished, or written by a newer program.
         return False
     return True
-
-
-def at_stage(point: str, path: Path) -> None:
-    """A named stage: "removed", when one has its other name; see `fault_points`."""
-    if fault_points.active is not None:
-        fault_points.active(f"snapshot.{point}", str(path))

@@ -25,6 +25,8 @@ class RandomState:
         reseed: Seed anew at another number of ranks; without it, that is an error.
     """
 
+    is_per_rank = True
+
     def __init__(self, *, reseed: bool = False) -> None:
         self.reseed = reseed
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from scale_core.snapshot.background import AsyncSave, background_group, finish_p
 from scale_core.snapshot.format.metadata import JSON
 from scale_core.snapshot.objects import Objects, collect
 from scale_core.snapshot.retention import remove_old
-from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, write_state
 from scale_core.snapshot.staging import copy_to_host
 
 
@@ -68,8 +68,9 @@ def save(
         SnapshotError: On every rank: the ranks have different objects, or writing failed. The snapshots that were there
             still are. Also, that an earlier `async_save` has failed.
     """
-    own = _checked(directory, step, group, keep)
-    return _write(directory, step, collect(objects, Contract(own), finish_pending), own, keep, extra)
+    own = group_of(group)
+    state = collect(objects, Contract(own), lambda: _begin(directory, step, keep))
+    return _write(directory, step, lambda: state, own, keep, extra)
 
 
 def async_save(
@@ -111,18 +112,34 @@ def async_save(
         TypeError: As `save`.
         SnapshotError: The ranks have different objects, or an earlier `async_save` has failed.
     """
-    own = _checked(directory, step, group, keep)
+    own = group_of(group)
     writers = background_group(own)
-    state = copy_to_host(collect(objects, Contract(own), finish_pending))
-    held = copy.deepcopy(extra)
+    state = collect(objects, Contract(own), lambda: _begin(directory, step, keep))
+    failure: Exception | None = None
+    held: JSON = None
+    try:
+        state, held = copy_to_host(state), copy.deepcopy(extra)
+    except Exception as error:  # Such as no memory. The other ranks write already, and hear of it there.
+        failure = error
+
+    def copied() -> dict[str, Any]:
+        if failure is not None:
+            raise failure
+        return state
+
     path = Path(directory) / f"step-{step:08d}"
-    return AsyncSave(path, lambda: _write(directory, step, state, writers, keep, held), writers)
+    return AsyncSave(path, lambda: _write(directory, step, copied, writers, keep, held), writers)
 
 
 def _write(
-    directory: str | os.PathLike[str], step: int, state: dict[str, Any], group: Group, keep: int | None, extra: JSON
+    directory: str | os.PathLike[str],
+    step: int,
+    state: Callable[[], dict[str, Any]],
+    group: Group,
+    keep: int | None,
+    extra: JSON,
 ) -> Path:
-    path = save_snapshot(directory, step, state, group, extra)
+    path = write_state(directory, step, state, group, extra)
     if keep is not None and group.rank == 0:
         remove_old(path, keep)
     return path
@@ -135,6 +152,7 @@ def load(
     step: int | None = None,
     group: GroupLike = None,
     strict: bool = True,
+    cast: bool = False,
 ) -> Snapshot:
     """Loads the newest whole snapshot of a directory into objects that are built already; optimizers may be fresh.
 
@@ -147,8 +165,10 @@ def load(
         objects: As given to `save`. Tensors are written to in place.
         step: This snapshot and no other.
         group: The ranks that hold the state together; the default group if None.
-        strict: False loads what was saved and fits what is given, and warns of the rest. Of a module of which not all
-            fits, parameters and buffers that do are loaded, and its optimizers are left out.
+        strict: False loads what was saved and fits what is given, and warns of the rest, which stays as it is. An
+            optimizer's state of a parameter is loaded if all of it and the parameter fit; that of another kind of
+            optimizer is left out as a whole.
+        cast: Whether floating-point numbers and integers are converted to the dtypes of the parameters and buffers.
 
     Returns:
         The snapshot; `state` has the objects by name, and the saved values of those that are values.
@@ -158,17 +178,17 @@ def load(
             an object had a state on each rank and was saved by another number of them. `DamagedSnapshotError` and
             `NewerSnapshotError` are as of `load_snapshot`.
     """
-    own = _checked(directory, 0 if step is None else step, group, None)
-    call_on_all_ranks(finish_pending, "the last save in the background", Contract(own))
+    own = group_of(group)
+    call_on_all_ranks(lambda: _begin(directory, 0 if step is None else step, None), "loading objects", Contract(own))
     parts: list[Objects] = []
 
     def target(saved: Mapping[str, Any]) -> dict[str, Any]:
         parts[:] = [Objects(objects)]  # Anew for each snapshot, if one is passed over.
         return parts[0].target(saved, own, strict=strict)
 
-    snapshot = load_snapshot(directory, target, own, step=step, strict=strict)
+    snapshot = load_snapshot(directory, target, own, step=step, strict=strict, cast=cast)
     together = CollectiveCall(own, f"loading {snapshot.path}", SnapshotError)
-    loaded = together.each_rank(lambda: parts[0].load(snapshot.state, own))
+    loaded = together.each_rank(lambda: parts[0].load(snapshot.state, own, snapshot.left_out))
     return replace(snapshot, state=loaded)
 
 
@@ -177,11 +197,11 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return latest_snapshot(directory)
 
 
-def _checked(directory: str | os.PathLike[str], step: int, group: GroupLike, keep: int | None) -> Group:
-    """Refuses wrong arguments, as far as one rank can see it, and returns the group."""
+def _begin(directory: str | os.PathLike[str], step: int, keep: int | None) -> None:
+    """Refuses wrong arguments, as far as one rank can see it, and waits for the save that is under way."""
     os.fspath(directory)
     if type(step) is not int or step < 0:
         raise ValueError(f"expected a training step of at least 0, got {step!r}: pass the number of steps done")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"expected keep of at least 1, got {keep!r}: pass how many snapshots stay, or None for all")
-    return group_of(group)
+    finish_pending()

@@ -20,6 +20,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,18 +29,16 @@ from typing import Any
 from scale_core import fault_points
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
-from scale_core.consistency.flight_recorder import set_last_snapshot
-from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, SnapshotError
+from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, ScaleError, SnapshotError, set_last_snapshot
 from scale_core.snapshot.foreign import Format, recognize
 from scale_core.snapshot.format.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
 from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan, State, plan_reads, write_part
-from scale_core.snapshot.format.reads import blocks_of, read_tensors
+from scale_core.snapshot.format.reads import Read, blocks_of, read_tensors
 from scale_core.snapshot.format.verification import (
-    BlockRanges,
+    RankReads,
+    blocks_to_verify,
     describe_damage,
     find_damage,
-    share_of_unread,
-    united,
     verify_snapshot,
 )
 from scale_core.state.validation import StateDifferences, StateMismatch, compare_states
@@ -47,6 +46,9 @@ from scale_core.state.validation import StateDifferences, StateMismatch, compare
 _FINISHED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 _IDLE_SECONDS = 24 * 3600.0
+
+INDEX = "scale.objects"
+"""The key under which a snapshot of `save` says which objects it holds; who loads a flat state may leave it out."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,14 @@ class Snapshot:
         step: The training step that it was taken after.
         state: The state it was read into: the caller's tensors, and the saved values of what is no tensor.
         extra: What the caller of `save_snapshot` added.
+        left_out: The keys that did not fit, of which `strict=False` has read nothing.
     """
 
     path: Path
     step: int
     state: dict[str, Any]
     extra: JSON
+    left_out: frozenset[str] = frozenset()
 
 
 def save_snapshot(
@@ -88,14 +92,28 @@ def save_snapshot(
         SnapshotError: On every rank, whichever failed: the disk is full, the step is there already, a value is none
             that JSON knows. The snapshots that were there still are.
     """
-    group = group_of(group)
+    return write_state(directory, step, lambda: state, group_of(group), extra)
+
+
+def write_state(
+    directory: str | os.PathLike[str], step: int, state: Callable[[], State], group: Group, extra: JSON
+) -> Path:
+    """`save_snapshot` of what `state` returns; what that raises on one rank is an error on all, as all else is."""
     _check_arguments(group, "save_snapshot", directory=os.fspath(directory), step=step)
     place = Path(directory) / f"step-{step:08d}"
-    together = CollectiveCall(group, f"saving {place}", SnapshotError)
+    save = ""
+
+    def name_if_committed() -> None:
+        """Rank 0 may be lost when the directory has its name: then this snapshot is the last one."""
+        with suppress(OSError, ScaleError):
+            if read_manifest(place).save == save:
+                set_last_snapshot(str(place))
+
+    together = CollectiveCall(group, f"saving {place}", SnapshotError, on_lost=name_if_committed)
     made: list[Path] = []  # on rank 0: what must not stay if anything fails
     try:
         unfinished, save = together.rank0(lambda: (_make_room(place, made), uuid.uuid4().hex))
-        own = together.each_rank(lambda: LocalPlan.of(state, group))
+        own = together.each_rank(lambda: LocalPlan.of(state(), group))
         plans = together.all_ranks(lambda: (own.plan, own.values))
         everyones = together.each_rank(lambda: GlobalPlan.of(plans))
         plan = everyones.plans[group.rank]
@@ -167,38 +185,51 @@ def load_snapshot(
 def _load(path: Path, state: State | Callable[[State], State], group: Group, strict: bool, cast: bool) -> Snapshot:
     together = CollectiveCall(group, f"loading {path}", SnapshotError)
     manifest = together.rank0(lambda: _read_manifest_of(path))
-    target = together.each_rank(lambda: dict(state(manifest.saved) if callable(state) else state))
-    compared = together.all_ranks(lambda: compare_states(target, manifest.saved))
-    differences = StateDifferences.of_ranks(compared)
+    target: dict[str, Any] = {}
+
+    def compare() -> StateDifferences:
+        try:
+            target.update(state(manifest.saved) if callable(state) else state)
+        except StateMismatch as error:
+            if error.differences is None or not strict or cast:
+                raise
+            return error.differences  # Other ranks may have found more.
+        return compare_states({INDEX: None, **target}, {INDEX: None, **manifest.saved})
+
+    differences = StateDifferences.of_ranks(together.all_ranks(compare))
     if cast:
         differences.other_dtype.clear()
+    left_out = frozenset(differences.keys)
     if differences and strict:
-        mismatch = StateMismatch(differences.refusal())
+        mismatch = StateMismatch(differences.refusal(), differences)
         raise SnapshotError(f"{together.doing} failed: {mismatch}") from mismatch
-    fits = {key: place for key, place in target.items() if key not in differences.keys}
-    reads = together.each_rank(lambda: plan_reads(manifest, fits))
-    _verify(together, path, manifest, blocks_of(reads, manifest.block_bytes))
+    fits = {key: place for key, place in target.items() if key not in left_out}
+    reads: list[Read] = []
+
+    def plan() -> RankReads:
+        reads.extend(plan_reads(manifest, fits))
+        return RankReads(socket.gethostname(), blocks_of(reads, manifest.block_bytes))
+
+    _verify(together, path, manifest, together.all_ranks(plan))
     if differences and group.rank == 0:
         warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=3)
     overwriting = CollectiveCall(group, f"loading {path}, which has overwritten a part of the state,", SnapshotError)
     overwriting.each_rank(lambda: read_tensors(path, reads))
     values = {key: value for key, value in manifest.values.items() if key in fits}
     set_last_snapshot(str(path))
-    return Snapshot(path, manifest.step, {**target, **values}, manifest.extra)
+    return Snapshot(path, manifest.step, {**target, **values}, manifest.extra, left_out)
 
 
 def _read_manifest_of(path: Path) -> Manifest:
-    if not path.is_dir():
+    if not os.path.lexists(path):
         found = ", ".join(other.name for other in _finished(path.parent)[:5])
         raise FileNotFoundError(f"there is no {path}; the newest there are: {found or 'none'}")
     return read_manifest(path)
 
 
-def _verify(together: CollectiveCall, path: Path, manifest: Manifest, blocks: BlockRanges) -> None:
-    """Each rank verifies the blocks that it is going to read, and all together the rest."""
-    group = together.group
-    everyones = together.all_ranks(lambda: blocks)
-    mine = united(blocks, share_of_unread(manifest, everyones, group.rank, group.size))
+def _verify(together: CollectiveCall, path: Path, manifest: Manifest, reads: list[RankReads]) -> None:
+    """Verifies all blocks of a snapshot, which the ranks share out among them."""
+    mine = blocks_to_verify(manifest, reads, together.group.rank)
     found = together.all_ranks(lambda: find_damage(path, manifest, mine))
     if any(found):
         raise DamagedSnapshotError(describe_damage(path, list(dict.fromkeys(itertools.chain(*found)))))
@@ -209,7 +240,8 @@ def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
     for older in paths[paths.index(path) + 1 :] if path in paths else ():
         together = CollectiveCall(group, f"verifying {older}", SnapshotError)
         try:
-            _verify(together, older, together.rank0(partial(read_manifest, older)), {})
+            manifest = together.rank0(partial(read_manifest, older))
+            _verify(together, older, manifest, [RankReads("", {})] * group.size)
         except SnapshotError:
             continue
         return f"The newest older snapshot that is whole is {older}: load that, step={_step_of(older)}"
@@ -299,7 +331,7 @@ def _set_aside_or_refuse(place: Path) -> None:
 def _commit(unfinished: Path, place: Path, manifest: Manifest) -> None:
     check_files(unfinished, manifest)
     write_manifest(unfinished, manifest)
-    _sync_directory(unfinished)
+    sync(unfinished)
     at_stage("manifest", unfinished)
     try:
         unfinished.rename(place)
@@ -307,12 +339,12 @@ def _commit(unfinished: Path, place: Path, manifest: Manifest) -> None:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise FileExistsError(f"{place} was saved by another program meanwhile, and stays as it is") from error
         raise
-    _sync_directory(place.parent)
+    sync(place.parent)
     at_stage("renamed", place)
 
 
-def _sync_directory(path: Path) -> None:
-    """Puts a directory's entries on the disk: before that, a power cut may undo a rename or lose a new file."""
+def sync(path: Path) -> None:
+    """Puts a file, or a directory's entries, on the disk: before that, a power cut may undo a rename or lose a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

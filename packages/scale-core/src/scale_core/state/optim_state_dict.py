@@ -8,6 +8,7 @@ parameter itself, a shard of it, or a flat one, which holds several.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -32,7 +33,7 @@ from scale_core.state.param_ownership import (
     named_param_slices,
     not_elementwise,
 )
-from scale_core.state.validation import SavedTensor, StateMismatch
+from scale_core.state.validation import Misfit, SavedTensor, StateMismatch, some_keys
 
 
 @runtime_checkable
@@ -89,32 +90,73 @@ def optimizer_targets(
     optimizers: Sequence[Optimizer],
     saved: Mapping[str, Any],
     name_here: Callable[[str], str | None],
+    *,
+    allocate: bool = True,
 ) -> dict[str, Any]:
-    """Returns the optimizers' part of a state to read a saved one into: see `scale_core.state.target_state_dict`."""
+    """Returns the optimizers' part of a state to read a saved one into: see `scale_core.state.target_state_dict`.
+
+    In the place of what does not fit stand its expected shape or a `Misfit`; without `allocate`, all tensors are new
+    ones without memory.
+    """
     of: dict[str, tuple[Optimizer, Mapping[str, Any], ParamSlice]] = {}
-    for optimizer in optimizers:
+    target: dict[str, Any] = {}
+    refused: set[Optimizer] = set()
+    for number, optimizer in enumerate(optimizers):
         owners = owners_of(model, optimizer)
-        groups_of(optimizer, saved, owners, name_here)
         for group in optimizer.param_groups:
             of.update((held.name, (optimizer, group, held)) for param in group["params"] for held in owners[param])
-    check_trained(saved, of, name_here)
+        try:
+            groups_of(optimizer, saved, owners, name_here)
+        except StateMismatch as error:
+            target[f"{GROUPS} {number}"] = Misfit(str(error))
+            if not _fits_in_part(optimizer, saved, owners, name_here):
+                refused.add(optimizer)
+    if strangers := _strangers(saved, of, name_here):
+        target[f"{GROUPS} and their parameters"] = Misfit(strangers)
     rooms: dict[tuple[Tensor, str], Tensor] = {}
-    target: dict[str, Any] = {}
     for full_key, name, key, value in _named_entries(saved):
-        optimizer, its_group, holding = of[name]
-        if holding.state == "nothing":
+        if name not in of:
             continue
-        if isinstance(value, SavedTensor):
-            live = optimizer.state.get(holding.owner, {}).get(key)
+        optimizer, its_group, holding = of[name]
+        if not isinstance(value, SavedTensor):
+            target[full_key] = value
+        elif holding.state == "nothing" or optimizer in refused:
+            target[full_key] = LocalShard(torch.empty(0, dtype=value.dtype), value.shape, 0, 0)
+        elif not _fits(key, value, holding, saved.get(f"model.{name}")):
+            target[full_key] = SavedTensor(holding.shape, value.dtype)
+        else:
+            live = optimizer.state.get(holding.owner, {}).get(key) if allocate else None
             if live is None:
                 place = (holding.owner, key)
                 if place not in rooms:
-                    rooms[place] = _empty_state(key, value, holding, its_group)
+                    rooms[place] = _empty_state(key, value, holding, its_group, allocate)
                 live = rooms[place]
-            value = _entry(holding, key, live)
-        target[full_key] = value
+            target[full_key] = _entry(holding, key, live)
     target.update((key, value) for key, value in saved.items() if is_group(key))
     return target
+
+
+def _fits_in_part(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    owners: Mapping[Tensor, Sequence[ParamSlice]],
+    name_here: Callable[[str], str | None],
+) -> bool:
+    """Whether groups differ by what parameters there are alone, so that the state of each may be loaded."""
+    try:
+        groups_of(optimizer, saved, owners, name_here, strict=False)
+    except StateMismatch:
+        return False
+    return True
+
+
+def _fits(key: str, value: SavedTensor, holding: ParamSlice, weight: Any) -> bool:
+    """Whether a saved state can be that of a slice, of whose parameter this `weight` was saved."""
+    if is_per_param_number(key, value.shape, holding.shape) or value.shape == holding.shape:
+        return True
+    if isinstance(weight, SavedTensor) and weight.shape != holding.shape:
+        return False
+    return not holding.is_shard or holding.state == "all"  # What a whole parameter has may be of any shape.
 
 
 class Loaded(NamedTuple):
@@ -131,18 +173,28 @@ def state_entries(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     name_here: Callable[[str], str | None],
+    *,
+    strict: bool = True,
 ) -> list[Loaded]:
-    """Returns the state to load into each optimizer; only what several parameters share is copied."""
+    """Returns the state to load into each optimizer; only what several parameters share is copied.
+
+    Unless strict, optimizers are left out whose groups are others, and parameters of which not all is there.
+    """
     given: dict[str, dict[str, Any]] = {}
     for _, name, key, value in _named_entries(state):
         given.setdefault(name, {})[key] = value
-    found, known = [], set()
+    found = []
     for optimizer in optimizers:
         owners = owners_of(model, optimizer)
-        options = groups_of(optimizer, state, owners, name_here)
-        known |= {holding.name for held in owners.values() for holding in held}
-        found.append(Loaded(optimizer, entries_from(given, owners, optimizer.state), options))
-    check_trained(state, known, name_here)
+        if strict:
+            options = groups_of(optimizer, state, owners, name_here)
+            found.append(Loaded(optimizer, entries_from(given, owners, optimizer.state), options))
+        elif _fits_in_part(optimizer, state, owners, name_here):
+            slots: dict[Tensor, dict[str, Any]] = {}
+            for param, held in owners.items():
+                with suppress(StateMismatch):
+                    slots.update(entries_from(given, {param: held}, optimizer.state))
+            found.append(Loaded(optimizer, slots, groups_of(optimizer, state, owners, name_here, strict=False)))
     return found
 
 
@@ -151,23 +203,22 @@ def groups_of(
     state: Mapping[str, Any],
     owners: Mapping[Tensor, Sequence[ParamSlice]],
     name_here: Callable[[str], str | None],
+    *,
+    strict: bool = True,
 ) -> list[Mapping[str, Any]]:
     """Returns the saved options of each group of an optimizer; see `matching_options`."""
-    return matching_options(optimizer, _names_by_group(optimizer, owners), saved_groups(state), name_here)
+    names = _names_by_group(optimizer, owners)
+    return matching_options(optimizer, names, saved_groups(state), name_here, strict=strict)
 
 
-def check_trained(state: Mapping[str, Any], known: Container[str], name_here: Callable[[str], str | None]) -> None:
-    """Checks that every saved state of this rank's parameters belongs to one that an optimizer steps on."""
-    for full_key, name, _, _ in _named_entries(state):
-        if name not in known:
-            raise StateMismatch(f"{full_key} was saved, but the optimizer has no parameter {name}: {REGROUP}")
+def _strangers(state: Mapping[str, Any], known: Container[str], name_here: Callable[[str], str | None]) -> str:
+    """What is wrong with saved groups that have parameters of this rank on which no optimizer steps; "" if none has."""
     for group in saved_groups(state):
-        for here in map(name_here, group.names):
-            if here is not None and here not in known:
-                raise StateMismatch(
-                    f"{GROUPS}: group {group.number} was saved with {here}, which is no parameter of the optimizer: "
-                    f"{REGROUP}"
-                )
+        names = [here for here in map(name_here, group.names) if here is not None and here not in known]
+        if names:
+            which = f"{some_keys(names)}, which {'is no parameter' if len(names) == 1 else 'are no parameters'}"
+            return f"{GROUPS}: group {group.number} was saved with {which} of the optimizer: {REGROUP}"
+    return ""
 
 
 def entries_from(
@@ -277,14 +328,14 @@ def _are_views_of(live: Tensor, parts: Mapping[ParamSlice, Tensor]) -> bool:
     return all(holding.view(live).is_set_to(part) for holding, part in parts.items())
 
 
-def _empty_state(key: str, saved: SavedTensor, holding: ParamSlice, group: Mapping[str, Any]) -> Tensor:
+def _empty_state(key: str, saved: SavedTensor, holding: ParamSlice, group: Mapping[str, Any], allocate: bool) -> Tensor:
     """A new tensor for one state of an owner, with the device and dtype that the optimizer expects."""
-    owner = holding.owner
+    owner = holding.owner if allocate else holding.owner.detach().to("meta")
     if not is_per_param_number(key, saved.shape, holding.shape) and saved.shape == holding.shape:
         make = torch.zeros_like if holding.shares_owner else torch.empty_like  # Between its parts a flat one is zero.
         return make(owner, dtype=saved.dtype, requires_grad=False)
     on_device = key != "step" or group.get("capturable") or group.get("fused")  # torch keeps other counts on the CPU
-    return torch.empty(saved.shape, dtype=saved.dtype, device=owner.device if on_device else "cpu")
+    return torch.empty(saved.shape, dtype=saved.dtype, device=owner.device if on_device or not allocate else "cpu")
 
 
 def _named_entries(state: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_core.state.validation import StateMismatch
+from scale_core.state.validation import StateMismatch, some_keys
 
 GROUPS = "optim.groups"
 """What the keys of saved groups begin with: `optim.groups[<number>].<digest of the names>`."""
@@ -78,8 +78,10 @@ def matching_options(
     names: Sequence[Sequence[str]],
     saved: Sequence[SavedGroup],
     name_here: Callable[[str], str | None],
+    *,
+    strict: bool = True,
 ) -> list[Mapping[str, Any]]:
-    """Returns the saved options of each group of an optimizer."""
+    """Returns the saved options of each group of an optimizer; unless strict, it may have parameters of none."""
     # A group without parameters gets those of the saved groups of its number, if they are the same in all of them.
     if not saved:
         raise StateMismatch(
@@ -101,9 +103,12 @@ def matching_options(
         group_of.update(dict.fromkeys(here, group))
         for number in numbers:
             parts[number].append(group)
-    if lacking := next((name for name in number_of if name not in group_of), None):
+    lacking = [name for name in number_of if name not in group_of]
+    if lacking and strict:
+        first, *others = lacking
         raise StateMismatch(
-            f"{GROUPS}: group {number_of[lacking]} of the optimizer has {lacking}, which was saved in none: {REGROUP}"
+            f"{GROUPS}: group {number_of[first]} of the optimizer has {first}, which was saved in none: {REGROUP}"
+            + (f" (the same holds for {some_keys(others)})" if others else "")
         )
     options = []
     for number, (live, its_parts) in enumerate(zip(optimizer.param_groups, parts, strict=True)):

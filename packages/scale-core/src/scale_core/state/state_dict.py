@@ -7,7 +7,8 @@ compares everything before it writes anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from scale_core.state.optim_state_dict import local_chunk, optimizer_entries, op
 from scale_core.state.param_groups import GROUPS, SavedGroup, fill_groups, is_group, saved_groups
 from scale_core.state.param_ownership import ParamSlice, PartOfModel, named_param_slices, of_this_rank
 from scale_core.state.torch_state_dict import install_hooks
-from scale_core.state.validation import SavedTensor, StateMismatch, check_alike, check_keys
+from scale_core.state.validation import SavedTensor, StateDifferences, StateMismatch, compare_states
 
 __all__ = [
     "GROUPS",
@@ -66,13 +67,15 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
     state: dict[str, Any] = {
         f"model.{name}": local_chunk(holding, holding.owner) for name, holding in _holdings_with_memory(model).items()
     }
-    for name, buffer in _persistent_buffers(model):
+    for name, buffer in persistent_buffers(model):
         state[f"model.{name}"] = buffer.detach()
     state.update(optimizer_entries(model, _listed(optimizer)))
     return state
 
 
-def target_state_dict(model: nn.Module, optimizer: Optimizers, saved: Mapping[str, Any]) -> dict[str, Any]:
+def target_state_dict(
+    model: nn.Module, optimizer: Optimizers, saved: Mapping[str, Any], *, strict: bool = True
+) -> dict[str, Any]:
     """Returns the state to read a saved one into: like `sharded_state_dict`, but with all that was saved.
 
     The parameters and buffers are the live ones; so are the optimizer's tensors where it has them. A fresh optimizer
@@ -82,26 +85,46 @@ def target_state_dict(model: nn.Module, optimizer: Optimizers, saved: Mapping[st
         model: The built model.
         optimizer: Its optimizer, or several; with None the saved optimizer state is left out.
         saved: For each saved key a `SavedTensor`, or the saved value itself where that is no tensor.
+        strict: False leaves it to `load_snapshot` to compare, which lists what differs on any rank, or with its own
+            `strict=False` loads what fits.
 
     Raises:
         StateMismatch: The saved state is that of another model, or of another kind of optimizer, or the optimizer has
-            other parameters.
+            other parameters; all that differs on this rank is listed.
     """
     saved = of_this_rank(saved, model)
     target, names = sharded_state_dict(model), _names(model)
     key_of = _own_keys(saved, names)
     mine = {own: saved[key] for own, key in key_of.items()}
-    # The model before the optimizer: of another model, the first parameter that differs is what helps.
-    check_keys(target, {key: None for key in mine if key.startswith("model.")})
-    for key, tensor in target.items():
-        check_alike(key, mine[key], tensor)
     if optimizer is not None:
         target.update(optimizer_targets(model, _listed(optimizer), mine, names.in_group))
-    return {key_of[own]: value for own, value in target.items()}
+    if strict and (differences := _compare(target, mine, optimizer)):
+        raise StateMismatch(differences.refusal(), differences)
+    return {key_of.get(own, own): value for own, value in target.items()}
+
+
+def _compare(expected: Mapping[str, Any], given: Mapping[str, Any], optimizer: Optimizers) -> StateDifferences:
+    """Compares what is here with those entries of a state that are of a model, and of an optimizer if there is one."""
+    kinds = ("model.",) if optimizer is None else ("model.", "optim.")
+    return compare_states(expected, {key: value for key, value in given.items() if key.startswith(kinds)})
+
+
+def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
+    """Returns the whole tensors of which this rank has elements: the `model.<name>` of `sharded_state_dict`, by name.
+
+    The model may be on the meta device.
+    """
+    found = {name: SavedTensor(held.shape, held.owner.dtype) for name, held in named_param_slices(model).items()}
+    return found | {name: SavedTensor(tuple(each.shape), each.dtype) for name, each in persistent_buffers(model)}
+
+
+def names_in_model(model: nn.Module) -> Mapping[str, str]:
+    """Returns all names that the whole model has for its tensors, each with the first one of the same tensor."""
+    return _names(model).first
 
 
 def load_sharded_state_dict(
-    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True
+    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True, strict: bool = True
 ) -> None:
     """Puts a state into a model and an optimizer that are built already; the optimizer may be fresh.
 
@@ -113,36 +136,76 @@ def load_sharded_state_dict(
         model: The built model.
         optimizer: Its optimizer, or several; with None the optimizer state is left out.
         copy: Whether the optimizer gets tensors of its own; False hands it those of `state`.
+        strict: False loads what fits, leaves the rest as it is, and warns with a list of what does not.
 
     Raises:
-        StateMismatch: A missing or unexpected key, another shape, dtype or range; nothing has been written then.
+        StateMismatch: Missing or unexpected keys, other shapes, dtypes or ranges, all of them listed; nothing has been
+            written then.
         ValueError: A parameter is on the meta device.
     """
+    differences = load_what_fits(state, model, optimizer, copy=copy, strict=strict)
+    if differences:
+        warnings.warn(f"the state is loaded in part, as strict=False says: {differences}", stacklevel=2)
+
+
+def load_what_fits(
+    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True, strict: bool = False
+) -> StateDifferences:
+    """As `load_sharded_state_dict`; returns what did not fit in place of a warning."""
     names = _names(model)
     mine = {own: state[key] for own, key in _own_keys(state, names).items()}
-    given = {key: value for key, value in mine.items() if key.startswith("model.")}
     holdings = {f"model.{name}": holding for name, holding in _holdings_with_memory(model).items()}
     own: dict[str, Tensor] = {key: holding.view(holding.owner) for key, holding in holdings.items()}
-    own.update({f"model.{name}": buffer.detach() for name, buffer in _persistent_buffers(model)})
-    check_keys(own, given)
-    sources: dict[str, Tensor] = {}
-    for key, tensor in own.items():
-        shape = holdings[key].shape if key in holdings else tuple(tensor.shape)
-        check_alike(key, SavedTensor(tuple(given[key].size()), given[key].dtype), SavedTensor(shape, tensor.dtype))
-        sources[key] = part_of(key, given[key], holdings[key]) if key in holdings else given[key].detach()
-    loaded = [] if optimizer is None else state_entries(mine, model, _listed(optimizer), names.in_group)
+    own.update({f"model.{name}": buffer.detach() for name, buffer in persistent_buffers(model)})
+    expected: dict[str, Any] = {
+        key: SavedTensor(holdings[key].shape if key in holdings else tuple(tensor.shape), tensor.dtype)
+        for key, tensor in own.items()
+    }
+    given = {
+        key: SavedTensor(tuple(value.size()), value.dtype) if isinstance(value, Tensor) else value
+        for key, value in mine.items()
+    }
+    if optimizer is not None:
+        expected.update(optimizer_targets(model, _listed(optimizer), given, names.in_group, allocate=False))
+    differences = _compare(expected, given, optimizer)
+    if differences and strict:
+        raise StateMismatch(differences.refusal(), differences)
+    mine = without_misfits(mine, differences.keys)
+    sources = {
+        key: part_of(key, mine[key], holdings[key]) if key in holdings else mine[key].detach()
+        for key in own
+        if key in mine
+    }
+    loaded = [] if optimizer is None else state_entries(mine, model, _listed(optimizer), names.in_group, strict=strict)
     wait_sent()
-    for key, tensor in own.items():
-        if not tensor.is_set_to(sources[key]):
-            tensor.copy_(sources[key])
+    for key, source in sources.items():
+        if not own[key].is_set_to(source):
+            own[key].copy_(source)
     for each in loaded:
         install_hooks(each.optimizer)
         fill_groups(each.optimizer, each.options)
-        each.optimizer.state.clear()
+        if strict:
+            each.optimizer.state.clear()
         for param, values in each.slots.items():
             each.optimizer.state[param] = {
                 key: value.clone() if copy and isinstance(value, Tensor) else value for key, value in values.items()
             }
+    return differences
+
+
+def without_misfits(state: Mapping[str, Any], misfits: Collection[str]) -> dict[str, Any]:
+    """The entries of a state that fit: of an optimizer, all entries of a parameter of which everything does."""
+
+    def param_of(key: str) -> str:
+        kind, _, rest = key.partition(".")
+        return rest.rpartition(".")[0] if kind == "optim" else rest
+
+    of = {param_of(key) for key in misfits if not is_group(key)}
+    return {
+        key: value
+        for key, value in state.items()
+        if key not in misfits and (not key.startswith("optim.") or is_group(key) or param_of(key) not in of)
+    }
 
 
 def _listed(optimizer: Optimizers) -> list[Optimizer]:
@@ -172,7 +235,7 @@ class _Names:
 
 def _names(model: nn.Module) -> _Names:
     holdings = named_param_slices(model)
-    held = frozenset([*holdings, *(name for name, _ in _persistent_buffers(model))])
+    held = frozenset([*holdings, *(name for name, _ in persistent_buffers(model))])
     if isinstance(model, PartOfModel):
         return _Names(model.names_of_model(), held)
     outer, first = _outer_prefix(model), {name: name for name in held}
@@ -211,7 +274,8 @@ def _holdings_with_memory(model: nn.Module) -> dict[str, ParamSlice]:
     return holdings
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers of this rank that are saved, by their names in the plain model."""
     outer = _outer_prefix(model)
     persistent = {
         buffer

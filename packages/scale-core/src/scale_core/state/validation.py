@@ -23,8 +23,23 @@ class SavedTensor:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Misfit:
+    """Stands in a state in the place of what can't be loaded, and says why."""
+
+    reason: str
+
+
 class StateMismatch(ScaleError, ValueError):
-    """A saved state is that of another model or optimizer; the message lists what differs."""
+    """A saved state is that of another model or optimizer; the message lists what differs.
+
+    Attributes:
+        differences: What differs by key, where that is known.
+    """
+
+    def __init__(self, message: str, differences: StateDifferences | None = None) -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 @dataclass
@@ -36,9 +51,10 @@ class StateDifferences:
     misshapen: dict[str, str] = field(default_factory=dict)
     other_dtype: dict[str, str] = field(default_factory=dict)
     other_kind: dict[str, str] = field(default_factory=dict)  # a tensor here, another value there
+    misfits: dict[str, str] = field(default_factory=dict)  # what can't be loaded for another reason
 
     def __bool__(self) -> bool:
-        return any((self.missing, self.unexpected, self.misshapen, self.other_dtype, self.other_kind))
+        return bool(self.keys)
 
     def __str__(self) -> str:
         texts = (
@@ -48,10 +64,13 @@ class StateDifferences:
             ("of another dtype", self.other_dtype.values()),
             ("of another kind", self.other_kind.values()),
         )
-        return "; ".join(f"{len(found)} {what}: {_some(list(found))}" for what, found in texts if found)
+        listed = [f"{len(found)} {what}: {some_keys(list(found))}" for what, found in texts if found]
+        return "; ".join([*listed, *self.misfits.values()])
 
     def refusal(self) -> str:
         """Why the state is refused, and what helps."""
+        if self.keys == self.misfits.keys():
+            return str(self)
         way = "build model and optimizer as they were, or load what fits with strict=False"
         if self.keys == self.other_dtype.keys():
             way = "build the model in that dtype, or convert with cast=True"
@@ -70,26 +89,30 @@ class StateDifferences:
             together.misshapen.update(each.misshapen)
             together.other_dtype.update(each.other_dtype)
             together.other_kind.update(each.other_kind)
+            together.misfits.update(each.misfits)
         return together
 
     @property
     def keys(self) -> set[str]:
         """All keys that differ."""
-        return {*self.missing, *self.unexpected, *self.misshapen, *self.other_dtype, *self.other_kind}
+        return {*(*self.missing, *self.unexpected, *self.misshapen, *self.other_dtype, *self.other_kind, *self.misfits)}
 
 
 def compare_states(own: Mapping[str, Any], given: Mapping[str, Any]) -> StateDifferences:
     """Compares two states, of which tensors are compared by shape and dtype.
 
     Args:
-        own: What is here: tensors or `SavedTensor`s, and other values.
+        own: What is here: tensors or `SavedTensor`s, other values, and `Misfit`s.
         given: The saved one.
     """
+    misfits = {key: place.reason for key, place in own.items() if isinstance(place, Misfit)}
     found = StateDifferences(
-        missing=[key for key in own if key not in given], unexpected=[key for key in given if key not in own]
+        missing=[key for key in own if key not in given and key not in misfits],
+        unexpected=[key for key in given if key not in own],
+        misfits=misfits,
     )
     for key, place in own.items():
-        if key not in given:
+        if key not in given or key in misfits:
             continue
         saved = given[key]
         if _is_tensor(saved) != _is_tensor(place):
@@ -106,28 +129,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor | SavedTensor)
 
 
-def check_keys(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Compares the names of two states."""
-    missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
-    if missing or unexpected:
-        first = f"{missing[0]} is missing" if missing else f"{unexpected[0]} is unexpected"
-        raise StateMismatch(
-            f"the state is that of another model or optimizer: {first} in it "
-            f"(missing: {_some(missing)}; unexpected: {_some(unexpected)})"
-        )
-
-
-def check_alike(key: str, saved: SavedTensor, piece: SavedTensor | Tensor) -> None:
-    """Compares a saved tensor with the place it goes to."""
-    if saved.shape != tuple(piece.shape):
-        raise StateMismatch(f"{key}: the saved shape is {saved.shape}, expected {tuple(piece.shape)}")
-    if saved.dtype != piece.dtype:
-        raise StateMismatch(
-            f"{key}: the saved dtype is {saved.dtype}, expected {piece.dtype}: build the model in {saved.dtype}, "
-            "load, and convert it then"
-        )
-
-
-def _some(keys: list[str], limit: int = 10) -> str:
+def some_keys(keys: list[str], limit: int = 10) -> str:
+    """The first of some keys, and how many there are besides."""
     more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
     return (", ".join(keys[:limit]) or "none") + more

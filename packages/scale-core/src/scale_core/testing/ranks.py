@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from scale_core.errors import renamed_arguments
 from scale_core.launch.launcher import (
     UNGUARDED,
     check_may_start,
@@ -72,8 +73,9 @@ def scaled_by_load(seconds: float) -> float:
     return seconds * max(1.0, load / (os.cpu_count() or 1))
 
 
+@renamed_arguments(timeout="limit_seconds=")
 def run_ranks(
-    fn: Callable[..., T], num_ranks: int, *args: Any, timeout: float = 600.0, backend: str | None = "gloo"
+    fn: Callable[..., T], num_ranks: int, *args: Any, limit_seconds: float = 600.0, backend: str | None = "gloo"
 ) -> list[T]:
     """Runs `fn(*args)` on each of `num_ranks` processes and returns their results by rank.
 
@@ -84,7 +86,7 @@ def run_ranks(
         fn: A function at the top level of a module.
         num_ranks: The number of processes, at least 1.
         *args: Given to `fn` on every rank; like the results, they must be picklable.
-        timeout: Seconds for all of it; then every rank is killed. Long enough for a machine with much else to do.
+        limit_seconds: For all of it; then every rank is killed. Long enough for a machine with much else to do.
         backend: The backend of the default group, or None to leave torch.distributed alone.
 
     Raises:
@@ -102,7 +104,7 @@ def run_ranks(
     if num_ranks < 1:
         raise ValueError(f"expected num_ranks of at least 1, got {num_ranks}")
     check_may_start("run_ranks", fn)
-    store = None if backend is None else open_store("127.0.0.1", 0, serve=True, timeout=timeout)
+    store = None if backend is None else open_store("127.0.0.1", 0, serve=True, timeout=limit_seconds)
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
         task = RankTask(
             call=pickle.dumps((fn, args)),
@@ -110,7 +112,7 @@ def run_ranks(
             folder=Path(folder),
             port=0 if store is None else store.port,
             backend=backend,
-            timeout=timeout,
+            timeout=limit_seconds,
             environment=dict(os.environ),
             filters=_current_filters(),
         )

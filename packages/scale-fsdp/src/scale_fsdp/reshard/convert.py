@@ -76,12 +76,13 @@ def rebind_params(units: Iterable[Unit]) -> None:
 def convert_buffers(unit: Unit) -> None:
     """Moves the module's own buffers to where it computes, in the policy's buffer dtype."""
     dtype = unit.precision.buffer_dtype
-    for path, child in managed_modules(unit.module):
+    places = ((n, *place) for n, module in enumerate(unit.modules) for place in managed_modules(module))
+    for number, path, child in places:
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 device = None if buffer.is_meta else unit.options.placement.compute
                 if dtype is not None and buffer.is_floating_point():
-                    unit.buffer_dtypes.setdefault(f"{path}.{name}".lstrip("."), buffer.dtype)
+                    unit.buffer_dtypes.setdefault((number, f"{path}.{name}".lstrip(".")), buffer.dtype)
                 child._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
 
 
@@ -95,8 +96,8 @@ def _check_convertible(unit: Unit, fn: Conversion) -> None:
         device = fn(buffer.shard.new_empty(0)).device
         if unit.options.placement.params_on_host and device.type not in ("cpu", "meta") and not buffer.is_meta:
             raise RuntimeError(
-                f"the shards of {unit_title(unit.name)} are kept on the host by move_params_to_cpu=True, and can't go "
-                f"to {device}: it computes on {buffer.compute_device}; fully_shard(compute_device=...) changes that"
+                f"the shards of {unit_title(unit.name)} are kept on the host by offload_policy=CPUOffloadPolicy(), and "
+                f"can't go to {device}: it computes on {buffer.compute_device}; fully_shard(compute_device=...) sets it"
             )
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event
 from scale_fsdp.runtime.checks import Uninitialized
 from scale_fsdp.runtime.param_registry import ParamModuleInfo, managed_modules
 from scale_fsdp.runtime.unit import set_param
@@ -52,7 +51,7 @@ def should_initialize(
         on_meta = on_meta or any(place.param.is_meta for place in own) or any(True for _ in _meta_buffers(module))
         problem = problem or _missing_init(module, own, init)
     contract = Contract(group, limit_seconds)
-    with contract.waiting(Event("initialisation", "")):
+    with contract.waiting("initialisation"):
         rows = exchange([on_meta, problem is not None], group, limit_seconds=contract.limit_seconds)
     if sync and not rows[0][0]:
         return False

@@ -92,7 +92,7 @@ def _model_signature(unit: Unit, path: str) -> list[str]:
             f"{title}: {name} {entry.shape} {buffer.dtype} trains={buffer.sharded_param(index).requires_grad}"
             for index, (name, entry) in enumerate(zip(buffer.names, buffer.layout.entries, strict=True))
         ]
-    for name, module in managed_modules(unit.module, path):
+    for name, module in (place for each in unit.modules for place in managed_modules(each, path)):
         lines += [f"{name}.{key} {tuple(b.shape)} {b.dtype}" for key, b in module._buffers.items() if b is not None]
     return lines
 
@@ -161,7 +161,7 @@ def reshard_to(
     the order in which gradients are summed over the ranks.
 
     A rank that joins builds the model under `torch.device("meta")`, shards it in the same units by
-    `fully_shard(..., process_group, init=False)`, and builds the optimizer. It gets all state and the options of
+    `fully_shard(..., mesh, init=False)`, and builds the optimizer. It gets all state and the options of
     parameter groups; its scheduler it sets itself. A rank that leaves passes what `torch.distributed.new_group` has
     returned to it; its model is left on the meta device, and may join again.
 
@@ -185,7 +185,7 @@ def reshard_to(
     buffers = [buffer for unit in units for buffer in unit.buffers]
     attached = AttachedState(model, optimizers, ema)
 
-    def strategy_of(unit: Unit) -> bool | int:
+    def strategy_of(unit: Unit) -> bool | int | None:
         return unit.options.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
 
     def make_request() -> ReshardRequest:
@@ -228,7 +228,7 @@ def reshard_to(
             if run.any_joins:
                 run.send_module_buffers(unit)
         if ranks is None:
-            for _, module in managed_modules(unit.module):
+            for _, module in (place for each in unit.modules for place in managed_modules(each)):
                 module._buffers.update({n: b.to("meta") for n, b in module._buffers.items() if b is not None})
         unit.on_buffers_moved()
     if run.any_joins and ema is not None:
@@ -323,7 +323,7 @@ class _Reshard:
 
     def send_module_buffers(self, unit: Unit) -> None:
         """Sends the module's own buffers to ranks that join; the others keep theirs."""
-        for _, module in managed_modules(unit.module):
+        for _, module in (place for each in unit.modules for place in managed_modules(each)):
             for name, tensor in module._buffers.items():
                 if tensor is not None:
                     received = self.receive(tensor, unit)

@@ -121,8 +121,8 @@ def check_not_sharded(unit: Unit, module: nn.Module) -> None:
     raise RuntimeError(
         f"a {type(module).__name__} of {unit_title(unit.name)} was called outside of the unit's forward, where its "
         f"parameters ({attributes}) are sharded: call the {outermost} itself, model(...). Where a method of it has "
-        "called this, register_forward_method(model, 'the method') lets that run as the forward does; otherwise make "
-        "the part a unit of its own by fully_shard(...), or call it inside summon_full_params()"
+        "called this, register_fsdp_forward_method(model, 'the method') lets that run as the forward does; otherwise "
+        "make the part a unit of its own by fully_shard(...), or call it inside summon_full_params()"
     )
 
 
@@ -152,10 +152,12 @@ def check_registered(unit: Unit) -> None:
     """
     own = {(id(slot.module), slot.attribute) for slot in unit.slots}
     own |= {(id(unit.module), flat_param_name(number)) for number in range(len(unit.buffers))}
+    ignored = set(unit.ignored)
     registered = []
-    for path, module in managed_modules(unit.module, unit.name):
+    for path, module in (place for each in unit.modules for place in managed_modules(each, unit.name)):
         registered.append(RegisteredNames.of(module))
-        new = [name for name in registered[-1].params if (id(module), name) not in own]
+        names = (name for name in registered[-1].params if module._parameters[name] not in ignored)
+        new = [name for name in names if (id(module), name) not in own]
         if new:
             raise RuntimeError(
                 f"'{f'{path}.{new[0]}'.lstrip('.')}' was put into {unit_title(unit.name)} after that was sharded, so "
@@ -226,7 +228,7 @@ def check_initialized(unit: Unit) -> None:
                 "device: load a checkpoint first, model.load_state_dict(...) or load_snapshot(...)"
             )
         _shard_versions.pop(buffer, None)
-    for path, module in unit.module.named_modules(prefix=unit.name):
+    for path, module in (place for each in unit.modules for place in each.named_modules(prefix=unit.name)):
         for attribute, uninitialized in list(_buffers.get(module, {}).items()):
             if not uninitialized.is_filled(module._buffers.get(attribute)):
                 raise RuntimeError(
@@ -255,7 +257,7 @@ def check_units(units: Sequence[Unit], group: Group) -> None:
         if unit.buffers and ranks.size > 1 and ranks.ranks != group.ranks:
             raise ValueError(
                 f"{unit_title(unit.name)} is sharded over ranks {list(ranks.ranks)} and the rest over "
-                f"{list(group.ranks)}: pass one process_group to every fully_shard of a model"
+                f"{list(group.ranks)}: pass one mesh to every fully_shard of a model"
             )
 
 
@@ -279,7 +281,7 @@ def describe_units(units: Sequence[Unit]) -> list[str]:
             )
         lines.append(
             f"{title}: over {unit.options.mesh_info.replicas.size} x {unit.options.mesh_info.shard.size} ranks, "
-            f"reshard_after_forward={unit.options.reshard_after_forward}, "
+            f"reshard_after_forward={unit.options.reshard_after_forward}, {len(unit.modules)} modules, "
             f"check_replicas_every={unit.options.check_replicas_every}, "
             f"shares with {[owner.name for owner in unit.shared_owners]}"
         )

@@ -61,9 +61,9 @@ def managed_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
         stack.extend(reversed(children))
 
 
-def managed_params(module: nn.Module) -> Iterator[ParamModuleInfo]:
+def managed_params(module: nn.Module, prefix: str = "") -> Iterator[ParamModuleInfo]:
     """Yields each place outside of nested units that holds a parameter; a shared one stands in several."""
-    for path, child in managed_modules(module):
+    for path, child in managed_modules(module, prefix):
         for attribute, param in child._parameters.items():
             if param is not None:
                 yield ParamModuleInfo(f"{path}.{attribute}".lstrip("."), child, attribute, param)
@@ -83,11 +83,11 @@ def split_owned_and_shared(
     return own, shared
 
 
-def register_owner(unit: Unit, own: Sequence[ParamModuleInfo] = ()) -> None:
-    """Registers a new, copied or moved unit as the owner of its parameters; `own` are the originals, as its slots."""
+def register_owner(unit: Unit, original: Sequence[nn.Parameter] = ()) -> None:
+    """Registers a new, copied or moved unit as the owner of its parameters; of those that stood in its slots, too."""
     numbers = {id(buffer): number for number, buffer in enumerate(unit.buffers)}
-    for info, slot in zip(own, unit.slots, strict=False):
-        _owners[info.param] = ParamOwner(weakref.ref(unit), numbers[id(slot.buffer)], slot.number)
+    for param, slot in zip(original, unit.slots, strict=False):
+        _owners[param] = ParamOwner(weakref.ref(unit), numbers[id(slot.buffer)], slot.number)
     for buffer in unit.buffers:
         if buffer.flatten:
             register_flat_param(buffer)

@@ -23,7 +23,7 @@ from scale_fsdp.runtime.unit import UnitContext
 class PassStatus(NamedTuple):
     """What a rank tells the others when they compare a pass, beside what it ran."""
 
-    num_late: int = 0  # units that have got gradients after their reduction
+    num_late: int = 0  # buffers with gradients after their unit's reduction, and parameters frozen with a gradient
     num_unused: int = 0  # parameters that it has reduced as zeros, since it had no gradient for them
     failed: int = False
 

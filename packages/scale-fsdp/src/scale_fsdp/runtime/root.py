@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
 from scale_core.divergence import check_interval, compare_replicas
 from scale_core.errors import StepError
+from scale_core.flat.buffer import FlatBuffer
 from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
 from scale_fsdp.runtime.recovery import PassStatus, abort_message, abort_on_all_ranks, can_abort, raise_aborted
@@ -51,6 +53,13 @@ class ParamKey(NamedTuple):
     unit: int
     buffer: int  # in the unit
     param: int  # in the buffer
+
+
+class LateGradients(NamedTuple):
+    """What one rank has to publish at the end of a pass that was not reduced with its unit, or does not train."""
+
+    buffers: list[tuple[int, int]]  # unit, buffer: gradients that came after its reduction, or of what is frozen now
+    frozen: list[ParamKey]  # parameters that were frozen when they had a gradient from under `no_sync`
 
 
 class Root(UnitContext):
@@ -154,6 +163,7 @@ class Root(UnitContext):
         if (slot := unit.replaced_slot()) is not None:
             raise param_replaced(unit, slot)
         unit.to_unsharded()
+        unit.kept_unsharded = False  # This pass releases it as it does any unit.
 
     def reshard(self, unit: Unit) -> None:
         """After a forward: releases a unit, unless it is kept, and shows its shards."""
@@ -173,7 +183,7 @@ class Root(UnitContext):
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered when its forward has ended."""
-        if unit.backward_unobserved or unit.kept_unsharded:
+        if unit.backward_unobserved or unit.kept_unsharded or unit.modules_to_run:
             return True
         history = self.contract.history
         order, position = history.order, history.position
@@ -182,7 +192,7 @@ class Root(UnitContext):
         if not torch.is_grad_enabled():
             return False
         # The entry unit's backward comes first: releasing it would only mean to gather it again.
-        return not unit.reshard_after_forward or unit is self.entry_unit
+        return not unit.reshard_after_forward or (unit is self.entry_unit and not unit.reshards_entry)
 
     def keeps_after_backward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered for the next micro-batch: it was to be kept, and no optimizer step is due."""
@@ -316,16 +326,14 @@ class Root(UnitContext):
         self.wait_previous_reduction()
         for unit in self.units if self._unused else ():
             self._record_late(unit)
-        late = []
+        late = LateGradients([], [])
         for number, unit in enumerate(self.units):
-            pending = [buffer for buffer in unit.buffers if buffer.gradient]
-            for buffer in pending:
-                if not buffer.trains:
-                    buffer.gradient.drop()  # Frozen since the forward.
-            if unit.synchronizes and any(buffer.trains for buffer in pending):
-                late.append(number)
+            for place, buffer in enumerate(unit.buffers if unit.synchronizes else ()):
+                if buffer.gradient:
+                    late.buffers.append((number, place))
+                late.frozen.extend(ParamKey(number, place, index) for index in buffer.gradient.frozen())
         fault = None if self.nonfinite is None else self.nonfinite.find()
-        statuses = self._end_checked(len(late), len(self._unused), fault)
+        statuses = self._end_checked(len(late.buffers) + len(late.frozen), len(self._unused), fault)
         try:
             self._commit(statuses, late)
         except BaseException:  # The others found no failure, and are about to use their gradients.
@@ -333,12 +341,16 @@ class Root(UnitContext):
             raise
         self._reset()
 
-    def _commit(self, statuses: Sequence[PassStatus], late: Sequence[int]) -> None:
+    def _commit(self, statuses: Sequence[PassStatus], late: LateGradients) -> None:
         """The pass has gone well on every rank: publishes its gradients."""
+        frozen: dict[FlatBuffer, list[int]] = {}
         if any(status.num_late for status in statuses):
-            for number in sorted({number for numbers in all_gather_json(late, self.contract) for number in numbers}):
-                self.units[number].reduce(self.units[number].trained_buffers())
-        self._commit_buffers()
+            of_ranks = [LateGradients(*each) for each in all_gather_json(late, self.contract)]
+            for number, place in sorted({(number, place) for each in of_ranks for number, place in each.buffers}):
+                self.units[number].reduce([place])
+            for key in (ParamKey(*key) for each in of_ranks for key in each.frozen):
+                frozen.setdefault(self.units[key.unit].buffers[key.buffer], []).append(key.param)
+        self._commit_buffers(frozen)
         if all(status.num_unused for status in statuses):
             # Takes the zeros away from what no rank has used and what had no gradient before.
             keys_by_rank = all_gather_json(sorted(self._unused), self.contract)
@@ -351,11 +363,11 @@ class Root(UnitContext):
             params = [param for buffer in buffers for param in buffer.sharded_params if param.grad is not None]
             call_grad_published_hooks([param for param in params if param not in self._published])
 
-    def _commit_buffers(self) -> None:
-        """Reduced gradients go to the shards' `grad`; others wait on."""
+    def _commit_buffers(self, frozen: Mapping[FlatBuffer, Sequence[int]] = MappingProxyType({})) -> None:
+        """Reduced gradients go to the shards' `grad`; others wait on. `frozen` as in `FlatBuffer.commit`."""
         with self.contract.waiting(Event("commit", self.outermost.name)):
             for buffer in self.buffers:
-                buffer.commit(self.contract.limit_seconds)
+                buffer.commit(self.contract.limit_seconds, frozen.get(buffer, ()))
 
     def _record_late(self, unit: Unit) -> None:
         """What has got a gradient after its unit's reduction is not unused."""
@@ -392,6 +404,11 @@ class Root(UnitContext):
 
     def end_forward(self) -> None:
         """The forward of the entry unit has ended, and so has the pass."""
+        for unit in self.units:
+            if unit.modules_to_run and not unit.use_count:  # The pass has called none of its modules, or some.
+                unit.modules_to_run = set()
+                if not self.keeps_after_forward(unit):
+                    unit.release(keep_part=torch.is_grad_enabled())
         self.entry_unit = None
         try:
             if torch.is_grad_enabled():

@@ -47,7 +47,7 @@ def pre_forward(
         recomputing = root.in_backward
         root.unshard(unit, "recomputation" if recomputing else "forward")
         dtype = unit.precision.param_dtype
-        if dtype is not None and root.casts_inputs_of(unit):
+        if dtype is not None and unit.precision.cast_forward_inputs and root.casts_inputs_of(unit):
             args, kwargs = cast_floating((args, kwargs), dtype)
         if torch.is_grad_enabled() and not (recomputing and unit.pending_backwards):
             (args, kwargs), _ = after_backward((args, kwargs), functools.partial(post_backward, unit))
@@ -92,6 +92,7 @@ def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: 
             observed = before_backward(output, functools.partial(pre_backward, unit, versions, unit.forward_calls))
             # Where no output was found, nothing shows when the backward begins, so it stays gathered until it has.
             unit.backward_unobserved = unit.backward_unobserved or (not observed and unit.trains)
+        unit.modules_to_run.discard(id(module))
         root.reshard(unit)
         if root.entry_unit is unit:
             root.end_forward()
@@ -170,7 +171,8 @@ def root_of(unit: Unit) -> Root:
         unit.root.recover()
         for member in unit.root.units:
             member.root = None
-    root = Root(units_in(unit.module)) if unit.root is None else unit.root
+    units = dict.fromkeys(each for module in unit.modules for each in units_in(module)) if unit.root is None else ()
+    root = Root(list(units)) if unit.root is None else unit.root
     assert isinstance(root, Root)
     return root
 
@@ -261,6 +263,8 @@ def _begin_forward(unit: Unit, method: str) -> Root:
 
 def _begin_backward(root: Root) -> None:
     """The first hook of a backward pass."""
+    for buffer in root.buffers:
+        buffer.follow_trainable()  # What was frozen since the forward gets no gradient any more.
     root.begin_backward()
     register_post_backward(functools.partial(finalize_backward, root), root.fail)
     root.calls_reduced_hooks = has_reduced_grad_hooks()

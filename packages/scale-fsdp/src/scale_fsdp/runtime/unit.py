@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, LogEntry, message_tag, unit_title
+from scale_core.dtensor import DTensorSpec
 from scale_core.flat.buffer import FlatBuffer, State
 from scale_fsdp.api import UnitOptions
 from scale_fsdp.runtime.flattened_parameter import FlattenedParameter, flattened_parameter
@@ -31,8 +32,9 @@ UNIT = "_scale_unit"
 GATHERING_PHASES = ("forward", "recomputation", "backward")  # the events of a pass for which a unit is gathered
 # What deepcopy and pickle copy: how the unit was made and set, nothing of a pass that runs or of other ranks.
 _COPIED = (
-    "module",
+    "modules",
     "slots",
+    "specs",
     "buffers",
     "shared_owners",
     "options",
@@ -40,11 +42,13 @@ _COPIED = (
     "is_shared",
     "reshard_after_forward",
     "reshard_after_backward",
+    "reshards_entry",
     "synchronizes",
     "serial",
     "buffer_dtypes",
     "rank_suffix",
     "prefetch",
+    "ignored",
 )
 
 
@@ -56,7 +60,8 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def units_in(module: nn.Module) -> list[Unit]:
     """Returns the units of a module and all that it holds, the outermost first."""
-    return [unit for child in module.modules() if (unit := unit_of(child)) is not None]
+    found = (unit for child in module.modules() if (unit := unit_of(child)) is not None)
+    return list(dict.fromkeys(found))  # One of several modules comes once.
 
 
 class ParamSlot(NamedTuple):
@@ -89,47 +94,55 @@ class ForwardCalls:
 
 
 class Unit:
-    """The sharded parameters of one module.
+    """The sharded parameters of one module, or of several that are gathered together.
 
     Args:
-        module: The module; its nested units are not part of this one.
+        modules: The modules, of which none holds another; their nested units are not part of this one.
         slots: Every place in it that holds a parameter of this unit, or one that another unit owns and this one shares.
         buffers: This unit's own parameters, one flat buffer per dtype and kind (trained or frozen).
         shared_owners: The units that own the parameters which this one shares.
         options: How it was sharded.
+        specs: By slot, how a parameter that was a DTensor is made one again; None for a plain one.
     """
 
     contract: Contract  # of the root
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         slots: Sequence[ParamSlot],
         buffers: Sequence[FlatBuffer],
         shared_owners: Sequence[Unit],
         options: UnitOptions,
+        specs: Sequence[DTensorSpec | None] = (),
     ) -> None:
-        self.module, self.slots = module, list(slots)
+        self.modules, self.slots = list(modules), list(slots)
         self.buffers, self.shared_owners = list(buffers), list(shared_owners)
         self.options, self.precision = options, options.precision
+        self.specs = list(specs)
+        self.dtensors: dict[int, Tensor] = {}  # those that stand in the modules now, by slot
         self.name = ""  # its module's qualified name in the outermost unit's module
         self.serial = 0  # among the units made over these ranks, in the order of `fully_shard`, equal on all of them
         self.rank_suffix = ""  # of its parameters' names, where other ranks have other parameters of these names
         self.root: UnitContext | None = None  # set when the model first runs
         self.is_shared = False  # another unit shares one of its parameters
-        self.buffer_dtypes: dict[str, torch.dtype] = {}  # of module buffers that the policy has cast, before that
+        # Of module buffers that the policy has cast, before that; by the number of the module and the name in it.
+        self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
         self.hooked: set[tuple[int, int]] = set()  # (buffer, parameter) whose gradients are hooked
         self.registered: list[RegisteredNames] = []
+        self.ignored: list[nn.Parameter] = []  # parameters in its modules that stay whole
 
         # What the user sets.
         self.reshard_after_forward = options.mesh_info.reshards_after_forward(options.reshard_after_forward)
+        self.reshards_entry = options.reshard_after_forward is not None  # also where it is the unit called first
         self.reshard_after_backward = self.synchronizes = True
         self.prefetch: dict[str, list[Unit]] = {}  # by hand, in a "forward" and in a "backward"
-        self.kept_unsharded = False  # between `unshard()` and `reshard()`
+        self.kept_unsharded = False  # from `unshard()` to the next pass that runs it, or `reshard()`
         self.in_summon = False  # inside `summon_full_params`
 
         # The pass that runs now.
         self.forward_calls = ForwardCalls()
+        self.modules_to_run: set[int] = set()  # ids of those of several modules that this forward has not called yet
         self.pending_backwards = 0  # forward calls whose backward has not come yet
         self.use_count = 0  # reasons to be gathered: its own forward or backward, and those of units that share
         self.in_backward = False  # between the first gradient at its outputs and the last at its inputs
@@ -140,14 +153,15 @@ class Unit:
         self.ranges: list[record_function] = []  # its forward and backward in the trace of a profiler that records
 
         self.to_sharded()
-        module.__dict__[UNIT] = self
+        for module in self.modules:
+            module.__dict__[UNIT] = self
 
     def __getstate__(self) -> dict[str, Any]:
         # Numbers of hooks are counted in each process: those that are added later must not be given the same.
         return {name: getattr(self, name) for name in _COPIED} | {"next hook": RemovableHandle.next_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Unit.__init__(self, state["module"], (), state["buffers"], state["shared_owners"], state["options"])
+        Unit.__init__(self, state["modules"], (), state["buffers"], state["shared_owners"], state["options"])
         for name in _COPIED:
             setattr(self, name, state[name])
         if not any(buffer.is_meta for buffer in self.buffers):
@@ -155,7 +169,13 @@ class Unit:
             for buffer in self.buffers:
                 buffer.groups = groups
         RemovableHandle.next_id = max(RemovableHandle.next_id, state["next hook"])
-        cast(Any, self.module)._register_unit()
+        for module in self.modules:
+            cast(Any, module)._register_unit()
+
+    @property
+    def module(self) -> nn.Module:
+        """Its module; of several the first, by which it is named."""
+        return self.modules[0]
 
     @property
     def is_restored(self) -> bool:
@@ -186,14 +206,27 @@ class Unit:
 
     def to_sharded(self) -> None:
         """Puts the local shards into the module, as everybody sees them outside of its forward and backward."""
+        self.dtensors.clear()
         for module, attribute, buffer, number in self.slots:
             shard = flattened_parameter(buffer, number) if buffer.flatten else buffer.sharded_params[number]
             set_param(module, attribute, shard)
 
     def to_unsharded(self) -> None:
         """Puts the whole parameters into the module, with which it computes."""
-        for module, attribute, buffer, number in self.slots:
-            set_param(module, attribute, buffer.unsharded_params[number])
+        for place, slot in enumerate(self.slots):
+            self.set_whole(place, slot.buffer.unsharded_params[slot.number])
+
+    def set_whole(self, place: int, param: nn.Parameter) -> None:
+        """Puts a whole parameter into one slot, or a DTensor around it."""
+        slot, spec = self.slots[place], self.specs[place]
+        if spec is not None:
+            self.dtensors[place] = spec.wrap(param)
+        set_param(slot.module, slot.attribute, param if spec is None else self.dtensors[place])
+
+    def spec_of(self, buffer: int, number: int) -> DTensorSpec | None:
+        """How one of its own parameters is made a DTensor."""
+        places = zip(self.slots, self.specs, strict=True)
+        return next(spec for slot, spec in places if slot.buffer is self.buffers[buffer] and slot.number == number)
 
     def set_flat_params(self, *, shown: bool = True) -> None:
         """Sets the module's flat parameters, if it has such, or None in their place."""
@@ -202,11 +235,12 @@ class Unit:
 
     def replaced_slot(self) -> ParamSlot | None:
         """The first slot that holds neither the local shard nor the whole parameter of this unit."""
-        for slot in self.slots:
+        for place, slot in enumerate(self.slots):
             module, attribute, buffer, number = slot
             here = module._parameters.get(attribute)
             shard = None if buffer.flatten else buffer.sharded_params[number]
-            if here is not shard and here is not buffer.unsharded_params[number]:
+            whole = self.dtensors.get(place, buffer.unsharded_params[number])
+            if here is not shard and here is not whole:
                 return slot
         return None
 
@@ -222,6 +256,7 @@ class Unit:
             # What has had no backward by now, as the outputs of an evaluation, gets none.
             self.pending_backwards = 0
         self.had_backward, self.forward_calls = False, ForwardCalls()
+        self.modules_to_run = {id(module) for module in self.modules} if len(self.modules) > 1 else set()
 
     def end_backward(self) -> None:
         """A backward pass has ended, of whichever units."""
@@ -392,7 +427,7 @@ def flat_param_name(number: int) -> str:
     return f"flat_param_{number}"
 
 
-def set_param(module: nn.Module, attribute: str, param: nn.Parameter | FlattenedParameter) -> None:
+def set_param(module: nn.Module, attribute: str, param: Tensor | FlattenedParameter) -> None:
     """Sets `module.attribute`; a `FlattenedParameter` stands in `__dict__`, and None among the parameters."""
     registered = None if isinstance(param, FlattenedParameter) else param
     vars(module).pop(attribute, None)
@@ -400,6 +435,6 @@ def set_param(module: nn.Module, attribute: str, param: nn.Parameter | Flattened
         # Modules such as nn.LSTM keep a second list of their weights, which their own __setattr__ maintains.
         setattr(module, attribute, registered)
     else:
-        module._parameters[attribute] = registered
+        module._parameters[attribute] = cast("nn.Parameter | None", registered)  # A DTensor is the result of one.
     if registered is None:
         vars(module)[attribute] = param  # It is found before what is among the parameters.

@@ -64,13 +64,12 @@ class _StateDictCall:
 _call: ContextVar[_StateDictCall | None] = ContextVar("the state_dict() that runs now", default=None)
 
 
-def register_state_dict_hooks(module: nn.Module) -> None:
-    """Makes the state dict of `module`, of modules around it and inside it, one of full tensors."""
-    unit = unit_of(module)
-    assert unit is not None
-    module.register_state_dict_post_hook(_unshard_hook)
-    module.register_load_state_dict_pre_hook(shard_pre_hook)
-    for inside in {slot.module for slot in unit.slots} - {module}:  # for `model.encoder.state_dict()`
+def register_state_dict_hooks(unit: Unit) -> None:
+    """Makes the state dict of a unit's modules, of modules around them and inside them, one of full tensors."""
+    for module in unit.modules:
+        module.register_state_dict_post_hook(_unshard_hook)
+        module.register_load_state_dict_pre_hook(shard_pre_hook)
+    for inside in {slot.module for slot in unit.slots}.difference(unit.modules):  # for `model.encoder.state_dict()`
         inside.register_state_dict_post_hook(partial(_unshard_inner_hook, unit))
         inside.register_load_state_dict_pre_hook(partial(shard_pre_hook, unit=unit))
 
@@ -204,8 +203,9 @@ def _unshard_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
         full = call.full_tensors[slot.buffer, slot.number]
         if full is not None and (name in state_dict or slot.buffer.flatten):
             state_dict[name] = full
-    for name, dtype in unit.buffer_dtypes.items():
-        if (value := state_dict.get(f"{prefix}{name}")) is not None:
+    here = unit.modules.index(module)
+    for (number, name), dtype in unit.buffer_dtypes.items():
+        if number == here and (value := state_dict.get(f"{prefix}{name}")) is not None:
             state_dict[f"{prefix}{name}"] = value.to(dtype)
 
 

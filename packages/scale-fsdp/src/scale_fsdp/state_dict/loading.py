@@ -91,7 +91,7 @@ def shard_pre_hook(
         return
     for name, slot in named:
         _replace_by_shard(state_dict, name, slot, missing_keys, error_msgs)
-    for number, buffer in enumerate(unit.buffers if unit is own_unit else ()):
+    for number, buffer in enumerate(unit.buffers if unit is own_unit and unit.module is module else ()):
         if buffer.flatten:
             state_dict[prefix + flat_param_name(number)] = buffer.sharded_params[0]  # loaded already
 

@@ -49,14 +49,18 @@ def param_names(module: nn.Module, unit: Unit, prefix: str = "") -> list[tuple[s
     paths: dict[int, list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(child), []).append(f"{prefix}{path}." if path else prefix)
-    for slot in unit.slots:
+    slots = unit.slots
+    if module in unit.modules:  # One of several, each of which has its own names.
+        other = {id(child) for each in unit.modules if each is not module for child in each.modules()} - paths.keys()
+        slots = [slot for slot in slots if id(slot.module) not in other]
+    for slot in slots:
         if id(slot.module) not in paths:
             raise RuntimeError(
                 f"a {type(slot.module).__name__}, whose '{slot.attribute}' belongs to {unit_title(unit.name)}, was "
                 "taken out of the model since it was sharded, as merge_and_unload() of peft does: change the modules "
                 "of a plain model, plain.load_state_dict(model.state_dict())"
             )
-    return [(f"{path}{slot.attribute}", slot) for slot in unit.slots for path in paths[id(slot.module)]]
+    return [(f"{path}{slot.attribute}", slot) for slot in slots for path in paths[id(slot.module)]]
 
 
 def all_names(model: nn.Module) -> dict[str, ParamSlot]:

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from scale_core.comm.group import GroupLike
 from scale_core.shard import unit_shard_of
-from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel
+from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel, shard_as_fairscale
 from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.reshard.meta_init import check_init, should_initialize
 from scale_fsdp.runtime.param_registry import managed_params, split_owned_and_shared
@@ -265,7 +265,7 @@ def _check_initializable(parts: Sequence[nn.Module], units: Sequence[nn.Module],
     init = kwargs.get("init")
     check_init(init)
     if init is not False and not any("init" in _wrapper_config(unit) for unit in units):
-        group = resolve_mesh_info(kwargs.get("process_group")).whole
+        group = resolve_mesh_info(kwargs.get("mesh", kwargs.get("process_group"))).whole
         places = [list(managed_params(part)) for part in parts]
         should_initialize(zip(parts, places, strict=True), init, group, sync=kwargs.get("sync_module_states", True))
 
@@ -301,10 +301,10 @@ def auto_wrap_bn(
         module: The module around them, or a batch norm itself; changed in place.
         single_rank_pg: FairScale's way to leave batch norms unsharded, which left their gradients unreduced as well;
             must be False.
-        process_group: As for `fully_shard`.
-        fsdp_config: Other arguments of `fully_shard` for every batch norm.
-        wrap_it: False only records the arguments, as `wrapper_config` of each batch norm, for `auto_wrap` or
-            `fully_shard_modules` with `config_auto_wrap_policy`.
+        process_group: As for `FullyShardedDataParallel`.
+        fsdp_config: Other arguments of `FullyShardedDataParallel` for every batch norm.
+        wrap_it: False only records the arguments, as `wrapper_config` of each batch norm, for `auto_wrap` with
+            `config_auto_wrap_policy`.
         assert_on_collision: Refuse a batch norm that has a `wrapper_config` already; False replaces it.
 
     Returns:
@@ -337,7 +337,7 @@ def auto_wrap_bn(
             )
     for _, norm in norms:
         if wrap_it:
-            fully_shard(norm, **kwargs)
+            shard_as_fairscale(norm, **kwargs)
         else:
             norm.wrapper_config = kwargs
     return module

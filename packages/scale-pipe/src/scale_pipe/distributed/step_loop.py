@@ -15,8 +15,8 @@ from torch import Tensor
 from scale_core import ScaleDistributedError
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
-from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint
-from scale_core.errors import TransferError
+from scale_core.consistency.flight_recorder import FlightRecorder
+from scale_core.errors import TransferError, recovery_hint
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.data_parallel import grad_holders
 from scale_pipe.distributed.messages import Failure, StepKind

@@ -7,9 +7,7 @@ no snapshot, is of a newer version, or can't be converted.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from scale_core.convert import convert_checkpoint, open_checkpoint
 from scale_core.convert.naming import Renaming, StoredState
 from scale_core.errors import DamagedSnapshotError, SnapshotError
 from scale_core.snapshot import verify_snapshot
+from scale_core.snapshot.retention import remove_snapshot
 from scale_train.errors import InputError, reason_of, reported
 from scale_train.memory import format_bytes
 from scale_train.resolve import parse_bytes
@@ -204,7 +203,7 @@ def prune(options: PruneOptions) -> int:
     left = [row for row in rows if row.state != WHOLE]
     if not options.dry_run:
         for row in old:
-            remove(row.path)
+            remove_snapshot(row.path)
     if options.json:
         _print_json(
             {
@@ -223,13 +222,6 @@ def prune(options: PruneOptions) -> int:
     for row in left:
         print(f"left alone: {row.path.name}, {row.state}")
     return 0
-
-
-def remove(path: Path) -> None:
-    """Removes a snapshot; it has another name before its first file goes, so that no half of one is ever there."""
-    aside = path.with_name(f"{path.name}.removed-{uuid.uuid4().hex}")
-    path.rename(aside)
-    shutil.rmtree(aside)
 
 
 def _convert(source: Path, destination: Path, as_json: bool, **how: Any) -> int:

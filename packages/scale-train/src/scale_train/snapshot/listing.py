@@ -61,7 +61,7 @@ def snapshots_in(path: Path) -> list[SnapshotRow]:
 def snapshot_folder(path: Path) -> Path:
     """The folder of the snapshots of a run, or the path itself."""
     if not path.exists():
-        raise InputError(f"{path}: no such folder")
+        raise InputError(f"{path}: no such file or folder")
     return path / _CHECKPOINTS if (path / _CHECKPOINTS).is_dir() else path
 
 

@@ -6,30 +6,35 @@ few numbers: the step, from which the learning rate and the random state follow,
     scale-runs/lm-1/                 one run
         checkpoints/step-00000100/   one complete checkpoint; written to another name, and renamed at the end
         metrics.jsonl  loss.png
+        torchrun-run                 whose it is, where torchrun has started the ranks
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from scale_core import snapshot
 from scale_core.shard import full_shape
-from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot, load_snapshot
 from scale_core.snapshot.foreign import recognize
-from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state import load_sharded_state_dict, target_state_dict
 from scale_train.errors import InputError, reason_of
-from scale_train.options import RunOptions
+from scale_train.options import Options, RunOptions
 from scale_train.training.parallelize import PipelineEngine
 from scale_train.training.state import TrainState
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
+TORCHRUN_RUN = "torchrun-run"
 DEFAULT_FOLDER = Path("scale-runs")
 PROGRAM = "scale-train lm"
 # These must be equal on resume; dropout and options that save memory may change.
@@ -37,19 +42,37 @@ MODEL_FIELDS = ("layers", "width", "heads", "vocabulary", "tied")
 
 
 def save(training: TrainState, folder: Path) -> Path:
-    """Writes a checkpoint into a new directory of `folder`; called on all ranks, and an InputError is raised on all."""
-    state = sharded_state_dict(_saved_model(training), training.optimizer)
+    """Writes a checkpoint into a new directory of `folder`; called on all ranks, and an InputError is raised on all.
+
+    With --async-save it is written in the background, unless the training is over.
+    """
+    objects = {"model": _saved_model(training), "optim": training.optimizer}
+    with refusing_lost_saves(training, folder):
+        training.finish_save()
+        group, extra = training.group, checkpoint_metadata(training)
+        if training.options.run.async_save and not training.is_over:
+            training.saving = snapshot.async_save(folder, training.step, objects, group=group, extra=extra)
+            path = training.saving.path
+        else:
+            path = snapshot.save(folder, training.step, objects, group=group, extra=extra)
+            training.checkpoint = path
+    training.saved_step = training.step
+    return path
+
+
+@contextmanager
+def refusing_lost_saves(training: TrainState, folder: Path) -> Iterator[None]:
+    """Makes of a save that has failed, here or in the background, an InputError that names the checkpoint before it."""
     try:
-        path = save_snapshot(folder, training.step, state, training.group, checkpoint_metadata(training))
+        yield
     except SnapshotError as error:
         cause = error.__cause__
         last = training.checkpoint or "none yet"
         reason = reason_of(cause) if isinstance(cause, OSError) else str(cause or error)
+        step = training.step if training.saving is None else _step_of(training.saving.path)
         raise InputError(
-            f"cannot save step {training.step} in {folder}: {reason}; the last complete checkpoint stays: {last}"
+            f"cannot save step {step} in {folder}: {reason}; the last complete checkpoint stays: {last}"
         ) from error
-    training.checkpoint, training.saved_step = path, training.step
-    return path
 
 
 def checkpoint_metadata(training: TrainState) -> dict[str, Any]:
@@ -92,23 +115,23 @@ def load(training: TrainState, point: Path) -> None:
         return target_state_dict(_saved_model(training), optimizer, saved)
 
     try:
-        snapshot = load_snapshot(point.parent, target, training.group, step=_step_of(point))
+        loaded = load_snapshot(point.parent, target, training.group, step=_step_of(point))
     except SnapshotError as error:
         cause = error if isinstance(error, DamagedSnapshotError) else error.__cause__ or error
         raise cause if isinstance(cause, InputError) else InputError(f"--resume {point}: {cause}") from error
-    extra = snapshot.extra
+    extra = loaded.extra
     if not isinstance(extra, dict) or extra.get("program") != PROGRAM:
         raise InputError(f"--resume {point}: a checkpoint of another program than {PROGRAM}")
     check_same_fields(extra.get("model"), asdict(model.config), point)
     if extra.get("text") != training.text.fingerprint():
         raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
-    load_sharded_state_dict(snapshot.state, _saved_model(training), optimizer, copy=False)
+    load_sharded_state_dict(loaded.state, _saved_model(training), optimizer, copy=False)
     for group, options in zip(optimizer.param_groups, group_options, strict=True):
         group.update(options)
     position: Any = extra["data"]
     training.sampler.load_state(position)
-    training.step = training.saved_step = snapshot.step
-    training.checkpoint = snapshot.path
+    training.step = training.saved_step = loaded.step
+    training.checkpoint = loaded.path
 
 
 def _saved_model(training: TrainState) -> nn.Module:
@@ -159,24 +182,51 @@ class RunPaths:
         return 0 if self.resume_from is None else _step_of(self.resume_from)
 
 
-def resolve_paths(run: RunOptions) -> RunPaths:
+def torchrun_run(options: Options) -> str:
+    """Names what torchrun runs: its id, or its process where it was given none, and the options; "" without torchrun.
+
+    Its count of restarts does not tell whose a folder is: ranks that find one of another run are started again, too,
+    and an agent that starts them again because another one has come or gone does not count that.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id == "none":
+        run_id = f"agent {os.getppid()} on {socket.gethostname()}"
+    return "" if run_id is None else f"{run_id}\n{options}\n"
+
+
+def resolve_paths(run: RunOptions, torchrun_run: str = "") -> RunPaths:
     """Finds the checkpoint to resume and the folder of this run, which is made; an InputError where they don't fit.
 
-    Where torchrun has started the ranks again, the folder of `--out` is their own, and its last checkpoint is resumed.
+    Where `torchrun_run` (see the function) stands in the folder, torchrun has started the ranks again: the folder is
+    their own, and its last checkpoint is resumed.
     """
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if restarted and run.out is not None and (run.out / CHECKPOINTS).is_dir():
-        return RunPaths(run.out, latest_snapshot(run.out / CHECKPOINTS))
     try:
+        own = _folder_before_restart(run, torchrun_run)
+        newest = latest_snapshot(own / CHECKPOINTS) if own is not None and (own / CHECKPOINTS).is_dir() else None
+        if own is not None and newest is not None:
+            return RunPaths(own, newest)
         point = _resume_point(run.resume) if run.resume is not None else None
     except OSError as error:
         raise InputError(f"--resume {run.resume}: cannot be read ({error.strerror})") from error
     except SnapshotError as error:  # A newer version of scale-core wrote it.
         raise InputError(f"--resume {run.resume}: {error}") from error
     try:
-        return RunPaths(_choose_folder(run, point), point)
+        folder = own or _choose_folder(run, point)
+        if torchrun_run:
+            (folder / TORCHRUN_RUN).write_text(torchrun_run)
     except OSError as error:
         raise InputError(f"--out {run.out or DEFAULT_FOLDER}: cannot be written ({reason_of(error)})") from error
+    return RunPaths(folder, point)
+
+
+def _folder_before_restart(run: RunOptions, torchrun_run: str) -> Path | None:
+    """The folder of ranks that the same torchrun has started before these; None where there were none."""
+    folder = run.out
+    if folder is None and run.resume is not None:
+        folder = run.resume if (run.resume / CHECKPOINTS).is_dir() else run.resume.parent.parent
+    name = None if folder is None else folder / TORCHRUN_RUN
+    is_own = torchrun_run != "" and name is not None and name.exists() and name.read_text() == torchrun_run
+    return folder if is_own else None
 
 
 def _choose_folder(run: RunOptions, point: Path | None) -> Path:

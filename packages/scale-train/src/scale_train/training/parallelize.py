@@ -22,7 +22,7 @@ from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.shard import full_shape
-from scale_fsdp import MixedPrecision, class_policy, fully_shard_modules
+from scale_fsdp import MixedPrecisionPolicy, class_policy, fully_shard_modules
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
 from scale_tp.attention_heads import AttentionRule
@@ -271,10 +271,11 @@ def parallelize_gpt(
             model,
             class_policy(Block),
             progress=progress,
-            process_group=group.process_group,
+            mesh=group.process_group,
             reshard_after_forward=options.reshard_after_forward,
-            mixed_precision=options.precision == "bf16"
-            and MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            if options.precision == "bf16"
+            else None,
             init=model.init_weights,
             compute_device=device,
         )

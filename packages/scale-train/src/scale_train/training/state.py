@@ -13,6 +13,7 @@ import torch
 
 from scale_adascale import AdaScale
 from scale_core.comm.group import Group
+from scale_core.snapshot import AsyncSave
 from scale_train.data import Sampler, Text
 from scale_train.model import GPT
 from scale_train.options import Options
@@ -130,7 +131,8 @@ class TrainState:
     reporter: Reporter
     step: int = 0  # steps done
     saved_step: int = -1  # steps done at the last checkpoint; -1 for never
-    checkpoint: Path | None = None  # the last one, written or read
+    checkpoint: Path | None = None  # the last complete one, written or read
+    saving: AsyncSave | None = None  # the one that is being written in the background
     step_timer: StepTimer = field(default_factory=StepTimer)
     microbatch_timer: MicrobatchTimer = field(init=False)  # used with --adascale
     loss: torch.Tensor | None = None  # this rank's part of the last step's loss, a scalar; None before the first step
@@ -147,6 +149,11 @@ class TrainState:
     @property
     def is_over(self) -> bool:
         return self.schedule_step >= self.options.optimizer.steps
+
+    def finish_save(self) -> None:
+        """Waits for the checkpoint that is being written in the background; a SnapshotError if it has failed."""
+        if self.saving is not None:
+            self.checkpoint, self.saving = self.saving.wait(), None
 
     def resume_hint(self) -> str:
         """How to resume after an early end, for messages."""

@@ -17,7 +17,16 @@ from scale_train.memory import format_bytes, held_bytes, peak_bytes, replicated_
 from scale_train.model import GPT, generate, num_parameters
 from scale_train.options import Options
 from scale_train.resolve import check_options, options_without_effect
-from scale_train.training.checkpoint import CHECKPOINTS, METRICS, RunPaths, load, resolve_paths, save
+from scale_train.training.checkpoint import (
+    CHECKPOINTS,
+    METRICS,
+    RunPaths,
+    load,
+    refusing_lost_saves,
+    resolve_paths,
+    save,
+    torchrun_run,
+)
 from scale_train.training.plot import plot_loss
 from scale_train.training.reporters import begin_metrics, make_reporter
 from scale_train.training.state import TrainState, build_state
@@ -75,7 +84,9 @@ def train_language_model(options: Options, group: Group) -> RunSummary:
         training.reporter = make_reporter(options.run.log_format, options.optimizer.steps, training.step, paths.folder)
     try:
         _log_start(training, paths)
-        held_out = train(training, lambda state: save(state, paths.folder / CHECKPOINTS))
+        checkpoints = paths.folder / CHECKPOINTS
+        with refusing_lost_saves(training, checkpoints):
+            held_out = train(training, lambda state: save(state, checkpoints))
         summary = summarize(training, held_out, paths.folder)
         training.reporter.end(summary.lines(), asdict(summary))
     except ContractError:
@@ -181,7 +192,7 @@ def _resolve_paths_on_rank0(options: Options, group: Group) -> RunPaths:
     found = problem = point = ""
     if group.rank == 0:
         try:
-            paths = resolve_paths(options.run)
+            paths = resolve_paths(options.run, torchrun_run(options))
             found, point = str(paths.folder), str(paths.resume_from or "")
             begin_metrics(paths.folder / METRICS, paths.step)
         except InputError as error:

@@ -213,4 +213,5 @@ def _stop_if_signalled(training: TrainState, stop: StopSignal, save: Callable[[T
     number = stop.on_any_rank(training.group)
     if number:
         save_if_finite(training, save)
+        training.finish_save()
         raise Interrupted(number, f"stopped after step {training.step}, which is saved; {training.resume_hint()}")

@@ -117,31 +117,34 @@ def _add_json(found: LogEvidence, text: str, rank: int | None) -> bool:
     """A flight record, or what torchrun's error handler wrote; False if it is neither."""
     try:
         document: Any = json.loads(text)
-    except ValueError:
-        return False
-    if not isinstance(document, dict):
-        return False
-    if document.get("format") == "scale-flight-record":
-        its, events = int(document["rank"]), [str(event) for event in document["events"]]
-        found.records.add(its)
-        if len(events) >= len(found.last_events.get(its, [])):
-            found.last_events[its] = events
-        _add_events(found, its, events, float(document.get("time", 0.0)))
-        return True
-    message = document.get("message")
-    if isinstance(message, dict):
-        error = _ERROR.match(str(message.get("message", "")).splitlines()[0] if message.get("message") else "")
+        if document.get("format") == "scale-flight-record":
+            at = float(document.get("time", 0.0))
+            _add_record(found, int(document["rank"]), [str(event) for event in document["events"]], at)
+            return True
+        message = document["message"]
+        first_line = str(message["message"]).partition("\n")[0]
         stamp = str(message.get("extraInfo", {}).get("timestamp", ""))
-        if error:
-            found.ended.append(_raised(rank, error, 0, float(stamp) if stamp.isdecimal() else 0.0))
-        return True
-    return False
+        at = float(stamp) if stamp.isdecimal() else 0.0
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return False
+    if error := _ERROR.match(first_line):
+        found.ended.append(_raised(rank, error, 0, at))
+    return True
+
+
+def _add_record(found: LogEvidence, rank: int, events: list[str], at: float) -> None:
+    found.records.add(rank)
+    if len(events) >= len(found.last_events.get(rank, [])):
+        found.last_events[rank] = events
+    _add_events(found, rank, events, at)
 
 
 def _add_text(found: LogEvidence, text: str, of_file: int | None) -> None:
     lines = text.splitlines()
     failed_rank: int | None = None
     in_traceback = False
+    raised: dict[int | None, Ended] = {}  # The last error of each rank
+    causes: dict[int | None, Ended] = {}  # Of the traceback that follows
     number = 0
     while number < len(lines):
         tag = _TAG.match(lines[number])
@@ -171,8 +174,13 @@ def _add_text(found: LogEvidence, text: str, of_file: int | None) -> None:
             found.ended.append(_exit(failed_rank, int(code[1])))
         elif line.startswith("Traceback (most recent call last)"):
             in_traceback = True
+        elif line.startswith("The above exception was the direct cause") and rank in raised:
+            causes[rank] = raised[rank]
         elif in_traceback and (error := _ERROR.match(line)):
-            found.ended.append(_raised(rank, error, 0))
+            raised[rank] = _raised(rank, error, 0)
+            found.ended.append(raised[rank])
+            if (cause := causes.pop(rank, None)) is not None and raised[rank].is_own:
+                found.ended.remove(cause)  # The error that names what it was.
             in_traceback = False
 
 

@@ -34,6 +34,7 @@ VERSION = 2
 LIMIT_BYTES = 256 << 20
 """No manifest is larger: read, it takes some 20 times its length."""
 
+_DIRECTORY = re.compile(r"step-(\d{8,})")
 _TENSOR_FILE = re.compile(r"rank-\d{5,9}\.safetensors")
 _FIRST_LINE = re.compile(
     rb'\{"format": "scale-snapshot", "version": ([1-9][0-9]{0,8}), "checksum": "([0-9a-f]{32})",\n', re.ASCII
@@ -167,6 +168,10 @@ def read_manifest(directory: Path) -> Manifest:
         check_manifest(manifest)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError, RecursionError) as error:
         raise DamagedSnapshotError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if (named := _DIRECTORY.fullmatch(directory.name)) and int(named[1]) != manifest.step:
+        raise DamagedSnapshotError(
+            f"{directory} has the snapshot of step {manifest.step}: rename it to step-{manifest.step:08d}"
+        )
     check_files(directory, manifest)
     return manifest
 

@@ -1,28 +1,23 @@
 """Plans which chunks of a state each rank writes, and which saved chunks it reads.
 
 Ranks hold what their sharding gave them, some of it twice, and the next run may shard otherwise. The planner of
-`torch.distributed.checkpoint` decides who writes what, checks that no element is written twice, and intersects what is
-saved with what is held; this file gives it flat states with `LocalShard`s, and proves what it plans.
+`torch.distributed.checkpoint` decides who writes what, and checks that no element is written twice; this file gives it
+flat states with `LocalShard`s. What is read are the intersections of saved and held chunks. Both plans are proved.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from scale_core.comm.group import Group
@@ -58,11 +53,22 @@ class LocalPlan:
     @staticmethod
     def of(state: State, group: Group) -> LocalPlan:
         planner = _SavePlanner()
-        planner.set_up_planner({key: value for key, value in state.items() if is_tensor(value)}, None, group.rank == 0)
+        tensors = {key: value for key, value in state.items() if is_tensor(value)}
+        for key, tensor in tensors.items():
+            _check_has_values(key, tensor)
+        planner.set_up_planner(tensors, None, group.rank == 0)
         values = {key: value for key, value in state.items() if not is_tensor(value)}
         for key, value in values.items():
             _json_text(key, value)
         return LocalPlan(planner, planner.create_local_plan(), values)
+
+    def parts(self, plan: SavePlan) -> Iterator[tuple[str, Chunk, Tensor]]:
+        """Yields each chunk that the rank writes by a global plan: the key, which elements it has, and these."""
+        plan = self.planner.finish_plan(plan)
+        for item in plan.items:
+            tensor = self.planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)  # the planner's bytes are for values, which it never gets
+            yield item.index.fqn, _chunk_of(item), tensor
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,19 @@ class GlobalPlan:
                 )
             for key, value in mine.items():
                 _check_equal(key, _json_text(key, values.setdefault(key, value)), _json_text(key, value), rank)
+        if both := sorted(tensors.keys() & values.keys()):
+            raise ValueError(f"{both[0]} is a tensor on some ranks and a value on others: save the same on all of them")
         plans, _ = _SavePlanner().create_global_plan(_by_first_holders([plan for plan, _ in owned]))
         return GlobalPlan(plans, tensors, values)
+
+    def check(self) -> None:
+        """Proves that the ranks together write each element of each tensor, once."""
+        chunks: dict[str, list[Chunk]] = {key: [] for key in self.tensors}
+        for plan in self.plans:
+            for item in plan.items:
+                chunks[item.index.fqn].append(_chunk_of(item))
+        for key, saved in self.tensors.items():
+            check_coverage(key, saved.shape, chunks[key])
 
     def manifest(self, save: str, step: int, written: list[WriteResult], extra: JSON) -> Manifest:
         chunks: dict[str, list[SavedChunk]] = {key: [] for key in self.tensors}
@@ -177,62 +194,89 @@ def _json_text(key: str, value: Any) -> str:
         raise type(error)(f"{key}: {error}: expected a tensor, or a finite value that JSON knows") from error
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """torch's planner, for a flat dict that may hold `LocalShard`s beside tensors."""
-
-    def __init__(self, target: dict[str, Any], metadata: Metadata) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        # Not through set_up_planner, which replaces by None what it does not know.
-        self.state_dict, self.original_state_dict, self.metadata = target, target, metadata
-        self.is_coordinator = False
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        held = self.state_dict[index.fqn]
-        found: Tensor = (
-            held.__get_tensor_shard__(index) if isinstance(held, LocalShard) else super().lookup_tensor(index)
-        )
-        return found.detach()
+def _check_has_values(key: str, tensor: Tensor) -> None:
+    if isinstance(tensor, LocalShard):
+        return
+    if tensor.is_meta:
+        raise ValueError(f"{key} is on the meta device, where there is nothing to save: give it values first")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{key} has the layout {tensor.layout}, which can't be saved: save {key}.to_dense()")
 
 
-def plan_reads(manifest: Manifest, target: State) -> list[Read]:
-    """What to read into the tensors of `target`: each element of each of them exactly once, which is proved here."""
-    tensors = {key: place for key, place in target.items() if key in manifest.tensors}
-    planner = _LoadPlanner(tensors, _as_metadata(manifest))
-    places = {(key, at.chunk.offsets): at for key, chunks in manifest.chunks.items() for at in chunks}
+class SavedChunks(Protocol):
+    """Where the chunks of saved tensors lie: a `Manifest`, for one."""
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """Each tensor's shape and dtype."""
+
+    @property
+    def chunks(self) -> Mapping[str, list[SavedChunk]]:
+        """The chunks of each tensor; together they are the tensor, each element once."""
+
+
+def plan_reads(manifest: SavedChunks, target: State) -> list[Read]:
+    """What to read into the tensors of `target`: each element of each of them exactly once, which is proved here.
+
+    Raises:
+        ValueError: A tensor can't be written to: it has no memory, or several elements share theirs.
+    """
     reads: list[Read] = []
-    held = {(key, chunk.offsets): chunk for key, place in tensors.items() for chunk in _chunks_held(place)}
-    filled: dict[tuple[str, tuple[int, ...]], list[Chunk]] = {place: [] for place in held}
-    for item in planner.create_local_plan().items:
-        key = item.storage_index.fqn
-        at = places[key, tuple(item.storage_index.offset or ())]
-        into = Chunk(tuple(item.dest_offsets), tuple(item.lengths))
-        filled[key, tuple(item.dest_index.offset or ())].append(into)
-        part = Chunk(tuple(item.storage_offsets), tuple(item.lengths))
-        reads.append(
-            Read(at.file, at.begin, at.chunk.sizes, part, manifest.tensors[key].dtype, planner.resolve_tensor(item))
-        )
-    for place, chunk in held.items():
-        check_coverage(f"reading {place[0]}", chunk.sizes, filled[place])
+    for key, place in target.items():
+        if key in manifest.tensors:
+            _check_has_memory(key, place)
+            for chunk, piece in _pieces_held(place).items():
+                reads += _reads_of(key, chunk, piece, manifest)
     return reads
 
 
-def _chunks_held(place: Tensor) -> list[Chunk]:
+def _reads_of(key: str, held: Chunk, piece: Tensor, manifest: SavedChunks) -> list[Read]:
+    """Of each saved chunk of a tensor the part that is in the chunk `held`, whose elements are `piece`."""
+    reads: list[Read] = []
+    filled: list[Chunk] = []
+    for at in manifest.chunks[key]:
+        common = _intersection(at.chunk, held)
+        if common is not None:
+            into = piece
+            filled.append(_relative(common, held))
+            if common != held:
+                for dim, (offset, length) in enumerate(zip(*filled[-1], strict=True)):
+                    into = into.narrow(dim, offset, length)
+            part = _relative(common, at.chunk)
+            reads.append(Read(at.file, at.begin, at.chunk.sizes, part, manifest.tensors[key].dtype, into))
+    check_coverage(f"reading {key}", held.sizes, filled)
+    return reads
+
+
+def _intersection(one: Chunk, other: Chunk) -> Chunk | None:
+    """The elements that are in both chunks; None if there are none."""
+    offsets, sizes = [], []
+    for a, m, b, n in zip(*one, *other, strict=True):
+        begin, end = max(a, b), min(a + m, b + n)
+        if begin >= end:
+            return None
+        offsets.append(begin)
+        sizes.append(end - begin)
+    return Chunk(tuple(offsets), tuple(sizes))
+
+
+def _relative(chunk: Chunk, outer: Chunk) -> Chunk:
+    """A chunk as it lies in an outer one."""
+    return Chunk(tuple(map(operator.sub, chunk.offsets, outer.offsets)), chunk.sizes)
+
+
+def _check_has_memory(key: str, place: Tensor) -> None:
+    if place.is_meta:
+        raise ValueError(f"{key} is on the meta device, where there is no memory to load into: call to_empty before")
+    held = place.tensor if isinstance(place, LocalShard) else place
+    if held.numel() and any(size > 1 and not stride for size, stride in zip(held.shape, held.stride(), strict=True)):
+        raise ValueError(
+            f"{key}: its elements share memory, as `expand` makes them, so they can't be loaded one by one: build it "
+            "with .clone()"
+        )
+
+
+def _pieces_held(place: Tensor) -> dict[Chunk, Tensor]:
     if isinstance(place, LocalShard):
-        return list(place.chunks)
-    return [Chunk((0,) * place.ndim, tuple(place.shape))]
-
-
-def _as_metadata(manifest: Manifest) -> Metadata:
-    return Metadata(
-        {
-            key: TensorStorageMetadata(
-                TensorProperties(dtype=saved.dtype),
-                torch.Size(saved.shape),
-                [
-                    ChunkStorageMetadata(torch.Size(at.chunk.offsets), torch.Size(at.chunk.sizes))
-                    for at in manifest.chunks[key]
-                ],
-            )
-            for key, saved in manifest.tensors.items()
-        }
-    )
+        return place.chunks
+    return {Chunk((0,) * place.ndim, tuple(place.shape)): place.detach()}

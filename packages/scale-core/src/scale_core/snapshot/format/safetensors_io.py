@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _PIECE_BYTES = 1 << 20  # of what is hashed and written at once
+_BUFFERED_BYTES = 64 << 10  # Less than a piece, so that pieces are not copied, and small tensors are written together.
 _BUFFERS_AT_ONCE = 512  # The system takes 1024.
 _HEADER_LIMIT_BYTES = 100_000_000  # The limit of the safetensors library.
 
@@ -62,6 +63,37 @@ class TensorEntry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class FileHeader(NamedTuple):
+    """The first bytes of a file, and what they say."""
+
+    data: bytes
+    begins: list[int]  # Where the data of each tensor begins
+    num_bytes: int  # Of the whole file
+
+    @classmethod
+    def of(cls, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> FileHeader:
+        """The header of a file with these tensors, one after the other."""
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        begins, position = [], 0
+        for entry in entries:
+            if entry.dtype not in NAMES:
+                raise TypeError(
+                    f"{entry.name}: {entry.dtype} can't be written, expected one of {', '.join(NAMES.values())}"
+                )
+            end = position + entry.num_bytes
+            header[entry.name] = {
+                "dtype": NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [position, end],
+            }
+            begins.append(position)
+            position = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        return cls(struct.pack("<Q", len(text)) + text, [start + begin for begin in begins], start + position)
+
+
 class WrittenFile(NamedTuple):
     """What a file has in it: its length, the checksum of each block, and where the data of each tensor begins."""
 
@@ -75,25 +107,9 @@ def write_tensors(
     path: Path, entries: Sequence[TensorEntry], produce: Callable[[int], Tensor], metadata: Mapping[str, str]
 ) -> WrittenFile:
     """Writes a safetensors file and returns when it is on the disk."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    begins, position = [], 0
-    for entry in entries:
-        if entry.dtype not in NAMES:
-            raise TypeError(
-                f"{entry.name}: {entry.dtype} can't be written, expected one of {', '.join(NAMES.values())}"
-            )
-        end = position + entry.num_bytes
-        header[entry.name] = {
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [position, end],
-        }
-        begins.append(position)
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header = FileHeader.of(entries, metadata)
     hashed = BlockChecksums(BLOCK_BYTES)
-    with path.open("xb", buffering=_PIECE_BYTES) as file:
+    with path.open("xb", buffering=_BUFFERED_BYTES) as file:
 
         def write(data: memoryview) -> None:
             for begin in range(0, len(data), _PIECE_BYTES):  # What was hashed is still in the processor's cache.
@@ -101,16 +117,16 @@ def write_tensors(
                 hashed.update(piece)
                 file.write(piece)
 
-        write(memoryview(struct.pack("<Q", len(text)) + text))
+        write(memoryview(header.data))
         for index, entry in enumerate(entries):
-            tensor = produce(index).detach().to("cpu").contiguous()
+            # A conjugated or negated view has its values by a flag, and others in its memory.
+            tensor = produce(index).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
             if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
                 raise AssertionError(f"{entry} was announced, {tensor.dtype} {tuple(tensor.shape)} came")
             write(memory_of(tensor))
         file.flush()
         os.fsync(file.fileno())
-    start = 8 + len(text)
-    return WrittenFile(start + position, BLOCK_BYTES, hashed.digests(), [start + begin for begin in begins])
+    return WrittenFile(header.num_bytes, BLOCK_BYTES, hashed.digests(), header.begins)
 
 
 @contextmanager
@@ -127,7 +143,8 @@ def opened(path: Path) -> Iterator[int]:
 
 def is_damage(error: OSError | EOFError) -> bool:
     """Whether what was raised says that a file is not what was written, and not that this process can't read it now."""
-    return isinstance(error, EOFError) or error.errno in (errno.EIO, errno.ENOENT, errno.ELOOP, errno.EINVAL)
+    damage = (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
+    return isinstance(error, EOFError) or error.errno in damage
 
 
 def read_into(descriptor: int, buffers: Sequence[memoryview], begin: int) -> None:
@@ -144,8 +161,40 @@ def read_into(descriptor: int, buffers: Sequence[memoryview], begin: int) -> Non
             waiting[0] = waiting[0][got:]
 
 
+class StoredTensor(NamedTuple):
+    """A tensor of a file, by the file's header."""
+
+    entry: TensorEntry
+    begin: int  # The byte at which its data begins
+
+
+def read_entries(descriptor: int, num_bytes: int) -> list[StoredTensor]:
+    """The tensors of a file of this length; a ValueError says why it is no whole safetensors file."""
+    start, header = _read_header(descriptor, num_bytes)
+    found = []
+    for name, at in header.items():
+        if name == "__metadata__":
+            continue
+        if (word := at["dtype"]) not in DTYPES:
+            raise ValueError(f"{name} has the dtype {word}, expected one of {', '.join(DTYPES)}")
+        entry, (begin, end) = TensorEntry(name, DTYPES[word], tuple(at["shape"])), at["data_offsets"]
+        if end - begin != entry.num_bytes or not 0 <= begin <= end:
+            raise ValueError(
+                f"{name} of shape {entry.shape} in {word} needs {entry.num_bytes} bytes, got {end - begin}"
+            )
+        if start + end > num_bytes:
+            raise ValueError(f"it is cut: {name} ends at byte {start + end}, and the file has {num_bytes}")
+        found.append(StoredTensor(entry, start + begin))
+    return found
+
+
 def read_metadata(descriptor: int, num_bytes: int) -> dict[str, str]:
     """The metadata in the header of a file of this length; a ValueError says why it is no safetensors file."""
+    return {str(key): str(value) for key, value in _read_header(descriptor, num_bytes)[1]["__metadata__"].items()}
+
+
+def _read_header(descriptor: int, num_bytes: int) -> tuple[int, dict[str, Any]]:
+    """Where the data of a file of this length begins, and its header, which has metadata."""
     if num_bytes < 8:
         raise ValueError(f"no safetensors file: {num_bytes} bytes are too short")
     length = struct.unpack("<Q", read_bytes(descriptor, 8, 0))[0]
@@ -153,10 +202,10 @@ def read_metadata(descriptor: int, num_bytes: int) -> dict[str, str]:
         raise ValueError(f"no safetensors file: a header of {length} bytes in {num_bytes}")
     try:
         header = json.loads(read_bytes(descriptor, length, 8).decode())
-        metadata = header.get("__metadata__", {})
-        return {str(key): str(value) for key, value in metadata.items()}
+        header.setdefault("__metadata__", {}).items()
     except (ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"no safetensors file: its header can't be read ({type(error).__name__}: {error})") from error
+    return 8 + length, header
 
 
 def read_bytes(descriptor: int, num_bytes: int, begin: int) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scale_core.errors import DamagedSnapshotError
@@ -11,7 +12,7 @@ from scale_core.snapshot.format.checksums import BlockChecksums, ranges_of
 from scale_core.snapshot.format.metadata import Manifest, read_manifest
 from scale_core.snapshot.format.safetensors_io import is_damage, opened, read_into, read_metadata
 
-_PIECE_BYTES = 256 << 10  # Read and hashed at once: both ends stay in the processor's cache.
+_PIECE_BYTES = 1 << 20  # Read and hashed at once, so that the processor still has in its cache what is hashed.
 _NAMED = 10
 
 BlockRanges = Mapping[str, Iterable[tuple[int, int]]]
@@ -112,39 +113,59 @@ def _identity_refusal(descriptor: int, num_bytes: int, save: str) -> str:
     return "" if found == save else f"is of another save: it has the identity {found}, and the manifest {save}"
 
 
-def share_of_unread(
-    manifest: Manifest, read: Iterable[BlockRanges], rank: int, size: int
-) -> dict[str, list[tuple[int, int]]]:
-    """This rank's share of the blocks that no rank reads, which are verified as well."""
-    taken: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
-    for ranges in read:
-        for name, blocks in ranges.items():
-            taken[name] += blocks
-    left: list[tuple[str, int, int]] = []
-    for name, file in manifest.files.items():
-        position = 0
-        for first, last in [*sorted(taken[name]), (len(file.checksums), len(file.checksums))]:
-            if position < first:
-                left.append((name, position, first))
-            position = max(position, last)
-    return _cut(left, rank, size)
+@dataclass(frozen=True)
+class RankReads:
+    """What a rank is going to read, and the host whose cache of files it is going to come from."""
+
+    host: str
+    blocks: BlockRanges
 
 
-def _cut(left: list[tuple[str, int, int]], rank: int, size: int) -> dict[str, list[tuple[int, int]]]:
-    """The part of a list of ranges that is the rank's, by number of blocks."""
-    total = sum(last - first for _, first, last in left)
-    begin, end = total * rank // size, total * (rank + 1) // size
+def blocks_to_verify(manifest: Manifest, reads: Sequence[RankReads], rank: int) -> dict[str, list[tuple[int, int]]]:
+    """A rank's share, so that each host verifies what its ranks read, once, and all together what nobody reads."""
+    neighbours = [other for other, theirs in enumerate(reads) if theirs.host == reads[rank].host]
+    read_here = _union([reads[other].blocks for other in neighbours])
+    here = _share(read_here, neighbours.index(rank), len(neighbours))
+    read = _union([theirs.blocks for theirs in reads])
+    unread = {name: _gaps(read.get(name, []), len(file.checksums)) for name, file in manifest.files.items()}
+    rest = _share(unread, rank, len(reads))
+    names = dict.fromkeys([*here, *rest])
+    return {name: sorted([*here.get(name, ()), *rest.get(name, ())]) for name in names}
+
+
+def _union(reads: Sequence[BlockRanges]) -> dict[str, list[tuple[int, int]]]:
+    """The blocks that are in any of them: sorted ranges that do not overlap."""
+    everything: dict[str, list[tuple[int, int]]] = {}
+    for blocks in reads:
+        for name, ranges in blocks.items():
+            everything.setdefault(name, []).extend(ranges)
+    merged: dict[str, list[tuple[int, int]]] = {}
+    for name, ranges in everything.items():
+        into = merged.setdefault(name, [])
+        for first, last in sorted(ranges):
+            if into and first <= into[-1][1]:
+                into[-1] = (into[-1][0], max(last, into[-1][1]))
+            else:
+                into.append((first, last))
+    return merged
+
+
+def _gaps(ranges: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
+    """The ranges of `[0, total)` that lie between sorted ones."""
+    edges = [0, *itertools.chain.from_iterable(ranges), total]
+    return [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
+
+
+def _share(blocks: Mapping[str, Sequence[tuple[int, int]]], index: int, count: int) -> dict[str, list[tuple[int, int]]]:
+    """The part with this index, of `count` with equal numbers of blocks."""
+    total = sum(last - first for ranges in blocks.values() for first, last in ranges)
+    begin, end = total * index // count, total * (index + 1) // count
     mine: dict[str, list[tuple[int, int]]] = {}
     before = 0
-    for name, first, last in left:
-        low, high = max(begin - before, 0), min(end - before, last - first)
-        if low < high:
-            mine.setdefault(name, []).append((first + low, first + high))
-        before += last - first
+    for name, ranges in sorted(blocks.items()):
+        for first, last in ranges:
+            low, high = max(begin - before, 0), min(end - before, last - first)
+            if low < high:
+                mine.setdefault(name, []).append((first + low, first + high))
+            before += last - first
     return mine
-
-
-def united(one: BlockRanges, other: BlockRanges) -> dict[str, list[tuple[int, int]]]:
-    """The blocks of both, which have none in common."""
-    names = dict.fromkeys(itertools.chain(one, other))
-    return {name: sorted([*one.get(name, ()), *other.get(name, ())]) for name in names}

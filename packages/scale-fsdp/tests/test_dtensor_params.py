@@ -1,0 +1,261 @@
+"""Parameters that torch's own `parallelize_module` has made DTensors, on another dimension of the mesh."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from scale_core import snapshot
+from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 16, 8, 2, 6
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(WIDTH, 20, bias=False), nn.Linear(WIDTH, 20, bias=False)
+        self.w2 = nn.Linear(20, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = RMSNorm(), RMSNorm()
+        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointing:
+            return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+        return self.body(x)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, checkpointing: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.output = RMSNorm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for layer in self.layers:
+            layer.checkpointing = checkpointing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def parallel(model: Llama, mesh: DeviceMesh) -> Llama:
+    """torch's plan of tensor and sequence parallelism for such a model."""
+    outer = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    inner = {
+        "attention_norm": SequenceParallel(),
+        "attention": gather,
+        **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": gather,
+        **{f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")},
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh, outer)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, inner)
+    return model
+
+
+def sharded(mesh: DeviceMesh, **kwargs: Any) -> Llama:
+    model = parallel(Llama(**kwargs), mesh["tp"])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard([model.norm, model.output], mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def loss_of(model: nn.Module, step: int, mesh: DeviceMesh | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=generator)
+    if mesh is not None:
+        tokens = tokens.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, steps: range) -> list[float]:
+    norms = []
+    for step in steps:
+        loss_of(model, step, mesh).backward()
+        clip = getattr(model, "clip_grad_norm_", None) if step % 2 else None
+        params = list(model.parameters())
+        norms.append(float(clip(0.5) if clip else torch.nn.utils.clip_grad_norm_(params, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 2e-6) -> list[str]:
+    if list(found) != list(expected):
+        return [f"names {list(found)}"]
+    return [name for name in expected if not torch.allclose(found[name], expected[name], atol=atol)]
+
+
+def train_beside(folder: str, checkpointing: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, model = Llama(), sharded(mesh, checkpointing=checkpointing)
+    wrong = differences(model.state_dict(), plain.state_dict(), atol=0)
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        wrong.append("parameters() yields a DTensor")
+    kinds: set[type] = set()
+    model.layers[0].attention.wq.register_forward_hook(lambda module, *_: kinds.add(type(module.weight)))
+    optimizers = adamw(plain), adamw(model)
+    expected = train(plain, optimizers[0], None, range(3))
+    norms = train(model, optimizers[1], mesh, range(3))
+    if norms != pytest.approx(expected, rel=1e-5):
+        wrong.append(f"norms {norms} for {expected}")
+    if kinds != {DTensor}:
+        wrong.append(f"computed with {kinds}")
+    wrong += differences(model.state_dict(), plain.state_dict())
+    if checkpointing:
+        return wrong
+    with model.summon_full_params(), torch.no_grad():
+        weight = model.layers[0].attention.wq.weight
+        if not isinstance(weight, DTensor) or tuple(weight.shape) != (WIDTH, WIDTH):
+            wrong.append("summoned in another form")
+        weight.mul_(2)
+    plain.layers[0].attention.wq.weight.data.mul_(2)
+    wrong += differences(model.state_dict(), plain.state_dict())
+    # Out and in: a snapshot, and whole tensors.
+    snapshot.save(folder, 1, {"model": model, "optimizer": optimizers[1]})
+    other = sharded(mesh, seed=5)
+    other_optimizer = adamw(other)
+    snapshot.load(folder, {"model": other, "optimizer": other_optimizer})
+    wrong += [f"loaded {name}" for name in differences(other.state_dict(), model.state_dict(), atol=0)]
+    train(plain, optimizers[0], None, range(3, 5))
+    train(other, other_optimizer, mesh, range(3, 5))
+    wrong += [f"resumed {name}" for name in differences(other.state_dict(), plain.state_dict(), atol=5e-6)]
+    other.load_state_dict(Llama().state_dict())
+    wrong += [f"given {name}" for name in differences(other.state_dict(), Llama().state_dict(), atol=0)]
+    return wrong
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_llama_under_torch_s_plan_trains_is_saved_and_loaded_as_on_one_process(checkpointing: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_ranks(train_beside, 4, folder, checkpointing) == [[]] * 4
+
+
+def clip_mixed() -> list[str]:
+    """Shards, DTensors beside them whose gradient is a partial sum, and plain parameters, in one call."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = nn.ParameterList([torch.randn(4, 3), torch.randn(6), torch.randn(2)])
+    for param in plain:
+        param.grad = torch.randn_like(param)
+    layer = nn.Linear(3, 4, bias=False)
+    parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    fully_shard(layer, mesh=mesh["dp"])
+    mine = next(layer.parameters())
+    rank = dist.get_rank()
+    mine.grad = plain[0].grad.chunk(2)[rank].clone()
+    beside = nn.Parameter(distribute_tensor(plain[1].detach(), mesh["tp"], [Replicate()]))
+    from torch.distributed.tensor import Partial
+
+    summand = plain[1].grad / 4 * (1 if rank == 0 else 3)
+    beside.grad = DTensor.from_local(summand, mesh["tp"], [Partial()], run_check=False)
+    split = nn.Parameter(distribute_tensor(plain[2].detach(), mesh["tp"], [Shard(0)]))
+    split.grad = distribute_tensor(plain[2].grad, mesh["tp"], [Shard(0)])
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    norm = torch.nn.utils.clip_grad_norm_([mine, beside, split], 0.5)
+    wrong = [] if torch.allclose(norm, expected) else [f"norm {norm} for {expected}"]
+    if not torch.allclose(mine.grad, plain[0].grad.chunk(2)[rank]):
+        wrong.append("the shard's gradient")
+    for param, whole in ((beside, plain[1]), (split, plain[2])):
+        if not torch.allclose(param.grad.full_tensor(), whole.grad):
+            wrong.append(f"the gradient in {param.grad.placements}")
+    return wrong
+
+
+def test_one_norm_is_of_shards_and_dtensors_together() -> None:
+    assert run_ranks(clip_mixed, 2) == [[], []]
+
+
+def refuse() -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    messages = []
+    for placements, kwargs in (([Shard(0), Shard(1)], {}), ([Replicate(), Shard(0)], {"flatten_parameters": True})):
+        layer = nn.Linear(4, 4, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, placements))
+        with pytest.raises((TypeError, ValueError)) as caught:
+            fully_shard(layer, mesh=mesh["dp"], **kwargs)
+        messages.append(str(caught.value))
+    layer = nn.Linear(4, 4, bias=False)
+    parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    for each, ranks in ((layer, mesh["tp"]), (copy.deepcopy(nn.Linear(4, 4, device="meta")), mesh["dp"])):
+        if each is not layer:
+            parallelize_module(each, mesh["tp"], ColwiseParallel())
+        with pytest.raises((TypeError, ValueError)) as caught:
+            fully_shard(each, mesh=ranks)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_can_t_be_sharded_further_is_refused_by_name() -> None:
+    for several, flat, same_axis, meta in run_ranks(refuse, 2):
+        assert "'weight' is a DTensor with the placements" in several and "Shard along one of them" in several
+        assert "'weight' is divided between ranks by its layer" in flat
+        assert "fully_shard: 'weight' is a part [2, 4] of a parameter [4, 4]" in same_axis
+        assert "is a DTensor on the meta device" in meta and "init=False" in meta

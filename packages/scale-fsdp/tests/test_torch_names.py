@@ -1,0 +1,331 @@
+"""torch's own names: what FSDP2's `fully_shard` takes and adds to a module, and a program written for it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fsdp_beside import noise
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+from scale_core.comm.group import group_of
+from scale_core.testing import run_ranks
+from scale_fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, UnshardHandle, fully_shard
+from scale_fsdp.runtime.unit import unit_of, units_in
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.ffn_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention_norm(x)
+        q, k, v = (w(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        x = x + self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.ffn_norm(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, vocabulary: int = 17, width: int = 8, heads: int = 2, layers: int = 3) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(6, width)
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def program(api: Any, half: bool, clips: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """A training script written for FSDP2; `api` is where its names are imported from."""
+    rank, world = group_of().rank, group_of().size
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = Transformer()
+    start = copy.deepcopy(model.state_dict())
+    kwargs: dict[str, Any] = {"mesh": mesh, "offload_policy": api.OffloadPolicy()}
+    if half:
+        kwargs["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        api.fully_shard(layer, reshard_after_forward=True, **kwargs)
+    api.fully_shard([model.norm, model.output], **kwargs)
+    api.fully_shard(model, **kwargs)
+    assert isinstance(model, Transformer) and isinstance(model, api.FSDPModule)
+    for here, following in zip(model.layers, model.layers[1:], strict=False):
+        here.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([here])
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    set_model_state_dict(model, start, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        model.unshard()
+        for micro_batch in range(2):
+            last = micro_batch == 1
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
+            tokens = torch.randint(17, (2, 7), generator=generator)
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()) / 2
+            loss.backward()
+            losses.append(loss.item())
+        if clips:
+            losses.append(float(norm_of(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5))))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:  # As a checkpoint, out and in.
+            state, state_of_optimizer = (
+                get_model_state_dict(model, options=options),
+                get_optimizer_state_dict(model, optimizer, options=options),
+            )
+            if rank != 0:
+                state, state_of_optimizer = {}, {}
+            whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(model, state, options=whole)
+            set_optimizer_state_dict(model, optimizer, state_of_optimizer, options=whole)
+    return losses, get_model_state_dict(model, options=options)
+
+
+def norm_of(norm: Tensor) -> Tensor:
+    """What torch's DTensor has as `full_tensor()`."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def run_both(half: bool, clips: bool) -> tuple[Any, Any]:
+    apis = map(importlib.import_module, ("torch.distributed.fsdp", "scale_fsdp"))
+    theirs, ours = (program(api, half, clips) for api in apis)
+    return theirs, ours
+
+
+def test_a_program_written_for_fsdp2_computes_the_same_with_one_import_changed() -> None:
+    for (theirs, their_state), (ours, our_state) in run_ranks(run_both, 2, False, True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+        assert list(our_state) == list(their_state)
+        torch.testing.assert_close(dict(our_state), dict(their_state), rtol=1e-5, atol=1e-6)
+
+
+def test_so_does_one_in_bf16_to_the_bit() -> None:
+    for (theirs, their_state), (ours, our_state) in run_ranks(run_both, 2, True, False):
+        assert ours == theirs
+        assert all(torch.equal(our_state[name], whole) for name, whole in their_state.items())
+
+
+@pytest.mark.parametrize(
+    "argument, line",
+    [
+        ("process_group", "mesh="),
+        ("mixed_precision", "mp_policy=MixedPrecisionPolicy"),
+        ("compute_dtype", "mp_policy=MixedPrecisionPolicy"),
+        ("fp32_reduce_scatter", "reduce_dtype=torch.float32"),
+        ("move_params_to_cpu", r"offload_policy=CPUOffloadPolicy\(\)"),
+        ("move_grads_to_cpu", "FullyShardedDataParallel"),
+        ("state_dict_device", "full_state_dict"),
+        ("state_dict_on_rank_0_only", "full_state_dict"),
+        ("shard_placement_fn", "atom="),
+        ("dp_mesh_dims", "mesh="),
+    ],
+)
+def test_another_library_s_name_of_an_argument_says_what_to_write(argument: str, line: str) -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=f"fully_shard: there is no argument {argument}=; write .*{line}"):
+        fully_shard(layer, **{argument: None})
+    assert type(layer) is nn.Linear
+
+
+def test_arguments_of_the_wrong_kind_are_refused() -> None:
+    for wrong, message in (
+        ({"module": []}, "got an empty list"),
+        ({"module": [nn.Linear(2, 2), "x"]}, "expected an nn.Module or a list of them, got str"),
+        ({"module": nn.Linear(2, 2), "offload_policy": "cpu"}, "offload_policy: expected"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            fully_shard(**wrong)
+
+
+def test_pinned_memory_can_be_declined() -> None:
+    for policy, params_on_host, pins in (
+        (OffloadPolicy(), False, True),
+        (CPUOffloadPolicy(), True, True),
+        (CPUOffloadPolicy(pin_memory=False), True, False),
+    ):
+        unit = unit_of(fully_shard(nn.Linear(2, 2), offload_policy=policy))
+        assert unit is not None
+        placement = unit.options.placement
+        found = placement.params_on_host, placement.grads_on_host, placement.pin_memory
+        assert found == (params_on_host, params_on_host, pins)
+        assert unit.buffers[0].devices.pin_memory is pins
+
+
+class Grouped(nn.Module):
+    """Two modules that are one unit, the second of which runs after another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.middle, self.last = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, to_the_end: bool = True) -> Tensor:
+        x = self.middle(self.first(x).tanh())
+        return self.last(x) if to_the_end else x
+
+
+def train_a_group() -> list[str]:
+    wrong, plain, rank = [], Grouped(), group_of().rank
+    model = copy.deepcopy(plain)
+    fully_shard(model.middle)
+    assert fully_shard([model.first, model.last]) == [model.first, model.last]
+    fully_shard(model)
+    unit = unit_of(model.first)
+    assert unit is not None and unit is unit_of(model.last) and units_in(model).count(unit) == 1
+    wrong += [name for name, whole in model.state_dict().items() if not torch.equal(whole, plain.state_dict()[name])]
+    if list(model.state_dict()) != list(plain.state_dict()):
+        wrong.append(f"names {list(model.state_dict())}")
+    between: list[bool] = []
+    model.middle.register_forward_hook(lambda *_: between.append(unit.gathered))
+    for to_the_end in (True, False, True):
+        inputs = [noise(4, 3, seed=seed) for seed in range(group_of().size)]
+        sum(plain(x, to_the_end).square().mean() / len(inputs) for x in inputs).backward()
+        model(inputs[rank], to_the_end).square().mean().backward()
+        if unit.gathered:
+            wrong.append("stays gathered")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for optimizer in optimizers:
+        optimizer.step()
+    copied, whole = copy.deepcopy(model), model.state_dict()
+    for name, expected in plain.state_dict().items():
+        if not torch.allclose(whole[name], expected, atol=1e-6):
+            wrong.append(f"{name} differs")
+    wrong += [f"copied {name}" for name, tensor in copied.state_dict().items() if not torch.equal(tensor, whole[name])]
+    model.load_state_dict(Grouped().state_dict())
+    wrong += [f"loaded {n}" for n, t in Grouped().state_dict().items() if not torch.equal(t, model.state_dict()[n])]
+    return wrong if between == [True] * 3 else [*wrong, f"gathered in between: {between}"]
+
+
+def test_several_modules_are_one_unit_that_is_gathered_from_the_first_to_the_last() -> None:
+    assert run_ranks(train_a_group, 2) == [[], []]
+
+
+def ignore_a_parameter() -> list[str]:
+    wrong, rank = [], group_of().rank
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    left = model[0].weight
+    fully_shard(model, ignored_params={left})
+    for _ in range(2):
+        model(noise(2, 3, seed=rank)).sum().backward()
+    if model[0].weight is not left or left.shape != (3, 3) or left.grad is None:
+        wrong.append("it was sharded")
+    everyone = [torch.empty_like(left.grad) for _ in range(2)]
+    torch.distributed.all_gather(everyone, left.grad)
+    if torch.equal(*everyone):
+        wrong.append("its gradient was averaged")
+    if not torch.equal(model.state_dict()["0.weight"], left):
+        wrong.append("it is not in the state")
+    return wrong
+
+
+def test_ignored_parameters_stay_whole_and_their_gradients_as_they_are() -> None:
+    assert run_ranks(ignore_a_parameter, 2) == [[], []]
+
+
+def keep_or_release_the_root() -> dict[Any, bool]:
+    found = {}
+    for reshard in (None, True, False):
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(3, 3)), nn.Linear(3, 3)), reshard_after_forward=reshard)
+        unit = unit_of(model)
+        loss = model(noise(2, 3)).sum()
+        found[reshard] = unit.gathered
+        loss.backward()
+    model.set_reshard_after_forward(True)
+    model(noise(2, 3)).sum()
+    return {**found, "set": unit.gathered}
+
+
+def test_only_none_lets_the_first_unit_decide_for_itself() -> None:
+    assert run_ranks(keep_or_release_the_root, 2)[0] == {None: True, True: False, False: True, "set": False}
+
+
+def divide_by_another_factor() -> list[str]:
+    wrong = []
+    for mesh in (None, init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))):
+        plain = fully_shard(nn.Linear(3, 2), mesh)
+        scaled = fully_shard(copy_of(plain), mesh)
+        scaled.set_gradient_divide_factor(1.0)
+        for model in (plain, scaled):
+            model(noise(2, 3, seed=group_of().rank)).square().sum().backward()
+        pairs = zip(plain.parameters(), scaled.parameters(), strict=True)
+        if not all(torch.equal(a.grad * 2, b.grad) for a, b in pairs):
+            wrong.append(f"{mesh}")
+    return wrong
+
+
+def copy_of(model: nn.Module) -> nn.Linear:
+    layer = nn.Linear(3, 2)
+    layer.load_state_dict(model.state_dict())
+    return layer
+
+
+def test_gradients_are_divided_by_the_factor_that_was_set() -> None:
+    assert run_ranks(divide_by_another_factor, 2) == [[], []]
+
+
+def test_fsdp2_s_methods_are_there_and_those_that_can_t_be_say_what_to_do() -> None:
+    from torch.distributed.fsdp import FSDPModule as Theirs
+
+    assert [name for name in vars(Theirs) if not name.startswith("_") and not hasattr(FSDPModule, name)] == []
+    model = fully_shard(nn.Linear(2, 2))
+    model.set_requires_all_reduce(False)  # Without replicas nothing is left to switch off.
+    model.set_reduce_scatter_unused_params(True)
+    model.set_force_sum_reduction_for_comms(True)
+    handle = model.unshard(async_op=True)
+    assert isinstance(handle, UnshardHandle)
+    handle.wait()
+    model.reshard()
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
+        with pytest.raises(NotImplementedError, match=f"{name} is FSDP2's alone: .* "):
+            getattr(model, name)(None)
+    with pytest.warns(UserWarning, match="set_unshard_in_backward has no effect here"):
+        model.set_unshard_in_backward(False)
+    with pytest.raises(ValueError, match="expected a factor above 0"):
+        model.set_gradient_divide_factor(0.0)
+    with pytest.raises(TypeError, match="expected True or False, got 2"):
+        model.set_reshard_after_forward(2)
+
+
+def switch_replicas_off() -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(ValueError, match="over the shards alone") as caught:
+        model.set_requires_all_reduce(False)
+    return str(caught.value)
+
+
+def test_a_reduction_without_replicas_is_refused_by_name() -> None:
+    assert all("set_requires_gradient_sync(False)" in message for message in run_ranks(switch_replicas_off, 2))
+
+
+def test_a_pass_that_was_cut_off_is_ended_by_hand() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    loss = model(noise(1, 2)).sum()
+    model.reset_iter_state()
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
