@@ -62,8 +62,9 @@ def faults() -> str:
     rows.append(["all", str(len(every)), str(len({test for _, tests in every for test in tests}))])
     table = Table("", ["faults of", "tried, and end as the guide says", "tests"], rows)
     return (
-        "Each row of the [guide of faults](faults.md#what-comes-of-each-fault) is a fault with what comes of it and the "
-        f"tests that show it. None ends in a wrong number, a wait without a limit or a lost snapshot.\n{_body(table)}"
+        "Each row of the [guide of faults](faults.md#what-comes-of-each-fault) is a fault with what comes of it "
+        "and the tests that show it. None ends in a wrong number, a wait without a limit or a lost snapshot.\n"
+        f"{_body(table)}"
     )
 
 
@@ -79,11 +80,11 @@ def soak(figures: Figures) -> str:
     trainings = ", ".join(f"{count} {kind}" for kind, count in sorted(found["trainings"].items()))
     table = Table("", ["fault", "happened", "steps lost, on average", "back after, median"], rows)
     return (
-        f"{found.get('minutes', 30):.0f} minutes of training on 2 ranks under torchrun, seed {found['seed']}: trainings "
-        f"of 40 steps ({trainings}), {found['steps']} steps, {number} faults, a snapshot every 4 steps. "
-        f"{found['snapshots']} snapshots were read again: none was damaged, none differed from the undisturbed run's, "
-        "nor did a loss or a final weight, to the bit; no process and no temporary file was left. Frozen ranks are "
-        f"waited for 15 s.\n{_body(table)}"
+        f"{found.get('minutes', 30):.0f} minutes of training on 2 ranks under torchrun, seed {found['seed']}: "
+        f"trainings of 40 steps ({trainings}), {found['steps']} steps, {number} faults, a snapshot every 4 steps. "
+        f"{found['snapshots']} snapshots were read again: none was damaged, none differed from the undisturbed "
+        "run's, nor did a loss or a final weight, to the bit; no process and no temporary file was left. Frozen "
+        f"ranks are waited for 15 s.\n{_body(table)}"
     )
 
 
@@ -119,9 +120,10 @@ def bad_inputs(figures: Figures) -> str:
     rows.append(["all", str(sum(callables.values())), *map(str, total)])
     heads = ["", "functions and classes", "clear error", "unclear error", "taken"]
     return (
-        f"{sum(total)} calls, each with one argument of a wrong type or value: None, text in the place of a number or a "
-        "list, numbers below zero and no numbers, a class in the place of an object. A clear error is a `ValueError`, a "
-        "`TypeError` or one of [the tree](errors.md) that names the argument, or says what was expected and what came.\n"
+        f"{sum(total)} calls, each with one argument of a wrong type or value: None, text in the place of a number or "
+        "a list, numbers below zero and no numbers, a class in the place of an object. A clear error is a "
+        "`ValueError`, a `TypeError` or one of [the tree](errors.md) that names the argument, or says what was "
+        "expected and what came.\n"
         f"{_body(Table('', heads, rows))}"
     )
 
@@ -153,11 +155,12 @@ def snapshots(figures: Figures) -> str:
 
 def _cost_of_checksums(figures: Figures) -> list[str]:
     by = {(each["operation"], each["way"]): each["seconds"] for each in figures}
-    told = [
-        f"{operation} {100 * (median(a / b for a, b in zip(seconds, by[operation, 'unverified'], strict=True)) - 1):+.0f} %"
+    added = {
+        operation: median(a / b for a, b in zip(seconds, by[operation, "unverified"], strict=True)) - 1
         for (operation, way), seconds in by.items()
         if way == "snapshot" and (operation, "unverified") in by
-    ]
+    }
+    told = [f"{operation} {100 * share:+.0f} %" for operation, share in added.items()]
     return [f"What the checksums add to the time: {', '.join(told)}."] if told else []
 
 
@@ -171,8 +174,8 @@ def async_save(figures: Figures) -> str:
         rows.append([name, f"{1e3 * stall:.0f} ms", f"{stall / copy:.2f}", done, f"{each['extra_memory']:.2f}"])
     heads = ["", "stall of the step", "over a plain copy", "until it is saved", "extra memory, of the state"]
     return (
-        f"{figures[0]['held_mb']:.0f} MB of state on each of 2 ranks: the time until the call returns, against a clone of "
-        f"the same tensors, and the time until the snapshot is there.\n{_body(Table('', heads, rows))}"
+        f"{figures[0]['held_mb']:.0f} MB of state on each of 2 ranks: the time until the call returns, against a clone "
+        f"of the same tensors, and the time until the snapshot is there.\n{_body(Table('', heads, rows))}"
     )
 
 
@@ -194,9 +197,9 @@ def page() -> str:
     """The whole page."""
     parts = [
         "# Reliability in figures",
-        "What was tried, what it cost, and how fast snapshots are. `benchmarks/figures.py` makes this page from the newest "
-        "files in `benchmarks/results/`, and from the [guide of faults](faults.md); each section says when and where its "
-        "figures were measured. Times on a machine with other work are longer than on a quiet one: read the load.",
+        "What was tried, what it cost, and how fast snapshots are. `benchmarks/figures.py` makes this page from the "
+        "newest files in `benchmarks/results/`, and from the [guide of faults](faults.md); each section says when "
+        "and where its figures were measured. Times on a machine with other work are longer than on a quiet one: read the load.",
     ]
     for title, name, told in SECTIONS:
         parts.append(f"## {title}")
