@@ -199,7 +199,8 @@ def page() -> str:
         "# Reliability in figures",
         "What was tried, what it cost, and how fast snapshots are. `benchmarks/figures.py` makes this page from the "
         "newest files in `benchmarks/results/`, and from the [guide of faults](faults.md); each section says when "
-        "and where its figures were measured. Times on a machine with other work are longer than on a quiet one: read the load.",
+        "and where its figures were measured. Times on a machine with other work are longer "
+        "than on a quiet one: read the load.",
     ]
     for title, name, told in SECTIONS:
         parts.append(f"## {title}")
