@@ -59,7 +59,7 @@ def gather_full_param(part: Tensor, shard: Shard, group: Group, limit_seconds: f
 
 def gather_parts(mine: Sequence[tuple[str, Part]], contract: Contract, event: Event) -> list[list[Part]]:
     """Returns which elements each rank has, by rank, of each of these parameters; the same ones on all ranks."""
-    by_rank = all_gather_json(mine, contract, event)
+    by_rank = all_gather_json(mine, contract, event.phase)  # Whose names differ is told below.
     for names in zip_longest(*([name for name, _ in rows] for rows in by_rank), fillvalue="none"):
         if len(set(names)) > 1:
             raise ContractError(
