@@ -4,8 +4,8 @@ Begin with `trainer`; `fabric` has the same three for Fabric. Below them: `optim
 optimizer and whole states of sharded ones, `checkpoints` saves and loads folders of which each rank writes its part.
 """
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY as _FABRIC
-from lightning.pytorch.strategies import StrategyRegistry as _TRAINER
+from lightning.fabric.strategies import STRATEGY_REGISTRY as _FABRIC_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry as _TrainerRegistry
 
 from scale_lightning.fabric import FabricScaleFSDPStrategy, FabricScaleOSSStrategy, FabricScaleShardedDDPStrategy
 from scale_lightning.trainer import ScaleFSDPStrategy, ScaleOSSStrategy, ScaleShardedDDPStrategy
@@ -20,7 +20,7 @@ __all__ = [
     "ScaleShardedDDPStrategy",
 ]
 
-for _registry, _prefix in ((_TRAINER, ""), (_FABRIC, "Fabric")):
+for _registry, _prefix in ((_TrainerRegistry, ""), (_FABRIC_REGISTRY, "Fabric")):
     for _name, _strategy, _description in (
         ("scale_fsdp", "ScaleFSDPStrategy", "Parameters, gradients and optimizer state sharded (scale-fsdp)"),
         ("scale_oss", "ScaleOSSStrategy", "Optimizer state sharded, under DistributedDataParallel (scale-oss)"),
