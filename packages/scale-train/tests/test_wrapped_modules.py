@@ -79,7 +79,7 @@ def test_a_module_that_stands_at_two_places_is_wrapped_once_before_what_holds_it
 
 def test_it_shards_as_the_configuration_says():
     config = FSDPConfig(reshard_after_forward=False, mixed_precision=MixedPrecisionPolicy(torch.bfloat16))
-    model = fully_shard(with_wrapped_modules(Model(), {BLOCKS}, config), **config.as_kwargs())
+    model = config.shard(with_wrapped_modules(Model(), {BLOCKS}, config))
     units = describe(model).units
     assert [unit.name for unit in units] == ["", "layers.0", "layers.1", "layers.2"]
     assert all(unit.buffers[0].compute_dtype is torch.bfloat16 and not unit.reshard_after_forward for unit in units)
@@ -130,7 +130,7 @@ def train(activation_checkpointing: bool) -> tuple[list[Tensor], int]:
     """The weights after three steps, and how often a block ran in one of them; dropout takes part."""
     config = FSDPConfig()
     model = with_wrapped_modules(Model(), {BLOCKS}, config, activation_checkpointing)
-    model = fully_shard(model, **config.as_kwargs())
+    model = config.shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(torch.distributed.get_rank())
     for _ in range(3):

@@ -57,6 +57,7 @@ _REPLACED = {
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_M = TypeVar("_M", bound=nn.Module)
 
 
 def _delegate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[FullyShardedDataParallel, _P], _R]:
@@ -377,6 +378,15 @@ class FSDPConfig:
         """Returns as keyword arguments what differs from the defaults."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name, value in self._items() if value != defaults[name]}
+
+    def shard(self, module: _M) -> _M:
+        """Shards the module in place by these arguments, children first, and returns it; see `fully_shard`.
+
+        Raises:
+            ValueError: As for `FullyShardedDataParallel`.
+        """
+        shard_as_fairscale(module, **self.as_kwargs())
+        return module
 
     def wrap(self, module: nn.Module) -> FullyShardedDataParallel:
         """Returns a wrapper around the module, sharded by these arguments; `.module` gives it back.

@@ -14,7 +14,7 @@ from torch import nn
 
 from scale_checkpoint import checkpoint_wrapper, is_checkpointed
 from scale_checkpoint.wrapper import modules_by_name
-from scale_fsdp import FSDPConfig, fully_shard
+from scale_fsdp import FSDPConfig
 from scale_fsdp.runtime.unit import unit_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -31,10 +31,10 @@ def with_wrapped_modules(
     The model itself has no name and is not matched: shard it at last, around the rest, with the same configuration.
 
         >>> from torch import nn
-        >>> from scale_fsdp import FSDPConfig, fully_shard
+        >>> from scale_fsdp import FSDPConfig
         >>> blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         >>> model = with_wrapped_modules(nn.Sequential(*blocks), {r"\d+"}, FSDPConfig(), activation_checkpointing=True)
-        >>> model = fully_shard(model, **FSDPConfig().as_kwargs())
+        >>> model = FSDPConfig().shard(model)
 
     Args:
         model: Changed in place.
@@ -69,7 +69,7 @@ def with_wrapped_modules(
         if activation_checkpointing:
             checkpoint_wrapper(module)
         if fsdp_config is not None:
-            fully_shard(module, **fsdp_config.as_kwargs())
+            fsdp_config.shard(module)
     return model
 
 
