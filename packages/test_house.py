@@ -383,6 +383,25 @@ def test_public_names_live_where_they_are_imported_from(package: str) -> None:
             assert value.__module__ in homes, f"{name} says that it lives in {value.__module__}"
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_one_thing_has_one_name_in_all_packages(package: str) -> None:
+    """Ranks are given as `process_group=` or as a mesh, as torch's wrappers are, and each wait has `limit_seconds=`.
+
+    Functions of scale_core that carry out one operation take `group`, as those of torch.distributed do.
+    """
+    module, wrong = importlib.import_module(import_name(package)), []
+    for name in public_names(module):
+        of_it = getattr(module, name)
+        members = [of_it, *(vars(of_it).values() if isinstance(of_it, type) else ())]
+        for function in filter(inspect.isfunction, members):
+            for parameter in inspect.signature(function).parameters.values():
+                ranks = "GroupLike" in str(parameter.annotation)
+                named_well = parameter.name.endswith(("process_group", "mesh", "_parallel_group"))
+                if (ranks and not named_well) or parameter.name == "timeout":
+                    wrong.append(f"{function.__qualname__}({parameter.name}=)")
+    assert wrong == []
+
+
 def test_test_files_have_names_of_their_own() -> None:
     """Without `__init__.py` beside them, two test files of one name cannot be run together."""
     names = [path.name for path in HOME.rglob("test_*.py") if ".nox" not in path.parts]

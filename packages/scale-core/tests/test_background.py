@@ -289,12 +289,12 @@ def save_on_other_ranks_too(folder: Path) -> Tensor:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2
     value = torch.full((3,), float(mine))
-    saving = async_save(folder / str(mine), 1, {"a": value}, group=halves[mine])
+    saving = async_save(folder / str(mine), 1, {"a": value}, process_group=halves[mine])
     for _ in range(20):  # Messages of all ranks at the same time.
         dist.all_reduce(torch.ones(10))
     saving.wait()
     found = torch.zeros(3)
-    load(folder / str(mine), {"a": found}, group=halves[mine])
+    load(folder / str(mine), {"a": found}, process_group=halves[mine])
     return found
 
 

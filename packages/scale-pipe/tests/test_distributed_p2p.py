@@ -106,7 +106,7 @@ def replicas() -> list[str]:
     skips, tied = [(0, 2), (0, 5), (1, 3)], (0, 5)
     with in_order_transport(2 * replica, 2 * replica + 1):
         pipe = DistributedPipe(
-            woven(6, skips, tied), "zb_h1", balance=[2, 4], chunks=2, group=pipes[replica], limit_seconds=60.0
+            woven(6, skips, tied), "zb_h1", balance=[2, 4], chunks=2, process_group=pipes[replica], limit_seconds=60.0
         )
         for index, module in list(pipe.stages.items()):
             pipe.stages[index] = DistributedDataParallel(module, process_group=beside[stage])

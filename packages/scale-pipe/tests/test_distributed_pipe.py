@@ -128,7 +128,7 @@ def beside_a_pipeline_of_one_rank() -> list[str]:
     """A rank that has built one pipeline more, in another group, numbers the common one as the others do."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     if dist.get_rank() == 0:
-        DistributedPipe(mlp(1), balance=[3], group=alone[0])
+        DistributedPipe(mlp(1), balance=[3], process_group=alone[0])
     pipe = DistributedPipe(mlp(), balance=[5, 7], chunks=4, limit_seconds=20.0)
     return compare(pipe, mlp(), [batch()], "beside another")
 
@@ -136,7 +136,7 @@ def beside_a_pipeline_of_one_rank() -> list[str]:
 def on_a_mesh() -> list[str]:
     """The ranks of one axis of a mesh; the schedule's name written in another way."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "pipe"))
-    pipe = DistributedPipe(mlp(), "Zb-V", balance=[3] * 4, chunks=4, group=mesh["pipe"])
+    pipe = DistributedPipe(mlp(), "Zb-V", balance=[3] * 4, chunks=4, process_group=mesh["pipe"])
     return compare(pipe, mlp(), [batch(8)], "on a mesh")
 
 

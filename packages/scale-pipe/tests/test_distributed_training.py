@@ -373,7 +373,7 @@ def replicas() -> list[str]:
     batches = [batch(8, seed=seed) for seed in (1, 2)]
     for schedule, balance in (("1f1b", [6, 6]), ("zb_v", [3] * 4)):
         plains = [Plain(mlp()), Plain(mlp())]
-        pipe = DistributedPipe(mlp(), schedule, balance=balance, chunks=4, group=pipes[rank // 2])
+        pipe = DistributedPipe(mlp(), schedule, balance=balance, chunks=4, process_group=pipes[rank // 2])
         for index, stage in pipe.stages.items():
             pipe.stages[index] = DistributedDataParallel(stage, process_group=across[rank % 2])
         order = order_in_wrapped(pipe)
@@ -410,7 +410,7 @@ class UsesSome(nn.Module):
 
 def with_unused_parameters(group: Any, across: Any) -> list[str]:
     """What no replica uses has no gradient, so that no optimizer decays it; what one uses is averaged in all."""
-    pipe = DistributedPipe(nn.Sequential(UsesSome(), UsesSome()), "1f1b", balance=[1, 1], chunks=2, group=group)
+    pipe = DistributedPipe(nn.Sequential(UsesSome(), UsesSome()), "1f1b", balance=[1, 1], chunks=2, process_group=group)
     for index, stage in pipe.stages.items():
         pipe.stages[index] = DistributedDataParallel(stage, process_group=across, find_unused_parameters=True)
     plain = [UsesSome(), UsesSome()]

@@ -37,9 +37,9 @@ class Repeat(nn.Module):
 def test_time_is_balanced() -> None:
     sample = torch.randn(64, 64)
     module = nn.Sequential(*(Repeat(number) for number in (100, 1, 1, 1, 1, 1)), nn.ReLU(inplace=True))
-    assert balance_by_time(2, module, sample, timeout=0.3) == [1, 6]
+    assert balance_by_time(2, module, sample, seconds=0.3) == [1, 6]
     module = nn.Sequential(*reversed([*module]))
-    assert balance_by_time(2, module, sample, timeout=0.3) == [6, 1]
+    assert balance_by_time(2, module, sample, seconds=0.3) == [6, 1]
 
 
 class Waits(nn.Module):
@@ -61,9 +61,9 @@ def test_a_layer_that_waits_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> N
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     layers = [Waits(seconds, clock) for seconds in (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)]
-    assert balance_by_time(2, nn.Sequential(*layers), torch.rand(1), timeout=0.0) == [4, 2]
-    assert balance_by_time(2, nn.Sequential(*reversed(layers)), torch.rand(1), timeout=0.0) == [2, 4]
-    costs = profile_stages(layers[:3], torch.rand(1), timeout=0.0)
+    assert balance_by_time(2, nn.Sequential(*layers), torch.rand(1), seconds=0.0) == [4, 2]
+    assert balance_by_time(2, nn.Sequential(*reversed(layers)), torch.rand(1), seconds=0.0) == [2, 4]
+    costs = profile_stages(layers[:3], torch.rand(1), seconds=0.0)
     assert costs.forward == pytest.approx((0.01, 0.02, 0.03)) and costs.weight_gradient == (0.0, 0.0, 0.0)
 
 
@@ -77,7 +77,7 @@ def test_the_timeout_is_of_the_wall_clock_and_the_quickest_run_counts(monkeypatc
             return super().forward(x)
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    costs = profile_stages([Slows(0.0, clock)], torch.rand(1), timeout=10.0)
+    costs = profile_stages([Slows(0.0, clock)], torch.rand(1), seconds=10.0)
     assert costs.forward == (2.0,)
     assert runs == [0.0, 1.0, 2.0, 3.0, 4.0], "after two runs 3 + 4 + 5 seconds are more than 10"
 
@@ -126,7 +126,7 @@ def test_cuts_are_moved_where_the_simulated_step_becomes_shorter() -> None:
 def test_the_step_is_balanced_for_schedules_by_name() -> None:
     module, sample = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.randn(4, 8)
     for partitions, schedule in ((2, "1f1b"), (4, "zb_v"), (2, "solve")):
-        balance = balance_by_makespan(partitions, module, sample, 4, schedule=schedule, timeout=0.0)
+        balance = balance_by_makespan(partitions, module, sample, 4, schedule=schedule, seconds=0.0)
         assert len(balance) == partitions and sum(balance) == 6 and min(balance) >= 1
     with pytest.raises(ValueError, match=r"'zb_v' has 2 stages on each rank.*partitions is 3"):
         balance_by_makespan(3, module, sample, 4, schedule="zb_v")

@@ -85,7 +85,7 @@ def saved_and_loaded(folder: Path) -> list[str]:
     alone = [dist.new_group([index]) for index in range(2)][rank]
     for title, other in (
         ("two stages", DistributedPipe(split(Net(1), cuts[1:2]), "1f1b", chunks=2)),
-        ("one process", DistributedPipe([Net(2)], "gpipe", stages_per_rank=1, chunks=2, group=alone)),
+        ("one process", DistributedPipe([Net(2)], "gpipe", stages_per_rank=1, chunks=2, process_group=alone)),
     ):
         if title == "two stages":
             for index, stage in other.stages.items():

@@ -57,7 +57,7 @@ def awkward() -> nn.Sequential:
 def test_layers_are_measured_and_nothing_is_left_of_it() -> None:
     module, sample = awkward().eval(), torch.randn(5, 1, 4, 4)
     before, given = trace_of(module), sample.clone()
-    times = layer_times(module, sample, timeout=0.0)
+    times = layer_times(module, sample, seconds=0.0)
     sizes = layer_bytes(module, sample)
     assert_same(before, trace_of(module))
     assert torch.equal(sample, given)
@@ -69,7 +69,7 @@ def test_layers_are_measured_and_nothing_is_left_of_it() -> None:
 
 def test_a_big_stage_takes_longer_in_each_part_and_the_first_has_no_gradient_of_its_input() -> None:
     module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2048), nn.Linear(2048, 2))
-    costs = profile_stages(split(module, ["1", "2"]), torch.randn(64, 256), timeout=0.1, link=0.5)
+    costs = profile_stages(split(module, ["1", "2"]), torch.randn(64, 256), seconds=0.1, link=0.5)
     assert costs.num_stages == 3 and costs.link == (0.5, 0.5)
     assert costs.forward[1] > 2 * costs.forward[0]
     assert costs.weight_gradient[1] > 2 * costs.weight_gradient[2]
@@ -81,7 +81,7 @@ def test_stages_of_a_split_model_are_measured_in_their_mode() -> None:
     stages = split(model, ["blocks.1", "blocks.3"])
     sample = torch.randn(6, 4)
     before = trace_of(model)
-    costs = profile_stages(stages, sample, timeout=0.0, mask=torch.ones(6, 1))
+    costs = profile_stages(stages, sample, seconds=0.0, mask=torch.ones(6, 1))
     assert_same(before, trace_of(model))
     assert min(*costs.forward, *costs.weight_gradient, *costs.input_gradient[1:]) > 0
 
@@ -100,8 +100,8 @@ def test_one_module_is_no_list_of_stages() -> None:
 def test_an_error_says_what_was_measured() -> None:
     module = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
     with pytest.raises(RuntimeError) as caught:
-        layer_times(module, torch.ones(1, 3), timeout=0.0)
+        layer_times(module, torch.ones(1, 3), seconds=0.0)
     assert caught.value.__notes__ == ["where layer '1', a Linear, was measured"]
     with pytest.raises(RuntimeError) as caught:
-        profile_stages(list(module), torch.ones(1, 3), timeout=0.0)
+        profile_stages(list(module), torch.ones(1, 3), seconds=0.0)
     assert caught.value.__notes__ == ["where stage 1, a Linear, was measured"]

@@ -34,7 +34,7 @@ class Net(nn.Module):
 
     def __init__(self, group: Group) -> None:
         super().__init__()
-        kinds: Any = {"group": group}
+        kinds: Any = {"process_group": group}
         torch.manual_seed(0)
         self.embed = VocabParallelEmbedding(11, 6, **kinds)
         self.wide = ParallelEmbedding(5, 6, **kinds)
@@ -148,7 +148,7 @@ def test_parts_are_saved_and_loaded_at_another_number_of_ranks() -> None:
 
 def refuse_what_would_be_wrong() -> None:
     group = group_of()
-    layer = RowParallelLinear(4, 3, group=group)
+    layer = RowParallelLinear(4, 3, process_group=group)
     layer(torch.ones(2, 4)).sum().backward()
     before = [param.detach().clone() for param in layer.parameters()]
     with pytest.raises(RuntimeError, match=r"of a parameter of shape \(3, 4\) this rank has elements"):
@@ -179,7 +179,7 @@ def test_what_would_be_wrong_on_parts_is_refused() -> None:
 
 
 def test_a_tensor_of_another_shape_is_refused_with_both_that_would_fit() -> None:
-    layer = ColumnParallelLinear(4, 3, group=Group(1, 2, None, "fake", (0, 1)))
+    layer = ColumnParallelLinear(4, 3, process_group=Group(1, 2, None, "fake", (0, 1)))
     wrong = {"weight": torch.zeros(5, 4), "bias": torch.zeros(3)}
     message = r"weight: expected the whole tensor \(3, 4\), or the part \(1, 4\) that rank 1 of 2 has, got \(5, 4\)"
     with pytest.raises(RuntimeError, match=message):

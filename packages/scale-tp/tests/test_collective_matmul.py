@@ -173,7 +173,7 @@ def _trained(layers: tuple[nn.Module, nn.Module], x: Tensor, recomputes: bool) -
 
 def _pair(case: Case, overlap_pieces: int | None) -> tuple[nn.Module, nn.Module]:
     options: Any = {
-        "group": group_of(),
+        "process_group": group_of(),
         "dtype": case.dtype,
         "bias": case.bias,
         "overlap_pieces": overlap_pieces,
@@ -232,7 +232,7 @@ def _kept(act: Callable[[], object]) -> int:
 def _no_more_is_kept() -> None:
     group = group_of()
     for sequence_parallel, autocast in itertools.product([True, False], [True, False]):
-        options: Any = {"gather_output": False, "sequence_parallel": sequence_parallel, "group": group}
+        options: Any = {"gather_output": False, "sequence_parallel": sequence_parallel, "process_group": group}
         x = torch.randn(1, 64, 32).requires_grad_()
         numbers = []
         for pieces in (None, 2):

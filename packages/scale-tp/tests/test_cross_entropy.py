@@ -92,7 +92,7 @@ def compare(group: Group, dtype: torch.dtype, words: int, chunk_rows: int | None
     expected = plain(whole, target, **case)
     given = None if "z_loss" in case else words  # Not told, the ranks ask each other.
     with chunks_of(chunk_rows, own.shape[-1]):
-        found = vocab_parallel_cross_entropy(own, target, vocabulary_size=given, group=group, **case)
+        found = vocab_parallel_cross_entropy(own, target, vocabulary_size=given, process_group=group, **case)
     assert found.dtype == expected.dtype
     # Both round each of a few sums of some ten terms; measured in units of the last place of what is summed.
     close = {"rtol": 8 * torch.finfo(found.dtype).eps, "atol": 32 * torch.finfo(found.dtype).eps}
@@ -117,7 +117,7 @@ def in_all_ways() -> None:
     for bad in (WORDS, -1, 1000):
         own = Split.even(WORDS, group.size).take(logits_of(), group.rank, -1)
         with pytest.raises(IndexError, match="words from 0 to 10, or ignore_index=-100, got another one"):
-            vocab_parallel_cross_entropy(own, torch.full(TARGET.shape, bad), vocabulary_size=WORDS, group=group)
+            vocab_parallel_cross_entropy(own, torch.full(TARGET.shape, bad), vocabulary_size=WORDS, process_group=group)
     extremes(group)
     gathered(group)
     for words in (5, 6, 5):  # The first rank has as many of each.
@@ -126,8 +126,8 @@ def in_all_ways() -> None:
 
 def gathered(group: Group) -> None:
     """All words on each rank would count as many times."""
-    head, x = ColumnParallelLinear(3, WORDS, group=group), torch.randn(2, 6, 3)
-    part = ColumnParallelLinear(3, WORDS, gather_output=False, group=group)(x[:, 1:])
+    head, x = ColumnParallelLinear(3, WORDS, process_group=group), torch.randn(2, 6, 3)
+    part = ColumnParallelLinear(3, WORDS, gather_output=False, process_group=group)(x[:, 1:])
     for logits in (
         head(x)[:, :-1],
         head(x[:, 1:]).float() / 2,
@@ -140,19 +140,19 @@ def gathered(group: Group) -> None:
         with pytest.raises(
             ValueError, match=r"same logits on all ranks, of 11 words, as from a layer that gathers .* gather_output=Fa"
         ):
-            vocab_parallel_cross_entropy(logits, TARGET, group=group)
+            vocab_parallel_cross_entropy(logits, TARGET, process_group=group)
     # Zeros of each rank's words, as of a head that begins with zeros, are the same on all ranks as well.
     zeros = torch.zeros(2, 5, 4)
-    found = vocab_parallel_cross_entropy(zeros, TARGET.clamp(0, 3), group=group)
+    found = vocab_parallel_cross_entropy(zeros, TARGET.clamp(0, 3), process_group=group)
     torch.testing.assert_close(found, torch.full((2, 5), 4.0 * group.size).log())
     # So may be parts in a vocabulary whose size is known.
     own = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    words = {"vocabulary_size": 4 * group.size, "group": group}
+    words = {"vocabulary_size": 4 * group.size, "process_group": group}
     found = vocab_parallel_cross_entropy(own, TARGET.clamp(0, 3), **words)
     torch.testing.assert_close(found, plain(torch.cat([own] * group.size, -1), TARGET.clamp(0, 3)))
     # What each rank takes of them is fine.
     own = Split.even(WORDS, group.size).take(head(x[:, 1:]), group.rank, -1)
-    found = vocab_parallel_cross_entropy(own, TARGET, group=group)
+    found = vocab_parallel_cross_entropy(own, TARGET, process_group=group)
     torch.testing.assert_close(found, plain(head(x[:, 1:]), TARGET))
 
 
@@ -162,12 +162,12 @@ def extremes(group: Group) -> None:
     whole[..., :6] = -torch.inf
     whole[..., 3], whole[..., 0], whole[..., 2], whole[..., 5] = 1.0, 2.0, 3.0, -4.0
     own = Split.even(WORDS, group.size).take(whole, group.rank, -1)
-    found = vocab_parallel_cross_entropy(own, TARGET, vocabulary_size=WORDS, group=group)
+    found = vocab_parallel_cross_entropy(own, TARGET, vocabulary_size=WORDS, process_group=group)
     torch.testing.assert_close(found, plain(whole, TARGET))
     whole = torch.full((1, WORDS), -torch.inf)
     whole[0, 0] = 0.0
     own = Split.even(WORDS, group.size).take(whole, group.rank, -1).clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(own, torch.tensor([0]), vocabulary_size=WORDS, group=group)
+    loss = vocab_parallel_cross_entropy(own, torch.tensor([0]), vocabulary_size=WORDS, process_group=group)
     loss.sum().backward()
     assert loss.item() == 0.0
     assert not own.grad.any()
@@ -308,7 +308,7 @@ def test_a_chunk_has_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             torch.ones(2, 3),
             torch.zeros(2, dtype=torch.long),
-            {"vocabulary_size": 9, "group": Group(1, 2, ranks=(0, 1))},
+            {"vocabulary_size": 9, "process_group": Group(1, 2, ranks=(0, 1))},
             "logits of 4 words on rank 1, of the 9 that 2 ranks have, got 3: divide",
         ),
     ],

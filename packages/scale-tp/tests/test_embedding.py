@@ -26,7 +26,7 @@ def pair(kind: Any, num_words: int, features: int, group: Group, dtype: torch.dt
     nn.init.xavier_normal_(plain.weight)
     torch.manual_seed(2)
     torch.empty(num_words, features, dtype=dtype).normal_()  # What the plain layer drew first.
-    ours = kind(num_words, features, group=group, dtype=dtype, **options)
+    ours = kind(num_words, features, process_group=group, dtype=dtype, **options)
     return plain, ours
 
 
@@ -76,7 +76,7 @@ def look_up_in_all_ways() -> None:
             message = rf"words from 0 to {num_words - 1}, got some from {min(ids)} to {max(ids)}: .* out of range"
             for each in layers:
                 with pytest.raises(IndexError, match=message):
-                    each(num_words, 5, group=group)(torch.tensor(ids))
+                    each(num_words, 5, process_group=group)(torch.tensor(ids))
     # On a part of the sequence.
     plain, ours = pair(VocabParallelEmbedding, 7, 5, group, torch.float32)
     ours.sequence_parallel = True
@@ -88,7 +88,7 @@ def look_up_in_all_ways() -> None:
     assert torch.equal(ours.weight.grad, ours.split.take(plain.weight.grad, group.rank))
     assert [axis.placement for axis in shard_of(ours.weight).axes] == [Placement.SHARD]
     # A rank without words has a gradient, too.
-    few = VocabParallelEmbedding(1, 5, group=group)
+    few = VocabParallelEmbedding(1, 5, process_group=group)
     few(torch.tensor([0, 0])).sum().backward()
     assert few.weight.grad.shape == few.weight.shape
 
@@ -129,7 +129,7 @@ def test_a_table_on_meta_gets_the_values_of_the_plain_one_later(kind: Any) -> No
     whole = nn.init.xavier_normal_(torch.empty(7, 5))
     parts = []
     for rank in range(3):
-        layer = kind(7, 5, device="meta", group=Group(rank, 3, ranks=(0, 1, 2))).to_empty(device="cpu")
+        layer = kind(7, 5, device="meta", process_group=Group(rank, 3, ranks=(0, 1, 2))).to_empty(device="cpu")
         torch.manual_seed(3)
         layer.reset_parameters()
         parts.append(layer.weight.detach())
@@ -151,13 +151,13 @@ def test_arguments_that_make_no_sense_are_refused(
     kind: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        kind(*arguments, group=TWO, **options)
+        kind(*arguments, process_group=TWO, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_are_no_words_is_refused(kind: Any) -> None:
     for group in (None, TWO):
-        layer = kind(7, 3, group=group)
+        layer = kind(7, 3, process_group=group)
         with pytest.raises(TypeError, match=rf"{kind.__name__}: expected a tensor of words, got list: write torch"):
             layer([1])
         with pytest.raises(ValueError, match=r"expected words of .*, got torch.float32: call .long"):
@@ -168,11 +168,11 @@ def test_what_are_no_words_is_refused(kind: Any) -> None:
 
 def test_a_rank_says_which_words_and_features_it_has_by_fairscales_names() -> None:
     group = Group(1, 2, None, "fake", (0, 1))
-    words = VocabParallelEmbedding(7, 5, group=group)
+    words = VocabParallelEmbedding(7, 5, process_group=group)
     assert (words.vocab_start_index, words.vocab_end_index, words.num_embeddings_per_partition) == (4, 7, 3)
-    assert ParallelEmbedding(7, 5, group=group).embedding_dim_per_partition == 2
+    assert ParallelEmbedding(7, 5, process_group=group).embedding_dim_per_partition == 2
 
 
 def test_a_norm_that_no_rank_can_measure_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1.0 needs whole rows.*use VocabParallelEmbedding"):
-        ParallelEmbedding(7, 4, max_norm=1.0, group=TWO)
+        ParallelEmbedding(7, 4, max_norm=1.0, process_group=TWO)

@@ -111,7 +111,7 @@ def _whole_values_are_kept_in_part() -> None:
 
 
 def _layers(group: Group | None) -> nn.Sequential:
-    return nn.Sequential(ColumnParallelLinear(5, 7, group=group), RowParallelLinear(7, 5, group=group))
+    return nn.Sequential(ColumnParallelLinear(5, 7, process_group=group), RowParallelLinear(7, 5, process_group=group))
 
 
 def test_a_divided_module_begins_with_the_values_of_the_whole_one() -> None:
@@ -130,7 +130,7 @@ TWO = Group(1, 2, None, "fake", (0, 1))
 
 
 def test_what_can_not_be_filled_says_so_and_leaves_the_model_as_it_was() -> None:
-    layer = ColumnParallelLinear(4, 6, group=TWO)
+    layer = ColumnParallelLinear(4, 6, process_group=TWO)
     weight = layer.weight
 
     def replaces(layer: nn.Module) -> None:
@@ -155,7 +155,7 @@ def test_what_can_not_be_filled_says_so_and_leaves_the_model_as_it_was() -> None
 
 def test_what_other_ranks_have_is_not_made_up() -> None:
     """A function that reads what it has not written sees that it can't."""
-    layer, seen = ColumnParallelLinear(2, 4, bias=False, group=TWO), []
+    layer, seen = ColumnParallelLinear(2, 4, bias=False, process_group=TWO), []
 
     def reads(layer: nn.Module) -> None:
         weight = layer.weight

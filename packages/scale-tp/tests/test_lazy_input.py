@@ -242,7 +242,9 @@ def _readers() -> None:
         expected = _of_readers(way, lambda model: model)
         for sequence_parallel in (True, False):
             options: Any = {"sequence_parallel": sequence_parallel, "overlap_pieces": 2}
-            found = _of_readers(way, functools.partial(parallelize, plan=READERS_PLAN, group=group_of(), **options))
+            found = _of_readers(
+                way, functools.partial(parallelize, plan=READERS_PLAN, process_group=group_of(), **options)
+            )
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
 

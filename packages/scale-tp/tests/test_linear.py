@@ -75,7 +75,7 @@ def both_layers_in_all_ways() -> int:
 def one_of_each(group: Group, in_features: int, out_features: int, bias: bool, stride: int, dtype: torch.dtype) -> None:
     case = (in_features, out_features, bias, stride, dtype)
     plain = plain_layer(in_features, out_features, bias, dtype)
-    options: Any = {"stride": stride, "group": group, "dtype": dtype}
+    options: Any = {"stride": stride, "process_group": group, "dtype": dtype}
     torch.manual_seed(5)
     column = ColumnParallelLinear(in_features, out_features, bias, **options)
     assert torch.equal(column.get_master_weight(), plain.weight), case
@@ -130,8 +130,8 @@ def integers_are_exact(group: Group) -> None:
     first, second = whole(plain_layer(5, 11, True, torch.float32)), whole(plain_layer(11, 3, True, torch.float32))
     x, y = input_of(4, 5).mul(4).round().detach().requires_grad_(), None
     y = x.detach().clone().requires_grad_()
-    column = ColumnParallelLinear(5, 11, gather_output=False, group=group)
-    row = RowParallelLinear(11, 3, input_is_parallel=True, group=group)
+    column = ColumnParallelLinear(5, 11, gather_output=False, process_group=group)
+    row = RowParallelLinear(11, 3, input_is_parallel=True, process_group=group)
     column.load_state_dict(first.state_dict())
     row.load_state_dict(second.state_dict())
     expected, found = second(first(x).relu()), row(column(y).relu())
@@ -146,12 +146,12 @@ def integers_are_exact(group: Group) -> None:
 
 def input_divided_elsewhere(group: Group) -> None:
     """A column parallel output of another split: one error, on all ranks, before anything is added."""
-    column = ColumnParallelLinear(4, 9, gather_output=False, group=group, split=_lopsided(9, group.size))
-    row = RowParallelLinear(9, 2, input_is_parallel=True, group=group)
+    column = ColumnParallelLinear(4, 9, gather_output=False, process_group=group, split=_lopsided(9, group.size))
+    row = RowParallelLinear(9, 2, input_is_parallel=True, process_group=group)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"9 input features to be divided as .* must be divided alike"):
             row(column(input_of(2, 4)))
-    fitting = RowParallelLinear(9, 2, input_is_parallel=True, group=group, split=column.split)
+    fitting = RowParallelLinear(9, 2, input_is_parallel=True, process_group=group, split=column.split)
     assert fitting(column(input_of(2, 4))).shape == (2, 2)
     # Later, without asking: the whole input in the place of this rank's part.
     with pytest.raises(ValueError, match="got 9 of them"):
@@ -161,12 +161,12 @@ def input_divided_elsewhere(group: Group) -> None:
 def own_features_of_another_split(group: Group) -> None:
     """Heads that are copies on several ranks: the whole is made of the first of each."""
     split = scale_tp.split_heads(4, 1, group.size).key_value
-    layer = ColumnParallelLinear(3, 1, bias=False, group=group, split=split)
+    layer = ColumnParallelLinear(3, 1, bias=False, process_group=group, split=split)
     assert layer.get_master_weight().shape == (1, 3)
     assert layer(input_of(2, 3)).shape == (2, 1)
     assert shard_of(layer.weight).counted is (group.rank == 0)
     # Each rank computes something else with its copy, so the gradients of the copies are summed.
-    own = ColumnParallelLinear(3, 1, gather_output=False, group=group, split=split)
+    own = ColumnParallelLinear(3, 1, gather_output=False, process_group=group, split=split)
     (own(input_of(2, 3)) * (1 + group.rank)).sum().backward()
     total = sum(range(1, group.size + 1))
     assert torch.equal(own.bias.grad, torch.tensor([2.0 * total]))
@@ -176,14 +176,14 @@ def own_features_of_another_split(group: Group) -> None:
     torch.testing.assert_close(layer.weight.grad, input_of(2, 3).sum(0, keepdim=True))
     partly = Split(2, tuple(((0, 1),) if rank else ((0, 1), (1, 2)) for rank in range(group.size)))
     with pytest.raises(ValueError, match="to have all of theirs in common"):
-        ColumnParallelLinear(3, 2, group=group, split=partly)
+        ColumnParallelLinear(3, 2, process_group=group, split=partly)
     with pytest.raises(ValueError, match="would be added twice"):
-        RowParallelLinear(1, 3, group=group, split=split)
+        RowParallelLinear(1, 3, process_group=group, split=split)
 
 
 def survive_copies(group: Group) -> None:
     """What is known of a parameter outlives a copy, a pickle, a move, and another tensor in its place."""
-    layer = RowParallelLinear(5, 3, group=group)
+    layer = RowParallelLinear(5, 3, process_group=group)
     expected = shard_of(layer.weight)
     assert expected.shape == (3, 5)
     assert [axis.placement for axis in expected.axes] == [Placement.SHARD]
@@ -192,11 +192,11 @@ def survive_copies(group: Group) -> None:
     torch.save(layer, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
-    assigned = RowParallelLinear(5, 3, group=group)
+    assigned = RowParallelLinear(5, 3, process_group=group)
     assigned.load_state_dict({k: v.clone() for k, v in layer.state_dict().items()}, assign=True)
     replaced = copy.deepcopy(layer)
     replaced.weight = nn.Parameter(layer.weight.detach().clone())
-    meta = RowParallelLinear(5, 3, group=group, device="meta").to_empty(device="cpu")
+    meta = RowParallelLinear(5, 3, process_group=group, device="meta").to_empty(device="cpu")
     meta.load_state_dict(layer.state_dict())
     x = input_of(2, 5)
     for other in (copy.deepcopy(layer), loaded, assigned, replaced, meta, copy.deepcopy(layer).double().float()):
@@ -218,21 +218,21 @@ def layers_of_two_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     outer, inner = mesh["outer"], mesh["inner"]
     x = input_of(2, 4)
-    column = ColumnParallelLinear(4, 6, gather_output=False, group=outer)
+    column = ColumnParallelLinear(4, 6, gather_output=False, process_group=outer)
     assert column.group.ranks == group_of(outer).ranks
     for group in (inner, dist.group.WORLD):
-        row = RowParallelLinear(6, 3, input_is_parallel=True, group=group)
+        row = RowParallelLinear(6, 3, input_is_parallel=True, process_group=group)
         with pytest.raises(ValueError, match=r"is divided between ranks .*, but its input comes from layers"):
             row(column(x).relu() * 2)
     # Whoever leaves one region may enter another one.
-    whole = ColumnParallelLinear(4, 6, group=outer)
-    next_one = RowParallelLinear(6, 3, group=inner)
+    whole = ColumnParallelLinear(4, 6, process_group=outer)
+    next_one = RowParallelLinear(6, 3, process_group=inner)
     found = next_one(whole(x).relu())
     expected = F.linear(F.linear(x, whole.get_master_weight()).relu(), next_one.get_master_weight())
     torch.testing.assert_close(found, expected)
     # And within one region a layer may follow upon another.
-    inside = ColumnParallelLinear(4, 6, gather_output=False, group=inner)(next_one.weight.new_ones(2, 4))
-    assert RowParallelLinear(6, 3, input_is_parallel=True, group=inner)(inside).shape == (2, 3)
+    inside = ColumnParallelLinear(4, 6, gather_output=False, process_group=inner)(next_one.weight.new_ones(2, 4))
+    assert RowParallelLinear(6, 3, input_is_parallel=True, process_group=inner)(inside).shape == (2, 3)
 
 
 def test_layers_of_different_groups_do_not_mix() -> None:
@@ -282,7 +282,7 @@ def test_a_layer_on_meta_gets_the_values_of_the_plain_one_later(kind: Any) -> No
     plain = plain_layer(5, 7, False, torch.float32)
     parts = []
     for rank in range(3):
-        layer = kind(5, 7, device="meta", group=Group(rank, 3, ranks=(0, 1, 2)))
+        layer = kind(5, 7, device="meta", process_group=Group(rank, 3, ranks=(0, 1, 2)))
         assert layer.weight.is_meta
         layer.to_empty(device="cpu")
         torch.manual_seed(5)
@@ -294,7 +294,7 @@ def test_a_layer_on_meta_gets_the_values_of_the_plain_one_later(kind: Any) -> No
 
 def test_a_whole_state_dict_is_loaded_by_parts() -> None:
     plain = plain_layer(5, 7, True, torch.float32)
-    model = nn.Sequential(ColumnParallelLinear(5, 7, group=Group(1, 2, ranks=(0, 1))))
+    model = nn.Sequential(ColumnParallelLinear(5, 7, process_group=Group(1, 2, ranks=(0, 1))))
     whole = {f"0.{key}": value for key, value in plain.state_dict().items()}
     given = dict(whole)
     model.load_state_dict(given)
@@ -340,21 +340,21 @@ TWO = Group(0, 2, ranks=(0, 1))
             ValueError,
             "expected dtype to be of floating point, .* got torch.int32: pass",
         ),
-        ((4, 4), {"group": "model"}, TypeError, "expected a ProcessGroup, a DeviceMesh or None, got str"),
+        ((4, 4), {"process_group": "model"}, TypeError, "expected a ProcessGroup, a DeviceMesh or None, got str"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
     kind: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        kind(*arguments, **{"group": TWO, **options})
+        kind(*arguments, **{"process_group": TWO, **options})
 
 
 def test_an_input_of_another_size_is_refused() -> None:
     for kind in (ColumnParallelLinear, RowParallelLinear):
         for group in (Group(), TWO):
             with pytest.raises(ValueError, match=rf"{kind.__name__}: expected an input \[..., 4\], got \[2, 3\]"):
-                kind(4, 6, group=group)(torch.ones(2, 3))
+                kind(4, 6, process_group=group)(torch.ones(2, 3))
         with pytest.raises(TypeError, match=rf"{kind.__name__}: expected a tensor \[..., 4\], got list"):
             kind(4, 6)([1.0, 2.0, 3.0, 4.0])
 
@@ -371,7 +371,10 @@ def test_products_of_a_layer_are_those_of_torch() -> None:
 @pytest.mark.parametrize("overlap_pieces", [None, 2])
 def test_a_dimension_that_holds_no_sequence_is_refused(sequence_dim: int, overlap_pieces: int | None) -> None:
     options: Any = {"sequence_parallel": True, "sequence_dim": sequence_dim, "overlap_pieces": overlap_pieces}
-    for layer in (ColumnParallelLinear(4, 6, group=TWO, **options), RowParallelLinear(4, 6, group=TWO, **options)):
+    for layer in (
+        ColumnParallelLinear(4, 6, process_group=TWO, **options),
+        RowParallelLinear(4, 6, process_group=TWO, **options),
+    ):
         message = rf"expected sequence_dim to be one of the input's .* got sequence_dim={sequence_dim} for an input"
         with pytest.raises(ValueError, match=message):
             layer(torch.zeros(1, 3, 4))
@@ -386,7 +389,7 @@ def test_a_number_of_pieces_that_is_none_is_refused() -> None:
 
 
 def test_an_input_that_is_inside_is_not_brought_there_again() -> None:
-    layer = ColumnParallelLinear(4, 6, gather_output=False, group=TWO, input_is_inside=True)
+    layer = ColumnParallelLinear(4, 6, gather_output=False, process_group=TWO, input_is_inside=True)
     x = torch.ones(2, 4, requires_grad=True)
     with pytest.raises(ValueError, match="ColumnParallelLinear: input_is_inside=True, but the input"):
         layer(x)
@@ -394,4 +397,4 @@ def test_an_input_that_is_inside_is_not_brought_there_again() -> None:
     assert torch.equal(gradient, layer.weight.sum(0).expand(2, 4))
     for options in ({"sequence_parallel": True}, {"overlap_pieces": 2}):
         with pytest.raises(ValueError, match=r"input_is_inside=True says that .* got sequence_parallel=.* beside it"):
-            ColumnParallelLinear(4, 6, group=TWO, input_is_inside=True, **options)
+            ColumnParallelLinear(4, 6, process_group=TWO, input_is_inside=True, **options)

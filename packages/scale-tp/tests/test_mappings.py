@@ -90,7 +90,7 @@ def each_region_with_its_gradient() -> None:
 def several(group: Group) -> None:
     """Several tensors in one message; of one that wants no gradient nothing is sent."""
     tensors = [numbers(3, seed=1), numbers(2, 2, seed=2).requires_grad_(), numbers(seed=3).requires_grad_()]
-    copies = copy_many_to_model_parallel_region(*tensors, group=group)
+    copies = copy_many_to_model_parallel_region(*tensors, process_group=group)
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
     weights = [[numbers(*tensor.shape, seed=30 + r) for tensor in tensors] for r in range(group.size)]
     loss = sum((copy * w).sum() for copy, w in zip(copies, weights[group.rank], strict=True))

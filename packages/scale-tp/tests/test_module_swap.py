@@ -74,14 +74,16 @@ def _parallel() -> nn.Module:
 
 
 def _over_ranks_that_divide() -> None:
-    layers = nn.ModuleDict({"up": scale_tp.ColumnParallelLinear(4, 6, group=group_of())})
+    layers = nn.ModuleDict({"up": scale_tp.ColumnParallelLinear(4, 6, process_group=group_of())})
     for model, name in ((_parallel(), "0.weight"), (layers, "up.weight")):
         before = [param.detach().clone() for param in model.parameters()]
         with pytest.raises(ValueError, match=rf"'{name}' is a part \[3, 4\] .*\[6, 4\].*\[0, 1\].*data axis"):
             DistributedDataParallel(model)
         assert all(torch.equal(param, held) for param, held in zip(model.parameters(), before, strict=True))
     # What is the same on both ranks is averaged as ever.
-    plain = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), scale_tp.ParallelLayerNorm(2, group=group_of())))
+    plain = DistributedDataParallel(
+        nn.Sequential(nn.Linear(4, 2), scale_tp.ParallelLayerNorm(2, process_group=group_of()))
+    )
     plain(torch.ones(1, 4)).sum().backward()
 
 

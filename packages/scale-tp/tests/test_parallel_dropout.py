@@ -23,7 +23,7 @@ def test_a_part_loses_what_it_loses_in_the_whole(dtype: torch.dtype, p: float, i
     for dim, split in ((1, Split.even(7, 2)), (-1, Split.of_sizes([4, 1])), (0, Split.strided(2, 2, 1))):
         torch.manual_seed(6)
         expected, after = nn.Dropout(p)(whole), torch.rand(3)
-        layer = ParallelDropout(p, inplace, dim=dim, split=split, group=TWO)
+        layer = ParallelDropout(p, inplace, dim=dim, split=split, process_group=TWO)
         part = split.take(whole, 1, dim).clone()
         torch.manual_seed(6)
         found = layer(part)
@@ -34,7 +34,7 @@ def test_a_part_loses_what_it_loses_in_the_whole(dtype: torch.dtype, p: float, i
 
 def test_in_evaluation_nothing_is_lost() -> None:
     x = torch.randn(2, 3)
-    assert torch.equal(ParallelDropout(0.5, group=TWO).eval()(x), x)
+    assert torch.equal(ParallelDropout(0.5, process_group=TWO).eval()(x), x)
 
 
 def test_one_process_has_torchs_dropout_without_initialisation() -> None:
@@ -52,7 +52,7 @@ def on_a_sequence() -> dict[str, Any]:
     expected = nn.Dropout(0.4)(x)
     (wanted,) = torch.autograd.grad(expected.square().sum(), x)
     torch.manual_seed(3)
-    part = ParallelDropout(0.4, group=group)(scatter_to_sequence_parallel_region(x, group))
+    part = ParallelDropout(0.4, process_group=group)(scatter_to_sequence_parallel_region(x, group))
     found = gather_from_sequence_parallel_region(part, group, to_model_parallel=False)
     (grad,) = torch.autograd.grad(found.square().sum(), x)
     return {"output": torch.equal(found, expected), "gradient": torch.equal(grad, wanted)}
@@ -64,4 +64,4 @@ def test_a_sequence_that_was_divided_by_a_region_needs_no_split() -> None:
 
 def test_a_probability_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
-        ParallelDropout(1.5, group=TWO)
+        ParallelDropout(1.5, process_group=TWO)

@@ -590,7 +590,7 @@ def test_a_divided_model_is_not_divided_again_nor_between_other_ranks() -> None:
         model = nn.Sequential(Block())
         swap_class(model[0].down, RowParallelMixin, group, {})
         _refused(model, {"0.down": "rowwise"}, message)
-    ours = nn.Sequential(nn.Linear(3, 4), RowParallelLinear(4, 3, group=Group(0, 2, None, "fake", (0, 2))))
+    ours = nn.Sequential(nn.Linear(3, 4), RowParallelLinear(4, 3, process_group=Group(0, 2, None, "fake", (0, 2))))
     _refused(ours, {"0": "colwise"}, r"'1' is divided between the ranks \[0, 2\]")
 
 

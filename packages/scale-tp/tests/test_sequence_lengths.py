@@ -83,7 +83,7 @@ def test_ranks_ask_each_other_only_where_one_of_them_can_not_know() -> None:
 def of_a_loader() -> list[bool]:
     """Parts that a loader has divided, of lengths that confuse: through two layers each, as in a training loop."""
     group, found = group_of(), []
-    options = {"sequence_parallel": True, "group": group}
+    options = {"sequence_parallel": True, "process_group": group}
     for pieces in (None, 2):
         up = ColumnParallelLinear(3, 4, gather_output=False, overlap_pieces=pieces, **options)
         down = RowParallelLinear(4, 3, input_is_parallel=True, overlap_pieces=pieces, **options)

@@ -89,7 +89,7 @@ def compare(plain: nn.Module, ours: nn.Module, group: Group) -> None:
 def on_parts_of_a_sequence() -> None:
     group = group_of()
     for plain_kind, kind, options in KINDS.values():
-        ours = kind(3, group=group, **options)
+        ours = kind(3, process_group=group, **options)
         assert isinstance(ours, plain_kind)
         compare(plain_kind(3, **options), ours, group)
         for param in ours.parameters():
@@ -109,7 +109,7 @@ def on_parts_of_a_sequence() -> None:
     with pytest.raises(
         ValueError, match="got a RowParallelLinear that is divided between them, and sums what has to be"
     ):
-        register_grad_all_reduce(RowParallelLinear(3, 3, group=group), group)
+        register_grad_all_reduce(RowParallelLinear(3, 3, process_group=group), group)
     assert f"gradients summed over {group.size} ranks" in repr(own)
     buffer = io.BytesIO()
     torch.save(own, buffer)
@@ -128,7 +128,7 @@ def one_message(group: Group) -> None:
     sent = []
     sum_over = regions_module.all_reduce_sum
     regions_module.all_reduce_sum = lambda tensor, ranks: sent.append(tensor.numel()) or sum_over(tensor, ranks)  # type: ignore
-    norm = ParallelLayerNorm(3, group=group)
+    norm = ParallelLayerNorm(3, process_group=group)
     norm(torch.randn(2, 3)).sum().backward()
     regions_module.all_reduce_sum = sum_over
     assert sent == [6]
@@ -146,7 +146,7 @@ class Double(nn.Module):
 
 
 def parametrized_later(group: Group) -> None:
-    norm = ParallelLayerNorm(3, group=group)
+    norm = ParallelLayerNorm(3, process_group=group)
     register_parametrization(norm, "weight", Double())
     with pytest.raises(ValueError, match=r"weight has been taken away, as by a parametrization: parametrize no module"):
         norm(torch.ones(2, 3))

@@ -30,7 +30,7 @@ def _input(length: int = 5) -> Tensor:
 
 def _built(case: dict[str, Any], group: Group, **changed: Any) -> ParallelAttention:
     torch.manual_seed(3)
-    return ParallelAttention(12, **case, group=group, dtype=torch.float64, **changed)
+    return ParallelAttention(12, **case, process_group=group, dtype=torch.float64, **changed)
 
 
 def _train(model: ParallelAttention, part: slice) -> list[Tensor]:

@@ -73,8 +73,10 @@ class Block(nn.Module):
 
     def __init__(self, key_value_heads: int, bias: bool, sequence_parallel: bool) -> None:
         super().__init__()
-        options: Any = {"group": group_of(), "sequence_parallel": sequence_parallel}
-        norm: Any = (lambda: ParallelLayerNorm(8, group=group_of())) if sequence_parallel else lambda: nn.LayerNorm(8)
+        options: Any = {"process_group": group_of(), "sequence_parallel": sequence_parallel}
+        norm: Any = (
+            (lambda: ParallelLayerNorm(8, process_group=group_of())) if sequence_parallel else lambda: nn.LayerNorm(8)
+        )
         self.norms = nn.ModuleList([norm(), norm()])
         self.attention = ParallelAttention(8, 4, key_value_heads, bias=bias, **options)
         self.up = ColumnParallelLinear(8, 11, bias, gather_output=False, **options)

@@ -21,8 +21,8 @@ class Block(nn.Module):
     def __init__(self, group: Group, sequence_parallel: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        options = {"group": group, "sequence_parallel": sequence_parallel}
-        self.norm = scale_tp.ParallelLayerNorm(5, group=group) if sequence_parallel else nn.LayerNorm(5)
+        options = {"process_group": group, "sequence_parallel": sequence_parallel}
+        self.norm = scale_tp.ParallelLayerNorm(5, process_group=group) if sequence_parallel else nn.LayerNorm(5)
         self.up = scale_tp.ColumnParallelLinear(5, 7, gather_output=False, **options)
         self.down = scale_tp.RowParallelLinear(7, 5, input_is_parallel=True, **options)
 
@@ -68,13 +68,13 @@ def nothing(group: Group) -> None:
             output, grad, *_ = gradients(block, block, torch.ones(shape))
             assert output.shape == grad.shape
     for kind in (scale_tp.ColumnParallelLinear, scale_tp.RowParallelLinear):
-        assert kind(0, 3, group=group)(torch.zeros(2, 0)).shape == (2, 3)
-        assert kind(3, 0, group=group)(torch.zeros(2, 3)).shape == (2, 0)
-        assert kind(3, 1, group=group)(torch.ones(3)).shape == (1,)
+        assert kind(0, 3, process_group=group)(torch.zeros(2, 0)).shape == (2, 3)
+        assert kind(3, 0, process_group=group)(torch.zeros(2, 3)).shape == (2, 0)
+        assert kind(3, 1, process_group=group)(torch.ones(3)).shape == (1,)
 
 
 def gradients_of_gradients(group: Group) -> None:
-    layer = scale_tp.RowParallelLinear(4, 3, group=group, dtype=torch.float64)
+    layer = scale_tp.RowParallelLinear(4, 3, process_group=group, dtype=torch.float64)
     weight = layer.get_master_weight().requires_grad_()
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     y = x.detach().clone().requires_grad_()
@@ -102,7 +102,7 @@ def test_one_process_plays_one_rank_of_many() -> None:
         output.sum().backward()
         assert output.shape == (2, 2, 5)
         assert block.up.weight.grad.shape == (1, 5)
-        logits = scale_tp.ColumnParallelLinear(5, 32, gather_output=False, group=group)(torch.ones(2, 16, 5))
-        loss = scale_tp.vocab_parallel_cross_entropy(logits, torch.zeros(2, 16, dtype=torch.long), group=group)
+        logits = scale_tp.ColumnParallelLinear(5, 32, gather_output=False, process_group=group)(torch.ones(2, 16, 5))
+        loss = scale_tp.vocab_parallel_cross_entropy(logits, torch.zeros(2, 16, dtype=torch.long), process_group=group)
         assert loss.shape == (2, 16)
-        assert scale_tp.VocabParallelEmbedding(11, 5, group=group)(torch.tensor([3, 10])).shape == (2, 5)
+        assert scale_tp.VocabParallelEmbedding(11, 5, process_group=group)(torch.tensor([3, 10])).shape == (2, 5)

@@ -134,7 +134,7 @@ def test_a_state_dict_is_whole_and_one_rank_alone_is_told_to_call_the_others(tmp
 @pytest.mark.simulation
 def test_a_simulated_state_dict_is_whole() -> None:
     with simulate(rank=1, world_size=2):
-        layer = ColumnParallelLinear(4, 6, group=group_of())
+        layer = ColumnParallelLinear(4, 6, process_group=group_of())
         assert {name: tuple(value.shape) for name, value in layer.state_dict().items()} == {
             "weight": (6, 4),
             "bias": (6,),

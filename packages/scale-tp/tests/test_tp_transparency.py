@@ -100,11 +100,11 @@ class Divided(nn.Module):
 
     def __init__(self, case: Case, group: Group) -> None:
         super().__init__()
-        both: Any = {"group": group, "dtype": case.dtype}
+        both: Any = {"process_group": group, "dtype": case.dtype}
         kwargs: Any = {**both, "sequence_parallel": case.sequence_parallel}
         self.embed = scale_tp.VocabParallelEmbedding(WORDS, DIM, padding_idx=3, **kwargs)
         norm: Any = scale_tp.ParallelLayerNorm if case.sequence_parallel else nn.LayerNorm
-        self.norm = norm(DIM, dtype=case.dtype, **({"group": group} if case.sequence_parallel else {}))
+        self.norm = norm(DIM, dtype=case.dtype, **({"process_group": group} if case.sequence_parallel else {}))
         self.up = scale_tp.ColumnParallelLinear(DIM, HIDDEN, case.bias, gather_output=False, **kwargs)
         self.down = scale_tp.RowParallelLinear(HIDDEN, DIM, case.bias, input_is_parallel=True, **kwargs)
         self.head = scale_tp.ColumnParallelLinear(DIM, WORDS, False, **kwargs)

@@ -44,7 +44,7 @@ _COMPARISON = "the comparison of what must be equal"
 
 def check_replicas(
     model: nn.Module | Iterable[tuple[str, Tensor]],
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     *,
     buffers: bool = True,
     step: int = 0,
@@ -64,7 +64,7 @@ def check_replicas(
     Args:
         model: The model, between two steps; or pairs of a name and a tensor, any shape and dtype, where only some of
             its parameters are the same on all ranks. What is on the meta device or a DTensor is left out.
-        group: The ranks; None is the default group.
+        process_group: The ranks; None is the default group.
         buffers: Compare the model's buffers, too, but for running statistics (of batch and instance norms), which each
             rank has of its own batches.
         step: The step, for the error.
@@ -75,7 +75,7 @@ def check_replicas(
         ScaleDistributedError: A rank did not come.
     """
     named = named_replicas(model, buffers=buffers) if isinstance(model, nn.Module) else list(model)
-    compare_replicas(named, Contract(group_of(group), limit_seconds), step)
+    compare_replicas(named, Contract(group_of(process_group), limit_seconds), step)
 
 
 def check_interval(every: int | None, default: int = _DEFAULT_EVERY) -> int:

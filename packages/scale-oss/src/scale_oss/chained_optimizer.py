@@ -27,7 +27,7 @@ def split_by(
     other: OptimizerSpec,
     *,
     other_names: Sequence[str] = (),
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     bucket_numel: int = BUCKET_NUMEL,
     limit_seconds: float | None = None,
 ) -> SplitOptimizer:
@@ -55,7 +55,7 @@ def split_by(
         matrix: The class of the optimizer for matrices, and its arguments.
         other: That for all else.
         other_names: Regular expressions; a parameter in whose name one is found goes to `other`.
-        group: As in `OSS`.
+        process_group: As in `OSS`.
         bucket_numel: As in `OSS`.
         limit_seconds: As in `OSS`.
 
@@ -81,7 +81,7 @@ def split_by(
         kind: OSS(
             params,
             recipes[kind][0],
-            group,
+            process_group,
             bucket_numel=bucket_numel,
             limit_seconds=limit_seconds,
             **dict(recipes[kind][1]),

@@ -25,6 +25,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.divergence import check_interval, compare_replicas
+from scale_core.errors import renamed_arguments
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
@@ -62,8 +63,8 @@ class OSS(OSSStateDictMixin):
         params: Parameters, named parameters or parameter groups, equal on all ranks. They get their memory in flat
             buffers, but for shards.
         optim: The class of the optimizer.
-        group: The ranks. None is those between which shards are divided, if all parameters are shards, or else the
-            default group.
+        process_group: The ranks. None is those between which shards are divided, if all parameters are shards, or
+            else the default group.
         broadcast_buffer_size: FairScale's; without effect.
         broadcast_fp16: Send updated parameters in half precision: less to send, and every rank computes with rounded
             parameters. The unrounded ones are in the optimizer's state, as `master_param`. May be set later as an
@@ -93,11 +94,12 @@ class OSS(OSSStateDictMixin):
             parameters are a `ContractError`.
     """
 
+    @renamed_arguments(group="process_group=")
     def __init__(
         self,
         params: Iterable[Any],
         optim: type[Optimizer] = SGD,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
         broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
         force_broadcast_object: bool = False,
@@ -124,7 +126,7 @@ class OSS(OSSStateDictMixin):
         self.gets_reduced_gradients = False  # `ShardedDataParallel` averages gradients into the pieces.
         self.reduced_by: weakref.ref[nn.Module] | None = None  # who does so
         super().__init__(params, dict(defaults))
-        self.group = ranks_of_shards(self._all_params()) if group is None else group_of(group)
+        self.group = ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group)
         check_no_layer_shards(self.param_groups, self.group)
         self.contract = Contract(self.group, limit_seconds)
         settings = (

@@ -44,98 +44,103 @@ from scale_tp.split import Split
 Sizes: TypeAlias = Sequence[int] | None
 
 
-def copy_to_model_parallel_region(input_: Tensor, group: GroupLike = None) -> Tensor:
+def copy_to_model_parallel_region(input_: Tensor, process_group: GroupLike = None) -> Tensor:
     """Returns the input as it is; its gradient is summed over the ranks, each of which computes with its own part.
 
     Args:
         input_: [any shape], the same on all ranks.
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
     """
-    return copy_to_region(_check_tensor(input_), tensor_parallel_group(group))
+    return copy_to_region(_check_tensor(input_), tensor_parallel_group(process_group))
 
 
-def copy_many_to_model_parallel_region(*inputs: Tensor, group: GroupLike = None) -> tuple[Tensor, ...]:
+def copy_many_to_model_parallel_region(*inputs: Tensor, process_group: GroupLike = None) -> tuple[Tensor, ...]:
     """The same for several tensors, whose gradients are summed in one message: the small parameters of a norm.
 
     Args:
         *inputs: [any shapes] of one dtype and device, the same on all ranks.
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
     """
-    return copy_many_to_region(inputs, tensor_parallel_group(group))
+    return copy_many_to_region(inputs, tensor_parallel_group(process_group))
 
 
-def reduce_from_model_parallel_region(input_: Tensor, group: GroupLike = None) -> Tensor:
+def reduce_from_model_parallel_region(input_: Tensor, process_group: GroupLike = None) -> Tensor:
     """Returns the sum over the ranks; the gradient goes to each summand as it is.
 
     Args:
         input_: [any shape]: a summand; of one shape on all ranks. It is not changed.
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
     """
-    return reduce_from_region(_check_tensor(input_), tensor_parallel_group(group))
+    return reduce_from_region(_check_tensor(input_), tensor_parallel_group(process_group))
 
 
 def scatter_to_model_parallel_region(
-    input_: Tensor, group: GroupLike = None, *, dim: int = -1, sizes: Sizes = None
+    input_: Tensor, process_group: GroupLike = None, *, dim: int = -1, sizes: Sizes = None
 ) -> Tensor:
     """Returns this rank's part along `dim`; the gradients of the parts are put together.
 
     Args:
         input_: [..., N, ...], the same on all ranks.
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
         dim: The dimension that is divided.
         sizes: How much of N each rank has; None is as even as it can be.
 
     Raises:
         ValueError: `sizes` do not add up to N.
     """
-    return scatter_to_region(_check_tensor(input_, dim), tensor_parallel_group(group), dim, sizes)
+    return scatter_to_region(_check_tensor(input_, dim), tensor_parallel_group(process_group), dim, sizes)
 
 
 def gather_from_model_parallel_region(
-    input_: Tensor, group: GroupLike = None, *, dim: int = -1, sizes: Sizes = None
+    input_: Tensor, process_group: GroupLike = None, *, dim: int = -1, sizes: Sizes = None
 ) -> Tensor:
     """Returns the parts of all ranks along `dim`, in rank order; each gets its part of the gradient.
 
     Args:
         input_: [..., n of this rank, ...].
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
         dim: The dimension that is divided.
         sizes: n of each rank; None asks the others, in a message more.
 
     Raises:
         ValueError: This rank's n is not what `sizes` says.
     """
-    return gather_from_region(_check_tensor(input_, dim), tensor_parallel_group(group), dim, sizes)
+    return gather_from_region(_check_tensor(input_, dim), tensor_parallel_group(process_group), dim, sizes)
 
 
 def scatter_to_sequence_parallel_region(
-    input_: Tensor, group: GroupLike = None, *, dim: int = -2, sizes: Sizes = None
+    input_: Tensor, process_group: GroupLike = None, *, dim: int = -2, sizes: Sizes = None
 ) -> Tensor:
     """Returns this rank's part of the sequence; the gradients of the parts are put together.
 
     Args:
         input_: [..., N, ...], the same on all ranks.
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
         dim: The dimension of the sequence: by default that before the last, as in [batch, sequence, features].
         sizes: How much of N each rank has; None is as even as it can be.
 
     Raises:
         ValueError: `sizes` do not add up to N.
     """
-    ranks = tensor_parallel_group(group)
+    ranks = tensor_parallel_group(process_group)
     known = check_sizes(_check_tensor(input_, dim).shape[dim], ranks, sizes)
     record_lengths(ranks, known)
     return scatter_to_region(input_, ranks, dim, known)
 
 
 def gather_from_sequence_parallel_region(
-    input_: Tensor, group: GroupLike = None, *, dim: int = -2, sizes: Sizes = None, to_model_parallel: bool = True
+    input_: Tensor,
+    process_group: GroupLike = None,
+    *,
+    dim: int = -2,
+    sizes: Sizes = None,
+    to_model_parallel: bool = True,
 ) -> Tensor:
     """Returns the whole sequence, of which each rank has a part.
 
     Args:
         input_: [..., n of this rank, ...].
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
         dim: The dimension of the sequence.
         sizes: n of each rank; None is as the sequence was divided, by one of these functions or by a layer.
         to_model_parallel: Whether each rank goes on with its own part of a layer, so that the gradients must be summed
@@ -144,25 +149,25 @@ def gather_from_sequence_parallel_region(
     Raises:
         ValueError: This rank's n is not what `sizes` says.
     """
-    ranks = tensor_parallel_group(group)
+    ranks = tensor_parallel_group(process_group)
     return gather_sequence(_check_tensor(input_, dim), ranks, dim, sizes, to_model_parallel=to_model_parallel)
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    input_: Tensor, group: GroupLike = None, *, dim: int = -2, sizes: Sizes = None
+    input_: Tensor, process_group: GroupLike = None, *, dim: int = -2, sizes: Sizes = None
 ) -> Tensor:
     """Returns this rank's part of the sequence of the sum over the ranks; the gradients are put together.
 
     Args:
         input_: [..., N, ...]: a summand; of one shape on all ranks. It is not changed.
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
         dim: The dimension of the sequence.
         sizes: How much of N each rank has; None is as even as it can be.
 
     Raises:
         ValueError: `sizes` do not add up to N.
     """
-    return reduce_scatter_sequence(_check_tensor(input_, dim), tensor_parallel_group(group), dim, sizes)
+    return reduce_scatter_sequence(_check_tensor(input_, dim), tensor_parallel_group(process_group), dim, sizes)
 
 
 def _check_tensor(given: Tensor, dim: int | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Process groups of tensor, context, pipeline and data parallelism (`initialize_model_parallel`), and their getters.
 
-A layer takes `group=`; its default is the model axis of `initialize_model_parallel`. A program that runs as one process
-needs no group: there every layer is whole.
+A layer takes `process_group=`; its default is the model axis of `initialize_model_parallel`. A program that runs as
+one process needs no group: there every layer is whole.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def initialize_model_parallel(
     pipeline_backend: str | None = None,
     cp_backend: str | None = None,
     ddp_backend: str | None = None,
-    timeout: timedelta | None = None,
+    limit_seconds: float | None = None,
 ) -> None:
     """Divides all ranks into groups along four axes. All ranks call it, once.
 
@@ -75,7 +75,7 @@ def initialize_model_parallel(
         pipeline_backend: Transport between stages.
         cp_backend: Transport of the groups that divide sequences.
         ddp_backend: Transport between replicas.
-        timeout: How long their operations may take; None is as long as those of the default group.
+        limit_seconds: How long an operation of these groups may take; None is as long as one of the default group.
 
     Raises:
         TypeError: A size is no integer.
@@ -88,6 +88,7 @@ def initialize_model_parallel(
         )
     everybody = group_of()
     sizes = _sizes(everybody.size, model=model_parallel_size_, pipeline=pipeline_length, context=context_parallel_size)
+    timeout = None if limit_seconds is None else timedelta(seconds=limit_seconds)
     if timeout is None and everybody.process_group is not None and everybody.backend != "fake":
         timeout = time_limit(everybody.process_group)  # torch's own is half an hour, whatever the default group's is.
     backends = {"model": model_parallel_backend, "context": cp_backend, "pipeline": pipeline_backend}
@@ -119,14 +120,14 @@ def model_parallel_is_initialized() -> bool:
     return bool(_axes)
 
 
-def tensor_parallel_group(group: GroupLike = None) -> Group:
+def tensor_parallel_group(process_group: GroupLike = None) -> Group:
     """Returns the ranks between which a layer is divided."""
-    return group_of(group) if group is not None else axis_group("model")
+    return group_of(process_group) if process_group is not None else axis_group("model")
 
 
-def context_parallel_group(group: GroupLike = None) -> Group:
+def context_parallel_group(process_group: GroupLike = None) -> Group:
     """Returns the ranks that divide a sequence."""
-    return group_of(group) if group is not None else axis_group("context")
+    return group_of(process_group) if process_group is not None else axis_group("context")
 
 
 def axis_group(name: str) -> Group:
@@ -137,8 +138,8 @@ def axis_group(name: str) -> Group:
     if world.size > 1:
         sizes = f"1, context_parallel_size={world.size}" if name == "context" else f"{world.size}"
         raise ValueError(
-            f"{world.size} ranks have not been divided yet along the {name} axis: call "
-            f"scale_tp.initialize_model_parallel({sizes}), or with fewer, which divide {world.size}; or pass group="
+            f"{world.size} ranks have not been divided yet along the {name} axis: pass process_group=, or call "
+            f"scale_tp.initialize_model_parallel({sizes}), or with fewer, which divide {world.size}"
         )
     return Group()
 

@@ -58,7 +58,7 @@ class _RecordedLengths:
 _recorded: WeakKeyDictionary[dist.ProcessGroup, _RecordedLengths] = WeakKeyDictionary()
 
 
-def record_sequence_lengths(lengths: Sequence[int], group: GroupLike = None) -> None:
+def record_sequence_lengths(lengths: Sequence[int], process_group: GroupLike = None) -> None:
     """Says how long the parts of a sequence are that something else has divided, such as a loader of data.
 
     All ranks of the group call it before the forward that gets these parts. It is needed where lengths differ between
@@ -66,12 +66,12 @@ def record_sequence_lengths(lengths: Sequence[int], group: GroupLike = None) -> 
 
     Args:
         lengths: How many positions each rank has, by rank.
-        group: The ranks that divide the sequence; None is the model axis.
+        process_group: The ranks that divide the sequence; None is the model axis.
 
     Raises:
         ValueError: There is not one length for each rank.
     """
-    ranks = tensor_parallel_group(group)
+    ranks = tensor_parallel_group(process_group)
     if len(lengths) != ranks.size:
         raise ValueError(f"expected a length for each of {ranks.size} ranks, got {list(lengths)}")
     record_lengths(ranks, lengths)

@@ -183,7 +183,7 @@ class Training:
             num_stages = pipe.size * mesh.stages_each
             cuts = [f"blocks.{stage * 4 // num_stages}" for stage in range(1, num_stages)]
             schedule = "1f1b" if mesh.stages_each == 1 else "zb_v"
-            self.model = DistributedPipe(split(model, cuts), schedule, chunks=CHUNKS, group=pipe)
+            self.model = DistributedPipe(split(model, cuts), schedule, chunks=CHUNKS, process_group=pipe)
         stages: Any = self.model.stages if isinstance(self.model, DistributedPipe) else {0: model}
         for index, stage in list(stages.items()):
             if tensor.size > 1:
@@ -274,12 +274,12 @@ class Training:
         }
 
     def save(self, folder: str) -> None:
-        snapshot.save(folder, STEPS, self.objects, group=self.line())
+        snapshot.save(folder, STEPS, self.objects, process_group=self.line())
         if self.mesh.num_ranks == dist.get_world_size():
             dcp.save(self.state(), checkpoint_id=f"{folder}/dcp")
 
     def load(self, folder: str) -> None:
-        snapshot.load(folder, self.objects, group=self.line())
+        snapshot.load(folder, self.objects, process_group=self.line())
 
     def load_from_dcp(self, folder: str) -> None:
         target = dcp_target(f"{folder}/dcp", self.model, self.optimizers)

@@ -110,7 +110,7 @@ def built(case: Case, ranks: Any, replicas: Any) -> tuple[DistributedPipe, Any]:
     balance = [8 // num_stages] * num_stages
     checkpoint = "always" if case.how == "checkpointed" else "never"
     pipe = DistributedPipe(
-        layers(case), case.schedule, balance=balance, chunks=case.chunks, group=ranks, checkpoint=checkpoint
+        layers(case), case.schedule, balance=balance, chunks=case.chunks, process_group=ranks, checkpoint=checkpoint
     )
     for index, stage in list(pipe.stages.items()):
         if case.wrap.startswith("ddp"):
@@ -190,12 +190,12 @@ def words(group: Any = None) -> nn.Sequential:
     """A model of words whose first and last weight are one, with layers that may be divided among ranks."""
     torch.manual_seed(1)  # All ranks draw the same weights, of which each keeps its part.
     model = nn.Sequential(
-        VocabParallelEmbedding(7, 6, group=group),
+        VocabParallelEmbedding(7, 6, process_group=group),
         nn.LayerNorm(6),
-        ColumnParallelLinear(6, 9, gather_output=False, group=group),
+        ColumnParallelLinear(6, 9, gather_output=False, process_group=group),
         nn.Tanh(),
-        RowParallelLinear(9, 6, input_is_parallel=True, group=group),
-        ColumnParallelLinear(6, 7, bias=False, gather_output=True, group=group),
+        RowParallelLinear(9, 6, input_is_parallel=True, process_group=group),
+        ColumnParallelLinear(6, 7, bias=False, gather_output=True, process_group=group),
     ).double()
     model[5].weight = model[0].weight
     return model
@@ -208,7 +208,7 @@ def words_of(step: int) -> tuple[Tensor, Tensor]:
 
 def gains_of_divided_layers(ranks: Any, partners: Any) -> list[float]:
     """Each stage is computed by two ranks together, which have the same data."""
-    pipe = DistributedPipe(words(partners), "zb_v", balance=[2, 1, 1, 2], chunks=CHUNKS, group=ranks)
+    pipe = DistributedPipe(words(partners), "zb_v", balance=[2, 1, 1, 2], chunks=CHUNKS, process_group=ranks)
     inner = torch.optim.Adam(pipe.parameters(), lr=LR)
     with pytest.raises(ValueError, match=r"of which some have other stages of the pipeline over.*process_group="):
         AdaScale(inner, num_gradients_to_accumulate=CHUNKS)
@@ -244,7 +244,7 @@ def plain_gains_of_words() -> list[float]:
 
 def measured_on_one_rank_alone(ranks: Any) -> str:
     """The first stage and the last have one weight; the ranks of both are told."""
-    pipe = DistributedPipe(layers(Case(tied=True)), balance=[4, 4], chunks=CHUNKS, group=ranks)
+    pipe = DistributedPipe(layers(Case(tied=True)), balance=[4, 4], chunks=CHUNKS, process_group=ranks)
     x, target = batch_of(0, 0, CHUNKS)
     if dist.get_rank(ranks) == 0:
         optimizer = AdaScale(
@@ -265,7 +265,7 @@ def measured_on_one_rank_alone(ranks: Any) -> str:
 def on_other_terms(ranks: Any) -> list[str]:
     """No parameter is shared: the ranks would wait for each other in the sum that is theirs alone."""
     found, rank = [], dist.get_rank(ranks)
-    pipe = DistributedPipe(layers(Case()), "zb_h1", balance=[4, 4], chunks=CHUNKS, group=ranks)
+    pipe = DistributedPipe(layers(Case()), "zb_h1", balance=[4, 4], chunks=CHUNKS, process_group=ranks)
     x, target = batch_of(0, 0, CHUNKS)
     params = list(pipe.parameters())
     halves = [{"params": params[:1]}, {"params": params[1:]}]
@@ -295,7 +295,7 @@ def of_unequal_micro_batches(ranks: Any) -> float:
     """How far the gain of seven samples in micro-batches of 2, 2, 2 and 1 is from that of their expectations."""
     sizes = [2, 2, 2, 1]
     x, target = (each[:7] for each in batch_of(0, 0, CHUNKS))
-    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, group=ranks)
+    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, process_group=ranks)
     optimizer = AdaScale(
         torch.optim.SGD(pipe.parameters(), lr=LR), num_gradients_to_accumulate=CHUNKS, process_group=by_itself()
     )
@@ -316,7 +316,7 @@ def of_unequal_micro_batches(ranks: Any) -> float:
 
 def another_number_of_micro_batches(ranks: Any) -> list[str]:
     """Of a pipeline with more micro-batches than were said, and of one that steps twice."""
-    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, group=ranks)
+    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, process_group=ranks)
     optimizer = AdaScale(
         torch.optim.SGD(pipe.parameters(), lr=LR),
         num_gradients_to_accumulate=CHUNKS - 1,

@@ -35,8 +35,8 @@ class Block(nn.Module):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(6)
-        self.up = ColumnParallelLinear(6, 9, gather_output=False, group=group)
-        self.down = RowParallelLinear(9, 6, input_is_parallel=True, group=group)
+        self.up = ColumnParallelLinear(6, 9, gather_output=False, process_group=group)
+        self.down = RowParallelLinear(9, 6, input_is_parallel=True, process_group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -62,8 +62,8 @@ class Words(nn.Module):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embed, self.block = VocabParallelEmbedding(7, 6, group=group), Block(group)
-        self.head = ColumnParallelLinear(6, 7, bias=False, gather_output=True, group=group)
+        self.embed, self.block = VocabParallelEmbedding(7, 6, process_group=group), Block(group)
+        self.head = ColumnParallelLinear(6, 7, bias=False, gather_output=True, process_group=group)
         self.head.weight = self.embed.weight
 
     def forward(self, words: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def train() -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for schedule, cuts in (("1f1b", ["blocks.2"]), ("zb_v", ["blocks.1", "blocks.2", "blocks.3"])):
         model = Net(mesh.get_group("tensor"))
-        pipe = DistributedPipe(split(model, cuts), schedule, chunks=CHUNKS, group=mesh["pipe"])
+        pipe = DistributedPipe(split(model, cuts), schedule, chunks=CHUNKS, process_group=mesh["pipe"])
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         found[schedule] = []
         for step in range(STEPS):
@@ -98,7 +98,7 @@ def train() -> dict[str, list[float]]:
             optimizer.zero_grad()
         x, target = batch_of(STEPS)
         found[schedule].append(pipe.evaluate(x, target=target, loss_fn=nn.functional.mse_loss).item())
-    tied = DistributedPipe(split(Words(mesh.get_group("tensor")), ["block"]), chunks=CHUNKS, group=mesh["pipe"])
+    tied = DistributedPipe(split(Words(mesh.get_group("tensor")), ["block"]), chunks=CHUNKS, process_group=mesh["pipe"])
     optimizer = torch.optim.SGD(tied.parameters(), lr=0.1)
     found["words"] = []
     for step in range(STEPS):
@@ -121,7 +121,7 @@ def sequential(divided: bool) -> nn.Sequential:
     options: Any = {"group": dist.group.WORLD, "sequence_parallel": True}
     layers = nn.Sequential(
         VocabParallelEmbedding(7, 6, **options),
-        ParallelLayerNorm(6, group=dist.group.WORLD),
+        ParallelLayerNorm(6, process_group=dist.group.WORLD),
         ColumnParallelLinear(6, 9, gather_output=False, **options),
         nn.GELU(),
         RowParallelLinear(9, 6, input_is_parallel=True, **options),
@@ -245,7 +245,7 @@ def divided_then_cut() -> tuple[dict[str, list[float]], dict[str, dict[str, Tens
         model = parallelize(built(kind), PLANS[kind], mesh["tensor"])
         stages = split(model, ["blocks.1"]) if kind == "split" else model
         balance = None if kind == "split" else [2, 2] if schedule == "1f1b" else [1] * 4
-        pipe = DistributedPipe(stages, schedule, balance=balance, chunks=2, group=mesh["pipe"])
+        pipe = DistributedPipe(stages, schedule, balance=balance, chunks=2, process_group=mesh["pipe"])
         if ranks > 4:
             for stage in pipe.stages.values():
                 fully_shard(stage, data)
@@ -273,7 +273,10 @@ def alike_after_all() -> list[str]:
         for param in model.parameters():
             nn.init.normal_(param, generator=torch.Generator().manual_seed(0))
         pipe = DistributedPipe(
-            split(model, ["blocks.1"]) if kind == "split" else model, schedule, balance=parts, group=mesh["pipe"]
+            split(model, ["blocks.1"]) if kind == "split" else model,
+            schedule,
+            balance=parts,
+            process_group=mesh["pipe"],
         )
         x, target = batch_of(0)
         with pytest.raises(StageError) as caught:

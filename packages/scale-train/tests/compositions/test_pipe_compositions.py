@@ -176,7 +176,7 @@ def train_replicas() -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     for schedule, cuts in (("1f1b", ["blocks.2"]), ("zb_v", ["blocks.1", "blocks.2", "blocks.3"])):
         for name, wrap in WAYS.items():
-            pipe = DistributedPipe(split(Net(), cuts), schedule, chunks=CHUNKS, group=mesh["pipe"])
+            pipe = DistributedPipe(split(Net(), cuts), schedule, chunks=CHUNKS, process_group=mesh["pipe"])
             optimizers = wrap(pipe, replicas, "SGD")
             losses = []
             for step in range(2):
@@ -192,7 +192,9 @@ def train_replicas() -> dict[str, dict[str, Any]]:
             results[f"{name} {schedule}"] = {"losses": losses, "judged": judged, "parameters": whole(pipe)}
     results["scaler"] = {"steps": scaled(mesh, replicas, replica)}
     for name, wrap in TIED_WAYS.items():
-        pipe = DistributedPipe(split(TiedNet().double(), ["blocks.2"]), "1f1b", chunks=CHUNKS, group=mesh["pipe"])
+        pipe = DistributedPipe(
+            split(TiedNet().double(), ["blocks.2"]), "1f1b", chunks=CHUNKS, process_group=mesh["pipe"]
+        )
         optimizers = wrap(pipe, replicas, "AdamW")
         norms = []
         for step in range(3):
@@ -230,7 +232,7 @@ def fail(pipe: DistributedPipe, x: Tensor, target: Tensor) -> None:
 
 def scaled(mesh: Any, replicas: dist.ProcessGroup, replica: int) -> list[bool]:
     """Whether steps were taken, where the gradients of one rank overflow in the first: all ranks skip it."""
-    pipe = DistributedPipe(split(Net(), ["blocks.2"]), chunks=CHUNKS, group=mesh["pipe"])
+    pipe = DistributedPipe(split(Net(), ["blocks.2"]), chunks=CHUNKS, process_group=mesh["pipe"])
     (optimizer,) = with_fsdp(pipe, replicas)
     scaler = ShardedGradScaler(init_scale=8.0, process_group=group_of(), device="cpu")
     scaler.scale(torch.ones(()))  # Ranks without a loss know the scale, too.
@@ -259,7 +261,7 @@ def failures(mesh: Any, replicas: dist.ProcessGroup, replica: int) -> dict[str, 
         return (with_oss if 0 in pipe.stages else with_ddp)(pipe, group)
 
     for name, wrap in (("ways", oss_and_ddp), ("hidden", with_flat_parameters), ("replica", with_oss)):
-        pipe = DistributedPipe(split(TiedNet(), ["blocks.2"]), "1f1b", chunks=CHUNKS, group=mesh["pipe"])
+        pipe = DistributedPipe(split(TiedNet(), ["blocks.2"]), "1f1b", chunks=CHUNKS, process_group=mesh["pipe"])
         wrap(pipe, replicas)
         x, _ = batch_of(0, replica)
         fails = name == "replica" and replica == 1
@@ -378,7 +380,7 @@ def group_left_out() -> list[str]:
     assert all(map(torch.equal, before, pipe.parameters()))
     # With the stage's own ranks, here one, each is right; and norms are those of all stages.
     pipe.stages[dist.get_rank()] = ShardedDataParallel(
-        stage, OSS(stage.parameters(), torch.optim.SGD, group=alone, lr=0.1)
+        stage, OSS(stage.parameters(), torch.optim.SGD, process_group=alone, lr=0.1)
     )
     x = torch.arange(12.0).view(4, 3)
     pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)

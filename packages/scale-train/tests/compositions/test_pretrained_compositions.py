@@ -38,7 +38,7 @@ def mixtral() -> nn.Module:
 def stages_of_units(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
     stages = split(model, ["model.layers.1"])
-    pipe = DistributedPipe(stages, chunks=2, group=mesh["pipe"])
+    pipe = DistributedPipe(stages, chunks=2, process_group=mesh["pipe"])
     for index, stage in pipe.stages.items():
         pipe.stages[index] = fully_shard(stage, mesh=mesh["data"], init=False)
     return pipe
@@ -46,7 +46,7 @@ def stages_of_units(model: nn.Module) -> nn.Module:
 
 def units_of_parts(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    parallelize(model, group=mesh["tensor"].get_group())
+    parallelize(model, process_group=mesh["tensor"].get_group())
     return fully_shard_modules(model, no_split_policy(model), mesh=mesh["data"], init=False)
 
 

@@ -225,7 +225,7 @@ def _stages_train(mesh: DeviceMesh, sequence_parallel: bool) -> None:
     expected, norms = plain()
     model = Net().double()
     parallelize(model, PLAN, mesh["tensor"], sequence_parallel=sequence_parallel)
-    pipe = DistributedPipe(split(model, ["blocks.1"]), "1f1b", chunks=2, group=mesh["stage"])
+    pipe = DistributedPipe(split(model, ["blocks.1"]), "1f1b", chunks=2, process_group=mesh["stage"])
     optimizer = SGD(pipe.parameters(), lr=LR)
     for step in range(STEPS):
         x, target = (torch.cat(parts) for parts in zip(batch_of(step, 0), batch_of(step, 1), strict=True))

@@ -201,7 +201,7 @@ class Attending(nn.Module):
 
     def __init__(self, divided: bool) -> None:
         super().__init__()
-        options: Any = {"attend": scale_tp.ring_attention} if divided else {"group": Group()}
+        options: Any = {"attend": scale_tp.ring_attention} if divided else {"process_group": Group()}
         self.attention = scale_tp.ParallelAttention(6, 3, 1, 2, causal=True, **options)
         self.head = scale_tp.ColumnParallelLinear(6, 5, **({"group": Group()} if not divided else {}))
 
@@ -249,7 +249,7 @@ def sharded_gradients(folder: str) -> None:
     for number, sequence_parallel in enumerate((False, True)):
         model = divided_model(sequence_parallel)
         group = scale_tp.get_data_parallel_group()
-        optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, group=group)
+        optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, process_group=group)
         wrapped = ShardedDataParallel(model, optimizer, process_group=group)
         found = train(wrapped, optimizer, lambda optimizer=optimizer: optimizer.clip_grad_norm_(0.5))
         compare(found, model, optimizer, f"{folder}/{number}")
@@ -278,7 +278,7 @@ def over_the_ranks_of_a_layer() -> None:
         for wrap, who in (
             (lambda group=group: nn.parallel.DistributedDataParallel(model, process_group=group), "Distributed"),
             (lambda group=group: fully_shard(model, mesh=group), "fully_shard"),
-            (lambda group=group: OSS(model.parameters(), torch.optim.SGD, lr=0.1, group=group), "OSS"),
+            (lambda group=group: OSS(model.parameters(), torch.optim.SGD, lr=0.1, process_group=group), "OSS"),
         ):
             with pytest.raises(ValueError, match=rf"^{who}.* is a part \[.*as ranks that hold the same: give it those"):
                 wrap()

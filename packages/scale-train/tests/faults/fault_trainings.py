@@ -151,7 +151,7 @@ def build(kind: str, limit_seconds: float, check_inputs: bool = False) -> Traini
         called, replica = parallelize(model, plan, group, check_inputs=check_inputs), 0
     elif kind == "pipe":
         world = dist.get_world_size()
-        model = pipe = DistributedPipe(blocks, "1f1b", balance=[4 // world] * world, chunks=CHUNKS, group=group)
+        model = pipe = DistributedPipe(blocks, "1f1b", balance=[4 // world] * world, chunks=CHUNKS, process_group=group)
     else:
         raise ValueError(f"expected one of {KINDS + OVER_DDP}, got {kind!r}")
 

@@ -127,7 +127,7 @@ class Wrapped:
         if ranks is None:
             return optimizer_of(program, named, lambda params: kind(params, **program.options))
         numel = self.wrapping.options["bucket_numel"]
-        options = {"group": ranks, "bucket_numel": numel, "limit_seconds": LIMIT_SECONDS, **program.options}
+        options = {"process_group": ranks, "bucket_numel": numel, "limit_seconds": LIMIT_SECONDS, **program.options}
         return optimizer_of(program, named, lambda params: OSS(params, kind, **options))
 
     def _wrap_net(self, net: Net) -> None:
@@ -207,7 +207,7 @@ class Wrapped:
             pipeline.schedule,
             chunks=pipeline.chunks,
             stages_per_rank=pipeline.stages_per_rank,
-            group=self.mesh["pipe"],
+            process_group=self.mesh["pipe"],
             checkpoint=pipeline.checkpoint,
             limit_seconds=LIMIT_SECONDS,
         )

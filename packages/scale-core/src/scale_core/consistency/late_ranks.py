@@ -34,7 +34,7 @@ class LateRanks:
             late.step()
 
     Args:
-        group: The ranks; None is the default group.
+        process_group: The ranks; None is the default group.
         threshold_ms: From how many milliseconds per step on a rank is late: then rank 0 of the group logs a warning.
         every: How many steps to average over; in between nothing is sent.
 
@@ -42,13 +42,13 @@ class LateRanks:
         ValueError: A number is not above 0.
     """
 
-    def __init__(self, group: GroupLike = None, *, threshold_ms: float = 100.0, every: int = 50) -> None:
+    def __init__(self, process_group: GroupLike = None, *, threshold_ms: float = 100.0, every: int = 50) -> None:
         if not threshold_ms > 0 or every < 1:
             raise ValueError(
                 f"expected threshold_ms above 0 and every of at least 1 step, got {threshold_ms} and {every}: leave "
                 "LateRanks out, or SCALE_LATE_RANKS_MS unset, where nothing is to be reported"
             )
-        self.group, self.threshold_ms, self.every = group_of(group), threshold_ms, every
+        self.group, self.threshold_ms, self.every = group_of(process_group), threshold_ms, every
         self._num_steps = 0
         self._seconds_before = WaitClock.seconds
 

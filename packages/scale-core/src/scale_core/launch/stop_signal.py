@@ -50,19 +50,19 @@ class StopSignal:
             signal.signal(number, handler)
         self._previous.clear()
 
-    def on_any_rank(self, group: GroupLike = None, limit_seconds: float | None = None) -> int:
+    def on_any_rank(self, process_group: GroupLike = None, limit_seconds: float | None = None) -> int:
         """The number of the signal that any rank received, or 0; all ranks call it together and get the same.
 
         It costs one small message, and on CUDA none that waits for the device where the group reaches the host.
 
         Args:
-            group: The ranks; the default group if None.
+            process_group: The ranks; the default group if None.
             limit_seconds: The longest wait for another rank; None is the group's own limit.
 
         Raises:
             TransferError: A rank did not come.
         """
-        rows = exchange([self.received], group_of(group), limit_seconds=limit_seconds)
+        rows = exchange([self.received], group_of(process_group), limit_seconds=limit_seconds)
         self._agreed = max(row[0] for row in rows)
         return self._agreed
 

@@ -50,7 +50,7 @@ def load_pretrained(
     cast: bool = False,
     strict: bool = True,
     progress: Progress | None = None,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
 ) -> None:
     """Loads weights as `save_pretrained` of Hugging Face writes them, or a download from the hub has them.
 
@@ -75,7 +75,7 @@ def load_pretrained(
         cast: Whether floating-point numbers are converted to the dtypes of the model.
         strict: False loads what fits, and warns of the rest, for which the model must have values.
         progress: Called with the bytes that this rank has read and those that it reads in all, again and again.
-        group: The ranks that hold the model together; the default group if None.
+        process_group: The ranks that hold the model together; the default group if None.
 
     Raises:
         ForeignCheckpointError: On every rank: it is a checkpoint of another format, such as `pytorch_model.bin`; the
@@ -84,7 +84,7 @@ def load_pretrained(
             is missing, unexpected or of another shape or dtype, with near names), it is damaged, a conversion is
             not known, or a buffer on meta has got no values.
     """
-    ranks, inner, path = group_of(group), unwrapped(model), Path(folder)
+    ranks, inner, path = group_of(process_group), unwrapped(model), Path(folder)
     together = CollectiveCall(ranks, f"loading {path}", SnapshotError)
     files = together.rank0(lambda: open_folder(path))
     found = together.each_rank(lambda: _match(inner, files, key_mapping))

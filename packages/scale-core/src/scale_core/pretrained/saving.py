@@ -41,7 +41,7 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     config: Any = None,
     save_original_format: bool = True,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
 ) -> Path:
     """Saves the weights of a model, and its configuration, as a folder that Hugging Face's libraries and vLLM read.
 
@@ -59,7 +59,7 @@ def save_pretrained(
         config: What writes `config.json`, by its `save_pretrained` or `to_json_file`; None is the model's own.
         save_original_format: Whether the names and shapes are those that the model is published in, where transformers
             has others, as of experts; it reads both.
-        group: The ranks that hold the model together; the default group if None.
+        process_group: The ranks that hold the model together; the default group if None.
 
     Returns:
         The folder.
@@ -69,7 +69,7 @@ def save_pretrained(
         SnapshotError: On every rank, whichever failed: there is something in the folder, the disk is full, a conversion
             can't be undone, or each rank has an expert of its own. Nothing has been written under this name then.
     """
-    ranks, inner, path = group_of(group), unwrapped(model), Path(folder)
+    ranks, inner, path = group_of(process_group), unwrapped(model), Path(folder)
     limit = size_in_bytes(max_shard_size)
     together = CollectiveCall(ranks, f"saving {path}", SnapshotError)
     made: list[Path] = []

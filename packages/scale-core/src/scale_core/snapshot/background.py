@@ -58,19 +58,19 @@ class AsyncSave:
         """Whether it is over, in whatever way; `wait` then returns, or raises, at once."""
         return not self._thread.is_alive()
 
-    def wait(self, timeout: float | None = None) -> Path:
+    def wait(self, limit_seconds: float | None = None) -> Path:
         """Returns the snapshot's directory when it is complete.
 
         Args:
-            timeout: In seconds; None waits until every rank has written its part.
+            limit_seconds: The longest wait; None waits until every rank has written its part.
 
         Raises:
             SnapshotError: It failed, on every rank alike. The snapshots that were there still are.
             TimeoutError: It is not over yet, and goes on.
         """
-        self._thread.join(timeout)
+        self._thread.join(limit_seconds)
         if self._thread.is_alive():
-            raise TimeoutError(f"{self.path} is still being written after {timeout} s: wait longer, or train on")
+            raise TimeoutError(f"{self.path} is still being written after {limit_seconds} s: wait longer, or train on")
         self._forget()
         if self._error is not None:
             self._is_raised = True

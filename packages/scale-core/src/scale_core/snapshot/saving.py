@@ -29,7 +29,7 @@ def save(
     step: int,
     objects: Mapping[str, Any],
     *,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     keep: int | None = None,
     extra: JSON = None,
 ) -> Path:
@@ -55,7 +55,7 @@ def save(
             them, each of one of the modules; whatever has `state_dict` and `load_state_dict`; `RandomState()`; tensors
             (the lowest rank's), `LocalShard`s and values, the same on all ranks. `PerRank` and `FromRank0` mark objects
             that differ between ranks. What `sharded_state_dict` returns can be given, too.
-        group: The ranks that hold the state together; the default group if None.
+        process_group: The ranks that hold the state together; the default group if None.
         keep: How many snapshots stay in the directory, the newest ones, at least 1; None for all.
         extra: Anything that JSON knows, of rank 0.
 
@@ -68,7 +68,7 @@ def save(
         SnapshotError: On every rank: the ranks have different objects, or writing failed. The snapshots that were there
             still are. Also, that an earlier `async_save` has failed.
     """
-    own = group_of(group)
+    own = group_of(process_group)
     state = collect(objects, Contract(own), lambda: _begin(directory, step, keep))
     return _write(directory, step, lambda: state, own, keep, extra)
 
@@ -78,7 +78,7 @@ def async_save(
     step: int,
     objects: Mapping[str, Any],
     *,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     keep: int | None = None,
     extra: JSON = None,
 ) -> AsyncSave:
@@ -103,7 +103,7 @@ def async_save(
         directory: As for `save`, as are the others.
         step: The training step.
         objects: By name.
-        group: The ranks that hold the state together.
+        process_group: The ranks that hold the state together.
         keep: How many snapshots stay.
         extra: Anything that JSON knows.
 
@@ -112,7 +112,7 @@ def async_save(
         TypeError: As `save`.
         SnapshotError: The ranks have different objects, or an earlier `async_save` has failed.
     """
-    own = group_of(group)
+    own = group_of(process_group)
     writers = background_group(own)
     state = collect(objects, Contract(own), lambda: _begin(directory, step, keep))
     failure: Exception | None = None
@@ -150,7 +150,7 @@ def load(
     objects: Mapping[str, Any],
     *,
     step: int | None = None,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     strict: bool = True,
     cast: bool = False,
 ) -> Snapshot:
@@ -164,7 +164,7 @@ def load(
         directory: As given to `save`.
         objects: As given to `save`. Tensors are written to in place.
         step: This snapshot and no other.
-        group: The ranks that hold the state together; the default group if None.
+        process_group: The ranks that hold the state together; the default group if None.
         strict: False loads what was saved and fits what is given, and warns of the rest, which stays as it is. An
             optimizer's state of a parameter is loaded if all of it and the parameter fit; that of another kind of
             optimizer is left out as a whole.
@@ -178,7 +178,7 @@ def load(
             an object had a state on each rank and was saved by another number of them. `DamagedSnapshotError` and
             `NewerSnapshotError` are as of `load_snapshot`.
     """
-    own = group_of(group)
+    own = group_of(process_group)
     call_on_all_ranks(lambda: _begin(directory, 0 if step is None else step, None), "loading objects", Contract(own))
     parts: list[Objects] = []
 

@@ -77,7 +77,7 @@ class DistributedPipe(StageModuleView):
         balance: The number of layers of each stage, for a sequence.
         chunks: The most micro-batches of a step; a `Schedule` has its own number.
         stages_per_rank: For schedules that run with any number.
-        group: The ranks, in the order of the stages: a process group or a `DeviceMesh` of one dimension; None for all.
+        process_group: The ranks, in the order of the stages: a `ProcessGroup` or a `DeviceMesh` axis; None for all.
         device: The device to which the stages of this rank are moved; None leaves them where they are. Stages on the
             meta device stay there: give this rank's stages memory and values before the first step.
         checkpoint: "never", "always" or "except_last": the micro-batches whose activations are recomputed in the
@@ -104,7 +104,7 @@ class DistributedPipe(StageModuleView):
         balance: Sequence[int] | None = None,
         chunks: int = 8,
         stages_per_rank: int | None = None,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
         device: torch.device | str | int | None = None,
         checkpoint: Checkpoint = "never",
         deferred_batch_norm: bool = False,
@@ -114,7 +114,7 @@ class DistributedPipe(StageModuleView):
     ) -> None:
         super().__init__()
         check_checkpoint(checkpoint)
-        self.group = group_of(group)
+        self.group = group_of(process_group)
         self.checkpoint: Checkpoint = checkpoint
         stages_per_rank = stages_per_rank or infer_stages_per_rank(module, self.group.size, balance)
         self._schedule = get_schedule(schedule, self.group.size, chunks, stages_per_rank)

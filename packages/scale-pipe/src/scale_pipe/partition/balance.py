@@ -27,7 +27,7 @@ _SOLVER_VISITS = 30_000
 
 
 def balance_by_time(
-    partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device = None
+    partitions: int, module: nn.Sequential, sample: Any, *, seconds: float = 1.0, device: Device = None
 ) -> list[int]:
     """Balances the times of forward and backward: the slowest partition is as fast as can be.
 
@@ -37,14 +37,14 @@ def balance_by_time(
         >>> import torch
         >>> from scale_pipe import balance_by_time
         >>> module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
-        >>> sum(balance_by_time(2, module, torch.randn(32, 64), timeout=0.05))
+        >>> sum(balance_by_time(2, module, torch.randn(32, 64), seconds=0.05))
         6
 
     Args:
         partitions: The number of partitions.
         module: The layers. They are measured as copies, one at a time, in training mode; the module does not change.
         sample: One micro-batch, as the first layer takes it, on any device.
-        timeout: Seconds of wall clock to spend, after each layer has run twice; more are steadier.
+        seconds: Wall clock to spend, after each layer has run twice; more are steadier.
         device: Where to measure; None for the module's device.
 
     Returns:
@@ -55,7 +55,7 @@ def balance_by_time(
         ValueError: There are fewer layers than partitions, or none; a layer is in the module twice.
     """
     partitions = _check_partitions(partitions, module)
-    return block_partition([sum(times) for times in layer_times(module, sample, timeout, device)], partitions)
+    return block_partition([sum(times) for times in layer_times(module, sample, seconds, device)], partitions)
 
 
 def balance_by_size(
@@ -100,7 +100,7 @@ def balance_by_makespan(
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
     link: float = 0.0,
-    timeout: float = 1.0,
+    seconds: float = 1.0,
     device: Device = None,
 ) -> list[int]:
     """Balances the time of a whole step of a schedule, as the simulator gives it.
@@ -116,7 +116,7 @@ def balance_by_makespan(
         schedule: A name that `DistributedPipe` knows, or "solve".
         stages_per_rank: Of the schedule; None for its usual number.
         link: Seconds of a transfer between two ranks.
-        timeout: Seconds of wall clock to spend.
+        seconds: Wall clock to spend.
         device: Where to measure.
 
     Raises:
@@ -131,7 +131,7 @@ def balance_by_makespan(
             f"but partitions is {partitions}"
         )
     num_ranks = partitions // example.num_stages
-    times = layer_times(module, sample, timeout, device)
+    times = layer_times(module, sample, seconds, device)
     if schedule.lower() == SOLVE:
         return best_balance(
             times,

@@ -52,7 +52,7 @@ class _Inputs(NamedTuple):
 
 
 def profile_stages(
-    stages: Sequence[nn.Module], *args: Any, timeout: float = 1.0, link: float | Sequence[float] = 0.0, **kwargs: Any
+    stages: Sequence[nn.Module], *args: Any, seconds: float = 1.0, link: float | Sequence[float] = 0.0, **kwargs: Any
 ) -> Costs:
     """Measures the stages of a model, as `solve` and `simulate` take it.
 
@@ -62,14 +62,14 @@ def profile_stages(
         >>> import torch
         >>> from scale_pipe import profile_stages, solve, split
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-        >>> costs = profile_stages(split(model, ["1", "2", "3"]), torch.randn(4, 8), timeout=0.01)
+        >>> costs = profile_stages(split(model, ["1", "2", "3"]), torch.randn(4, 8), seconds=0.01)
         >>> solve(costs, num_ranks=2, num_micro_batches=4, visits=1000).schedule.num_stages
         4
 
     Args:
         stages: Of `split`, or any modules that follow one another.
         args: One micro-batch, as the first stage takes it.
-        timeout: Seconds of wall clock to spend on all stages, after each has run twice.
+        seconds: Wall clock to spend on all stages, after each has run twice.
         link: Seconds of a transfer, of all links or by link.
         kwargs: For the first stage, by keyword.
 
@@ -90,19 +90,19 @@ def profile_stages(
     for number, stage in enumerate(stages):
         device = _device_of(stage, (inputs.args, dict(inputs.kwargs)))
         with _noting_errors(f"stage {number}", stage), preserve_state(stage):
-            found, inputs = _measure_times(stage, inputs, device, timeout / len(stages))
+            found, inputs = _measure_times(stage, inputs, device, seconds / len(stages))
         times.append(found)
     forward, input_gradient, weight_gradient = zip(*times, strict=True)
     return Costs.measured(forward, input_gradient, weight_gradient, link)
 
 
 def layer_times(
-    module: nn.Sequential, sample: Any, timeout: float = 1.0, device: torch.device | str | int | None = None
+    module: nn.Sequential, sample: Any, seconds: float = 1.0, device: torch.device | str | int | None = None
 ) -> list[StageTimes]:
     """Measures each layer in training mode, as a copy on the device (None: the module's); see `balance_by_time`."""
-    seconds = timeout / len(module)
+    each = seconds / len(module)
     return _measure_layers(
-        module, sample, device, lambda layer, inputs, place: _measure_times(layer, inputs, place, seconds)
+        module, sample, device, lambda layer, inputs, place: _measure_times(layer, inputs, place, each)
     )
 
 
@@ -151,12 +151,12 @@ def _measure_bytes(module: nn.Module, inputs: _Inputs, device: torch.device) -> 
 
 
 def _measure_times(
-    module: nn.Module, inputs: _Inputs, device: torch.device, timeout: float
+    module: nn.Module, inputs: _Inputs, device: torch.device, seconds: float
 ) -> tuple[StageTimes, _Inputs]:
     """Runs a module until the time is spent, twice at least; returns its least times, and the next one's inputs."""
     with single_threaded(device):
         _, next_inputs = _run(module, inputs, device)  # Kernels are prepared at the first call.
-        runs, end = [_run(module, inputs, device)[0]], _now(device) + timeout
+        runs, end = [_run(module, inputs, device)[0]], _now(device) + seconds
         while _now(device) < end:
             runs.append(_run(module, inputs, device)[0])
     return StageTimes(*map(min, zip(*runs, strict=True))), next_inputs

@@ -45,7 +45,7 @@ from scale_tp.split import check_size
 def gather_linear(
     input: Tensor,
     weights: Sequence[Tensor],
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     *,
     biases: Sequence[Tensor | None] | None = None,
     dim: int = 0,
@@ -60,7 +60,7 @@ def gather_linear(
     Args:
         input: [..., positions of this rank, ..., features].
         weights: [outputs of this rank, features] each.
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
         biases: [outputs of this rank] or None, for each weight; None is none at all.
         dim: The dimension of the sequence.
         sizes: How many positions each rank has; None is as the sequence was divided, and asks where it is not known.
@@ -73,7 +73,7 @@ def gather_linear(
         TransferError: A rank did not take part.
         ValueError: `pieces` is below 1, or `sizes`, `dim` or the dtypes do not fit.
     """
-    chunks = chunk_sequence("gather_linear", input, tensor_parallel_group(group), dim, sizes, pieces)
+    chunks = chunk_sequence("gather_linear", input, tensor_parallel_group(process_group), dim, sizes, pieces)
     return all_gather_linear(chunks, input, weights, [None] * len(weights) if biases is None else biases, keeps=False)
 
 
@@ -81,7 +81,7 @@ def gather_linear(
 def linear_scatter(
     input: Tensor,
     weight: Tensor,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     *,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
@@ -95,7 +95,7 @@ def linear_scatter(
     Args:
         input: [..., all positions, ..., features of this rank].
         weight: [outputs, features of this rank].
-        group: The ranks; None is the model axis.
+        process_group: The ranks; None is the model axis.
         dim: The dimension of the sequence.
         sizes: How many positions each rank gets; None is as even as it can be.
         pieces: Into how many each rank's part is cut.
@@ -107,7 +107,7 @@ def linear_scatter(
         TransferError: A rank did not take part.
         ValueError: `pieces` is below 1, or `sizes`, `dim` or the dtypes do not fit.
     """
-    ranks = tensor_parallel_group(group)
+    ranks = tensor_parallel_group(process_group)
     check_size("pieces", pieces, 1)
     dim = check_sequence_dim("linear_scatter", "dim", input.shape, dim)
     known = tuple(check_sizes(input.shape[dim], ranks, sizes))
@@ -119,10 +119,10 @@ def linear_scatter(
 
 
 def chunk_sequence(
-    what: str, input: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None, pieces: int
+    what: str, input: Tensor, process_group: GroupLike, dim: int, sizes: Sequence[int] | None, pieces: int
 ) -> SequenceChunks:
     """Returns how a sequence is cut of which this rank has a part [..., positions of this rank, ..., features]."""
-    ranks = tensor_parallel_group(group)
+    ranks = tensor_parallel_group(process_group)
     check_size("pieces", pieces, 1)
     dim = check_sequence_dim(what, "dim", input.shape, dim)
     known = shard_lengths(ranks, input, dim) if sizes is None else gather_sizes(input.shape[dim], ranks, sizes)

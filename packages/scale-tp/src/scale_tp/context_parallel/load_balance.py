@@ -43,52 +43,55 @@ def rank_positions(length: int, num_ranks: int, order: Order = "zigzag") -> Spli
 
 
 def position_ids(
-    length: int, group: GroupLike = None, *, order: Order = "zigzag", device: torch.device | str | None = None
+    length: int, process_group: GroupLike = None, *, order: Order = "zigzag", device: torch.device | str | None = None
 ) -> Tensor:
     """Returns the positions that this rank holds, as a model needs them for its rotary or learned embedding.
 
     Args:
         length: How many positions the whole sequence has.
-        group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
+        process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this
+            process alone.
         order: As in `rank_positions`.
         device: Where the result is made.
 
     Returns:
         [positions held] int64, ascending.
     """
-    ranks = context_parallel_group(group)
+    ranks = context_parallel_group(process_group)
     held = rank_positions(length, ranks.size, order).ranges[ranks.rank]
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in held])
 
 
-def split_sequence(tensor: Tensor, group: GroupLike = None, *, dim: int = 1, order: Order = "zigzag") -> Tensor:
+def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int = 1, order: Order = "zigzag") -> Tensor:
     """Returns this rank's part of a tensor that all ranks have whole; nothing is sent.
 
     Tokens, targets and position numbers are split alike, before the model's forward.
 
     Args:
         tensor: [..., length, ...], any dtype.
-        group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
+        process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this
+            process alone.
         dim: The dimension of the sequence.
         order: As in `rank_positions`.
 
     Returns:
         [..., positions held, ...], contiguous. Gradients flow back into the part, and are zero elsewhere.
     """
-    ranks = context_parallel_group(group)
+    ranks = context_parallel_group(process_group)
     held = rank_positions(tensor.size(dim), ranks.size, order).ranges[ranks.rank]
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in held], dim)
 
 
 @torch.no_grad()
 def join_sequence(
-    tensor: Tensor, group: GroupLike = None, *, dim: int = 1, length: int | None = None, order: Order = "zigzag"
+    tensor: Tensor, process_group: GroupLike = None, *, dim: int = 1, length: int | None = None, order: Order = "zigzag"
 ) -> Tensor:
     """Returns the whole tensor on every rank, from each rank's part; without gradients, for what is looked at or kept.
 
     Args:
         tensor: [..., positions held, ...], this rank's part.
-        group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
+        process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this
+            process alone.
         dim: The dimension of the sequence.
         length: How many positions the whole sequence has; None is as many as the ranks hold together.
         order: As in `rank_positions`.
@@ -100,7 +103,7 @@ def join_sequence(
         TransferError: A rank did not come.
         ValueError: On all ranks: a part has another length than a rank holds of such a sequence, or the ranks differ.
     """
-    ranks = context_parallel_group(group)
+    ranks = context_parallel_group(process_group)
     length = _agreed_length(tensor, dim, length, ranks, order)
     positions = rank_positions(length, ranks.size, order)
     gathered = all_gather_along(tensor, ranks, dim, positions.sizes)

@@ -77,7 +77,7 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -94,8 +94,8 @@ def ring_attention(
         query: [batch, heads, positions held, head size], floating point: the part that `split_sequence` gives.
         key: [batch, key-value heads, positions held, head size]; the heads are a multiple of the key-value heads.
         value: [batch, key-value heads, positions held, value size].
-        group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or this
-            process alone.
+        process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
+            this process alone.
         is_causal: No position looks at a later one.
         scale: What the scores are multiplied by; None is one over the root of the head size.
         length: How many positions the whole sequence has; None is as many on each rank as here.
@@ -110,7 +110,7 @@ def ring_attention(
             ranks differ.
     """
     check_attention_inputs("ring_attention", query, key, value)
-    ranks = context_parallel_group(group)
+    ranks = context_parallel_group(process_group)
     length = full_length(query.shape[2], length, ranks.size, ranks.rank, order)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads = (key.shape[0], query.shape[1], key.shape[1], key.shape[3], value.shape[3])

@@ -33,7 +33,7 @@ def ulysses_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     *,
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention,
     length: int | None = None,
@@ -49,8 +49,8 @@ def ulysses_attention(
         query: [batch, heads, positions held, head size]: the part that `split_sequence` gives.
         key: [batch, key-value heads, positions held, head size]; the heads are a multiple of the key-value heads.
         value: [batch, key-value heads, positions held, value size].
-        group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or this
-            process alone.
+        process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
+            this process alone.
         attention: Called as `attention(query, key, value, **options)` with this rank's heads over all positions, in
             their order, and as many key-value heads as heads; returns [batch, heads, positions, value size]. With
             `dropout_p` in the options, ranks draw different numbers in it, and go on alike behind it.
@@ -67,7 +67,7 @@ def ulysses_attention(
             ranks differ.
     """
     check_attention_inputs("ulysses_attention", query, key, value)
-    ranks = context_parallel_group(group)
+    ranks = context_parallel_group(process_group)
     length = full_length(query.shape[2], length, ranks.size, ranks.rank, order)
     heads, key_value_heads = query.shape[1], key.shape[1]
     words = (

@@ -50,7 +50,7 @@ _TAKE_WHOLE_INPUTS = (ColumnParallelMixin, VocabParallelMixin, WidthParallelMixi
 def parallelize(
     model: nn.Module,
     plan: Plan | str | Style | None = None,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
     *,
     sequence_parallel: bool = False,
     overlap_pieces: int | None = None,
@@ -70,7 +70,7 @@ def parallelize(
         plan: Names of modules, or patterns of names, to styles (`scale_tp.conversion.styles.STYLES`). None is the
             plan that a model of transformers carries; and a style by itself is that of `model`, which is one layer
             then.
-        group: The ranks; None is the model axis of `initialize_model_parallel`.
+        process_group: The ranks; None is the model axis of `initialize_model_parallel`.
         sequence_parallel: Between the divided layers, each rank has a part of the sequence in place of all of it.
         overlap_pieces: Into how many pieces to cut what is sent, so that it overlaps with the matrix products, as in
             `ColumnParallelLinear` and `RowParallelLinear`; the numbers are the same. None does not overlap.
@@ -97,7 +97,7 @@ def parallelize(
     """
     plan = {"": plan} if isinstance(plan, str | Style) else plan
     validation.check_arguments(model, plan, attention_rules)
-    ranks = tensor_parallel_group(group)
+    ranks = tensor_parallel_group(process_group)
     check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
     check_every = check_interval(check_replicas_every, default=0)
     is_model_plan = plan is None

@@ -39,7 +39,7 @@ class ParallelAttention(nn.Module):
         causal: No position looks at a later one.
         attend: What computes attention of this rank's heads; it gets as many key-value heads as there are here.
         init_method: What fills each whole weight in place, as in `ColumnParallelLinear`.
-        group: The ranks that divide the heads; None is the model axis of `initialize_model_parallel`.
+        process_group: The ranks that divide the heads; None is the model axis of `initialize_model_parallel`.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
         sequence_parallel: Whether input and output are this rank's part of the sequence.
@@ -73,7 +73,7 @@ class ParallelAttention(nn.Module):
         causal: bool = False,
         attend: Attend = F.scaled_dot_product_attention,
         init_method: Initializer = nn.init.xavier_normal_,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
@@ -82,12 +82,12 @@ class ParallelAttention(nn.Module):
         key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         size = _resolve_head_dim(embed_dim, num_heads, key_value_heads, head_dim)
         super().__init__()
-        self.group, self.head_dim = tensor_parallel_group(group), size
+        self.group, self.head_dim = tensor_parallel_group(process_group), size
         self.heads = split_heads(num_heads, key_value_heads, self.group.size)
         self.causal, self.attend = causal, attend
         self.sequence_parallel, self.overlap_pieces = sequence_parallel, overlap_pieces
         splits = HeadSplit(*(heads_to_features(split, size) for split in self.heads))
-        options: Any = {"init_method": init_method, "group": self.group, "device": device, "dtype": dtype}
+        options: Any = {"init_method": init_method, "process_group": self.group, "device": device, "dtype": dtype}
 
         def projection(split: Split) -> ColumnParallelLinear:
             # The input is brought into the divided region once for all three.

@@ -40,7 +40,7 @@ def vocab_parallel_cross_entropy(
     reduction: Reduction = "none",
     z_loss: float = 0.0,
     vocabulary_size: int | None = None,
-    group: GroupLike = None,
+    process_group: GroupLike = None,
 ) -> Tensor:
     """Returns the cross entropy of logits whose last dimension is divided between ranks.
 
@@ -57,7 +57,7 @@ def vocab_parallel_cross_entropy(
         z_loss: Adds so many times log(sum of exp(logits))^2, which keeps logits from drifting away.
         vocabulary_size: How many words all ranks have, divided as evenly as can be. None asks the other ranks how many
             they have, in one small message more, and refuses logits that are the same on all ranks.
-        group: The ranks; None is the model axis of `initialize_model_parallel`, or this process alone.
+        process_group: The ranks; None is the model axis of `initialize_model_parallel`, or this process alone.
 
     Returns:
         [...], or a scalar; fp32, or fp64 where the logits are.
@@ -68,7 +68,7 @@ def vocab_parallel_cross_entropy(
             same logits, of all words (on CUDA an error of the device).
         IndexError: A target is no word (on CUDA, as in torch, an error of the device).
     """
-    ranks = tensor_parallel_group(group)
+    ranks = tensor_parallel_group(process_group)
     check_logits(vocab_parallel_logits, target)
     check_options(label_smoothing, z_loss, ignore_index, reduction)
     if vocabulary_size is not None:

@@ -25,7 +25,7 @@ class ParallelDropout(nn.Dropout):
         inplace: Write to the input.
         dim: The dimension that is divided: by default that of the sequence in [batch, sequence, features].
         split: How it is divided; None is as the sequence was, by a region or a layer.
-        group: The ranks; None is the model axis, or this process alone.
+        process_group: The ranks; None is the model axis, or this process alone.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class ParallelDropout(nn.Dropout):
         *,
         dim: int = -2,
         split: Split | None = None,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
     ) -> None:
         super().__init__(p, inplace)
-        self.dim, self.split, self.group = dim, split, tensor_parallel_group(group)
+        self.dim, self.split, self.group = dim, split, tensor_parallel_group(process_group)
 
     def forward(self, input: Tensor) -> Tensor:
         """Drops elements in training."""

@@ -113,13 +113,13 @@ class _EmbeddingBase(ParallelModule):
         init_method: Initializer = nn.init.xavier_normal_,
         keep_master_weight_for_test: bool = False,
         *,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_size("num_embeddings", num_embeddings)
         check_size("embedding_dim", embedding_dim)
-        ranks = tensor_parallel_group(group)
+        ranks = tensor_parallel_group(process_group)
         if max_norm is not None and self._dim == 1 and ranks.size > 1:
             raise ValueError(
                 f"ParallelEmbedding: max_norm={max_norm} needs whole rows, and {ranks.size} ranks have some features "
@@ -166,7 +166,7 @@ class VocabParallelEmbedding(_EmbeddingBase):
         sparse: Gradients of the table are sparse.
         init_method: What fills the whole table in place; each rank keeps its part of the same values.
         keep_master_weight_for_test: Keep the whole table, as it began, in `master_weight`.
-        group: As in `ColumnParallelLinear`.
+        process_group: As in `ColumnParallelLinear`.
         device: As in `ColumnParallelLinear`.
         dtype: Of the table.
         sequence_parallel: Whether the output is this rank's part of the sequence alone.
@@ -194,7 +194,7 @@ class VocabParallelEmbedding(_EmbeddingBase):
         init_method: Initializer = nn.init.xavier_normal_,
         keep_master_weight_for_test: bool = False,
         *,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
@@ -210,7 +210,7 @@ class VocabParallelEmbedding(_EmbeddingBase):
             sparse,
             init_method,
             keep_master_weight_for_test,
-            group=group,
+            process_group=process_group,
             device=device,
             dtype=dtype,
         )

@@ -52,13 +52,13 @@ class _ParallelLinear(ParallelModule):
         *,
         stride: int,
         split: Split | None,
-        group: GroupLike,
+        process_group: GroupLike,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         check_size("in_features", in_features)
         check_size("out_features", out_features)
-        ranks, shape = tensor_parallel_group(group), (out_features, in_features)
+        ranks, shape = tensor_parallel_group(process_group), (out_features, in_features)
         super().__init__(ranks)
         self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
         what = "out_features" if self._dim == 0 else "in_features"
@@ -102,8 +102,8 @@ class ColumnParallelLinear(_ParallelLinear):
             does nothing leaves the memory as it is, for a checkpoint.
         stride: How many equal matrices are stacked in this one, each of which is divided by itself.
         keep_master_weight_for_test: Keep the whole weight, as it began, in `master_weight`.
-        group: The ranks that divide the layer: a process group or a `DeviceMesh` of one dimension; None is the model
-            axis of `initialize_model_parallel`, or this process alone.
+        process_group: The ranks that divide the layer: a `ProcessGroup` or a `DeviceMesh` axis; None is the model axis
+            of `initialize_model_parallel`, or this process alone.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
         sequence_parallel: Whether the input is this rank's part of the sequence, of which all parts are gathered.
@@ -138,7 +138,7 @@ class ColumnParallelLinear(_ParallelLinear):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
         *,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
@@ -153,7 +153,13 @@ class ColumnParallelLinear(_ParallelLinear):
                 f"sequence_parallel={sequence_parallel} and overlap_pieces={overlap_pieces} beside it: leave these out"
             )
         check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
-        options: Any = {"stride": stride, "split": split, "group": group, "device": device, "dtype": dtype}
+        options: Any = {
+            "stride": stride,
+            "split": split,
+            "process_group": process_group,
+            "device": device,
+            "dtype": dtype,
+        }
         super().__init__(in_features, out_features, bias, init_method, keep_master_weight_for_test, **options)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.overlap_pieces = overlap_pieces
@@ -234,7 +240,7 @@ class RowParallelLinear(_ParallelLinear):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
         *,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
@@ -243,7 +249,13 @@ class RowParallelLinear(_ParallelLinear):
         overlap_pieces: int | None = None,
     ) -> None:
         check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
-        options: Any = {"stride": stride, "split": split, "group": group, "device": device, "dtype": dtype}
+        options: Any = {
+            "stride": stride,
+            "split": split,
+            "process_group": process_group,
+            "device": device,
+            "dtype": dtype,
+        }
         super().__init__(in_features, out_features, bias, init_method, keep_master_weight_for_test, **options)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.overlap_pieces = overlap_pieces

@@ -25,7 +25,7 @@ class ParallelLayerNorm(nn.LayerNorm):
 
     Args:
         normalized_shape: As in `torch.nn.LayerNorm`, like all arguments but the last.
-        group: The ranks that divide the sequence; None is the model axis, or this process alone.
+        process_group: The ranks that divide the sequence; None is the model axis, or this process alone.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class ParallelLayerNorm(nn.LayerNorm):
         device: Any = None,
         dtype: Any = None,
         *,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
     ) -> None:
-        ranks = tensor_parallel_group(group)
+        ranks = tensor_parallel_group(process_group)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         register_grad_all_reduce(self, ranks)
 
@@ -49,7 +49,7 @@ class ParallelRMSNorm(nn.RMSNorm):
 
     Args:
         normalized_shape: As in `torch.nn.RMSNorm`, like all arguments but the last.
-        group: The ranks that divide the sequence; None is the model axis, or this process alone.
+        process_group: The ranks that divide the sequence; None is the model axis, or this process alone.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ParallelRMSNorm(nn.RMSNorm):
         device: Any = None,
         dtype: Any = None,
         *,
-        group: GroupLike = None,
+        process_group: GroupLike = None,
     ) -> None:
-        ranks = tensor_parallel_group(group)
+        ranks = tensor_parallel_group(process_group)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         register_grad_all_reduce(self, ranks)
 
 
-def register_grad_all_reduce(module: nn.Module, group: GroupLike = None) -> nn.Module:
+def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None) -> nn.Module:
     """Has the gradients of a module's own parameters all-reduced over the ranks, each of which has a part of its input.
 
     The module stays the same object, with the same names; its class becomes one that is made from it. Parameters of
@@ -75,7 +75,7 @@ def register_grad_all_reduce(module: nn.Module, group: GroupLike = None) -> nn.M
 
     Args:
         module: Such as a norm; the values of its parameters are the same on all ranks.
-        group: The ranks that divide its input; None is the model axis, or this process alone.
+        process_group: The ranks that divide its input; None is the model axis, or this process alone.
 
     Returns:
         The module.
@@ -87,7 +87,7 @@ def register_grad_all_reduce(module: nn.Module, group: GroupLike = None) -> nn.M
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module, such as a norm, got {type(module).__name__}")
-    ranks = tensor_parallel_group(group)
+    ranks = tensor_parallel_group(process_group)
     if isinstance(module, GradAllReduceMixin):
         raise ValueError(f"the gradients of this {type(module).__name__} are summed already: once is enough")
     if isinstance(module, ParallelModule):

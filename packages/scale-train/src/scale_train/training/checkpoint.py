@@ -51,10 +51,10 @@ def save(training: TrainState, folder: Path) -> Path:
         training.finish_save()
         group, extra = training.group, checkpoint_metadata(training)
         if training.options.run.async_save and not training.is_over:
-            training.saving = snapshot.async_save(folder, training.step, objects, group=group, extra=extra)
+            training.saving = snapshot.async_save(folder, training.step, objects, process_group=group, extra=extra)
             path = training.saving.path
         else:
-            path = snapshot.save(folder, training.step, objects, group=group, extra=extra)
+            path = snapshot.save(folder, training.step, objects, process_group=group, extra=extra)
             training.checkpoint = path
     training.saved_step = training.step
     return path

@@ -106,7 +106,7 @@ class PipelineEngine(nn.Module):
             options.schedule,
             chunks=options.chunks,
             stages_per_rank=shape.stages_per_rank,
-            group=self.group,
+            process_group=self.group,
             device=device,
         )
         _materialize(model, self.pipe.stages.values(), device)
