@@ -260,7 +260,7 @@ def refused() -> list[str]:
     fails(ValueError, sharded(on_meta, init=False), two)
     ranks = dist.new_group([1, 2])
     if rank:
-        fails(ValueError, model, ranks, over=ranks)
+        fails(ValueError, model, ranks, union_process_group=ranks)
     assert not differing_weights(model, before)
     loss_of(model, 2).backward()
     return messages

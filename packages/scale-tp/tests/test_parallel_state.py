@@ -72,7 +72,7 @@ def test_fairscales_arguments_are_accepted_by_position_and_by_name() -> None:
         "pipeline_backend",
         "cp_backend",
         "ddp_backend",
-        "timeout",
+        "limit_seconds",
     ]
 
 

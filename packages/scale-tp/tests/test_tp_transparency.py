@@ -226,7 +226,7 @@ def two_lengths() -> None:
     since, the other has to know as well.
     """
     group = group_of()
-    plain, ours = Layers(16), Layers(16, group=group, sequence_parallel=True)
+    plain, ours = Layers(16), Layers(16, process_group=group, sequence_parallel=True)
     ours.load_state_dict(plain.state_dict())
     found, expected = torch.zeros(()).double(), torch.zeros(()).double()
     for length in (3, 4):

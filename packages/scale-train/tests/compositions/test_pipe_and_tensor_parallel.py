@@ -118,7 +118,7 @@ def sequential(divided: bool) -> nn.Sequential:
     )
     if not divided:
         return plain
-    options: Any = {"group": dist.group.WORLD, "sequence_parallel": True}
+    options: Any = {"process_group": dist.group.WORLD, "sequence_parallel": True}
     layers = nn.Sequential(
         VocabParallelEmbedding(7, 6, **options),
         ParallelLayerNorm(6, process_group=dist.group.WORLD),

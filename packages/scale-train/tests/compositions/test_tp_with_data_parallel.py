@@ -203,7 +203,7 @@ class Attending(nn.Module):
         super().__init__()
         options: Any = {"attend": scale_tp.ring_attention} if divided else {"process_group": Group()}
         self.attention = scale_tp.ParallelAttention(6, 3, 1, 2, causal=True, **options)
-        self.head = scale_tp.ColumnParallelLinear(6, 5, **({"group": Group()} if not divided else {}))
+        self.head = scale_tp.ColumnParallelLinear(6, 5, **({"process_group": Group()} if not divided else {}))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x + self.attention(x))

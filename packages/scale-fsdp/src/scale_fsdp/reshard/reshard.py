@@ -121,7 +121,7 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
         if request.has_values and not set(request.old) <= here:
             raise ValueError(
                 f"rank {rank} shares the model with ranks {list(request.old)}, of which only {sorted(here)} are here "
-                "with values: let all old and all new ranks call it, over=a group that holds them all"
+                "with values: let all old and all new ranks call it, and pass union_process_group= with all of them"
             )
         if request.strategy != first.strategy:
             raise ValueError(f"rank {rank} has reshard_after_forward={request.strategy!r}, others {first.strategy!r}")
@@ -145,7 +145,7 @@ def reshard_to(
     optimizer: Optimizer | Sequence[Optimizer] = (),
     ema: ShardedEMA | None = None,
     reshard_after_forward: bool | int | None = None,
-    over: GroupLike = None,
+    union_process_group: GroupLike = None,
     limit_seconds: float | None = None,
 ) -> None:
     """Reshards a model in place: over other ranks, or in another way over the same ones.
@@ -171,7 +171,7 @@ def reshard_to(
         optimizer: The model's optimizer, or several.
         ema: The model's average.
         reshard_after_forward: As for `fully_shard`; None as before.
-        over: A group that holds all old and all new ranks; None is the default group.
+        union_process_group: A group that holds all old and all new ranks; None is the default group.
         limit_seconds: The longest wait for another rank; None is that group's own limit.
 
     Raises:
@@ -181,7 +181,7 @@ def reshard_to(
         ScaleDistributedError: A rank was lost meanwhile. The model is then resharded in part: load a checkpoint.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    union, units, paths = group_of(over), units_in(model), module_names(model)
+    union, units, paths = group_of(union_process_group), units_in(model), module_names(model)
     buffers = [buffer for unit in units for buffer in unit.buffers]
     attached = AttachedState(model, optimizers, ema)
 
