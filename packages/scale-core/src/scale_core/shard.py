@@ -231,7 +231,7 @@ def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: st
             raise ValueError(
                 f"{what}: '{name}' is a parameter of a pipeline's stage. Each of the ranks {list(model.group.ranks)} "
                 f"holds other stages, and {what} was given {list(group.ranks)} as ranks that hold the same: give it "
-                'the replicas of this stage, such as mesh["data"].get_group(), as group= or process_group=; where the '
+                'the replicas of this stage, such as mesh["data"].get_group(), as process_group=; where the '
                 f"pipeline has no replicas, leave {what} out"
             )
     for name, param in named:

@@ -5,20 +5,22 @@
 - `partition`, `bucketing`, `bucket`, `full_param_bucket`: which rank updates what, and its flat memory;
 - `reducer`, `grad_accumulation`: gradients reduced in the backward pass, aborted, or accumulated;
 - `state_placement`, `state_dict`: state by the plain optimizer's keys;
-- `chained_optimizer`: two optimizers for one model, as one.
+- `chained_optimizer`: two optimizers for one model, as one;
+- `local_sgd`: ranks that train on their own between outer steps.
 """
 
 import logging
 
 from scale_core.errors import StepError
 from scale_oss.chained_optimizer import SplitOptimizer, split_by
+from scale_oss.local_sgd import LocalSGD
 from scale_oss.oss import OSS
 from scale_oss.sharded_ddp import ShardedDataParallel
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
-__all__ = ["OSS", "ShardedDataParallel", "SplitOptimizer", "StepError", "split_by"]
+__all__ = ["OSS", "LocalSGD", "ShardedDataParallel", "SplitOptimizer", "StepError", "split_by"]
 
 for _name in __all__:  # Tracebacks and documentation show the path by which people import.
     if globals()[_name].__module__.startswith(__name__):  # `StepError` is scale-core's.

@@ -111,7 +111,7 @@ class Objects:
         for name, obj in objects.items():
             if isinstance(obj, nn.Module):
                 self.models[name] = _Model.of(name, obj)
-            elif isinstance(obj, Optimizer):
+            elif isinstance(obj, Optimizer) and not getattr(obj, "is_per_rank", False):  # As LocalSGD's inner one
                 optimizers[name] = [obj]
             elif isinstance(obj, list | tuple) and obj and all(isinstance(each, Optimizer) for each in obj):
                 optimizers[name] = list(obj)

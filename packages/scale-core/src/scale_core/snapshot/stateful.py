@@ -34,7 +34,7 @@ class PerRank:
 
     Without it that is found out by comparing the ranks' states. It is needed where they may be equal by chance, and to
     load at another number of ranks. Random states, and data loaders, datasets and samplers of torch that have a
-    `state_dict`, are always taken for such objects, as is what has `is_per_rank = True` in its class.
+    `state_dict`, are always taken for such objects, as is what has an attribute `is_per_rank = True`.
 
         PerRank(loader, resize=lambda states, rank, size: states[rank % len(states)])
 
@@ -111,7 +111,7 @@ class StatefulPart:
             return StatefulPart(name, obj.obj, "per rank", obj.resize or _resize_of(obj.obj))
         if not is_stateful(obj):
             return None
-        is_of_rank = isinstance(obj, DataLoader | Dataset | Sampler) or getattr(type(obj), "is_per_rank", False) is True
+        is_of_rank = isinstance(obj, DataLoader | Dataset | Sampler) or getattr(obj, "is_per_rank", False) is True
         return StatefulPart(name, obj, "per rank" if is_of_rank else "compared", _resize_of(obj))
 
     def capture(self, rank: int) -> Captured:

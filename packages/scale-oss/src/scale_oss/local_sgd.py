@@ -1,0 +1,419 @@
+"""`LocalSGD`: ranks take some steps on their own, then average their parameters; DiLoCo and SlowMo among it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from scale_core.comm.collectives import all_gather, broadcast, reduce_scatter
+from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.flat.packing import group_in_buckets
+from scale_core.shard import Placement, Shard, check_undivided, shard_of
+from scale_core.state.chunks import LocalShard
+from scale_oss.partition import cut_evenly
+from scale_oss.sharded_ddp import ShardedDataParallel
+
+InnerState: TypeAlias = Literal["maintain", "reset", "average"]
+
+
+class LocalSGD:
+    """Lets each rank train on its own for `sync_every` steps, and then takes an outer step over what all have learned.
+
+        >>> import torch
+        >>> from scale_oss import LocalSGD
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> local_sgd = LocalSGD.diloco(model, optimizer, sync_every=2)
+        >>> for _ in range(4):
+        ...     model(torch.randn(8, 4)).square().mean().backward()
+        ...     optimizer.step()    # every second one is followed by an outer step
+        ...     optimizer.zero_grad()
+        >>> local_sgd.num_syncs
+        2
+
+    The training loop and the optimizer stay as they are: `optimizer.step()` counts, by torch's hooks. Ranks send
+    nothing between two outer steps, so that the model is not wrapped in DistributedDataParallel over the same ranks.
+    Inside a node it may be, or sharded by `fully_shard`; `process_group` then has the ranks that hold the same part,
+    one in each node.
+
+    With x the parameters at the last outer step, y those of each rank now, and lr the learning rate of `optimizer`,
+    the outer step is, element by element:
+
+        d = (x - mean of y) / lr                                                  (lr is 1 unless `scale_by_lr`)
+        u = outer_momentum * u + d
+        x = x - outer_lr * lr * (d + outer_momentum * u if nesterov else u)
+
+    Without momentum and with `outer_lr` 1 that is the plain average, as in local SGD (arXiv 1805.09767). SlowMo (arXiv
+    1910.00643, algorithm 1) divides by lr, and DiLoCo (arXiv 2311.08105, algorithm 1) has Nesterov's momentum: `slowmo`
+    and `diloco` make these.
+
+    Each rank keeps x and u of its part of the elements alone, 1/W of them, in fp32 for parameters of half precision. An
+    outer step sends 2 (W-1)/W of the parameters' bytes from each rank, what DistributedDataParallel sends in every
+    step.
+
+    Args:
+        model: The module, with its parameters on their device. Its values on the first rank are sent to all.
+        optimizer: The inner optimizer, of parameters of the model.
+        sync_every: After how many steps of it the outer step comes.
+        outer_lr: Above 0.
+        outer_momentum: From 0 to below 1.
+        nesterov: Take Nesterov's momentum.
+        scale_by_lr: Divide and multiply by lr, so that u keeps its meaning while a schedule changes lr.
+        inner_state: What becomes of the inner optimizer's state in an outer step: each rank's stays ("maintain"), it
+            begins anew ("reset"), or is averaged where it has the parameter's shape ("average").
+        process_group: The ranks that train on their own; None is the default group.
+        broadcast_buffers: Give all ranks the first one's buffers in each outer step, as DistributedDataParallel does.
+        bucket_numel: How many elements are sent together; a rank needs memory for so many in an outer step.
+        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+
+    Attributes:
+        num_syncs: How many outer steps there were.
+        steps_since_sync: How many inner steps this rank has taken since the last of them.
+
+    Raises:
+        ValueError: Options that make no sense, or parameters that are not the model's, or of which the ranks hold
+            different parts; a `ContractError`: ranks differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        sync_every: int,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        nesterov: bool = False,
+        scale_by_lr: bool = False,
+        inner_state: InnerState = "maintain",
+        process_group: GroupLike = None,
+        broadcast_buffers: bool = True,
+        bucket_numel: int = 25_000_000,
+        limit_seconds: float | None = None,
+    ) -> None:
+        _check_options(sync_every, outer_lr, outer_momentum, nesterov, inner_state, bucket_numel)
+        while isinstance(model, DistributedDataParallel | ShardedDataParallel):
+            model = model.module
+        self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
+        self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
+        self.scale_by_lr, self.inner_state, self.broadcast_buffers = scale_by_lr, inner_state, broadcast_buffers
+        self.group = group_of(process_group)
+        self.num_syncs = self.steps_since_sync = 0
+        names = _names_of(model, optimizer, self.group)
+        if scale_by_lr and not all("lr" in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"LocalSGD(scale_by_lr=True): expected a learning rate 'lr' in each parameter group, and "
+                f"{type(optimizer).__name__} has none in some: leave scale_by_lr out"
+            )
+        self._contract = Contract(self.group, limit_seconds)
+        self._contract.check_equal(
+            "what was given to LocalSGD",
+            [
+                f"{sync_every=}, {outer_lr=}, {outer_momentum=}, {nesterov=}, {scale_by_lr=}, {inner_state=}",
+                f"{broadcast_buffers=}, {bucket_numel=}",
+                *(f"{name} {tuple(param.shape)} {param.dtype}" for param, name in names.items()),
+            ],
+        )
+        self._buckets = [
+            _OuterBucket(params, [names[param] for param in params], self.group, number, bool(outer_momentum))
+            for number, params in enumerate(_in_buckets(list(names), bucket_numel))
+        ]
+        self._broadcast([*model.parameters(), *model.buffers()])
+        for bucket in self._buckets:
+            bucket.take_changes()
+        if inner_state == "maintain":
+            optimizer.is_per_rank = True  # type: ignore[attr-defined]  # `scale_core.snapshot` saves each rank's.
+        optimizer.register_step_pre_hook(self._before_inner_step)
+        optimizer.register_step_post_hook(self._after_inner_step)
+
+    @classmethod
+    def slowmo(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        sync_every: int = 48,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.5,
+        **options: Any,
+    ) -> Self:
+        """SlowMo (arXiv 1910.00643): slow momentum over differences in units of the learning rate."""
+        outer: Any = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "scale_by_lr": True}
+        return cls(model, optimizer, sync_every=sync_every, **outer, **options)
+
+    @classmethod
+    def diloco(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        sync_every: int = 500,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        **options: Any,
+    ) -> Self:
+        """DiLoCo (arXiv 2311.08105): Nesterov's momentum over differences; the inner optimizer is AdamW there."""
+        outer: Any = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": True}
+        return cls(model, optimizer, sync_every=sync_every, **outer, **options)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Takes the outer step now; all ranks call it together, after as many inner steps each.
+
+        It is called after every `sync_every`-th inner step. Call it yourself where training ends or is saved between.
+
+        Raises:
+            ContractError: Ranks have taken other numbers of steps; before anything is changed.
+            ScaleDistributedError: A rank can't be reached.
+        """
+        states = self._averaged_states()
+        took = f"{self.steps_since_sync} steps after outer step {self.num_syncs}"
+        self._contract.check_equal("LocalSGD.sync()", [took, *states])
+        lrs = {
+            id(param): float(group["lr"]) if self.scale_by_lr else 1.0
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+        }
+        for bucket in self._buckets:
+            mean = bucket.mean(bucket.params, self._contract, "parameters")
+            bucket.step(mean, lrs, self.outer_lr, self.outer_momentum, nesterov=self.nesterov)
+            bucket.gather(bucket.slow, bucket.params, self._contract, "parameters")
+            for key, tensors in states.items():
+                of_bucket = [tensors[param] for param in bucket.params]
+                bucket.gather(bucket.mean(of_bucket, self._contract, key), of_bucket, self._contract, key)
+        if self.inner_state == "reset":
+            for param in (param for bucket in self._buckets for param in bucket.params):
+                self.optimizer.state.pop(param, None)
+        if self.broadcast_buffers:
+            self._broadcast(list(self.model.buffers()))
+        self.num_syncs += 1
+        self.steps_since_sync = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The outer state by the parameters' names, each rank's part of it, as `LocalShard`s.
+
+        `scale_core.snapshot` and `torch.distributed.checkpoint` save it, and load it at any number of ranks.
+
+        Raises:
+            RuntimeError: Between two outer steps, where each rank has other parameters.
+        """
+        if self.steps_since_sync:
+            raise RuntimeError(
+                f"LocalSGD.state_dict() {self.steps_since_sync} steps after the last outer step of {self.sync_every}, "
+                "where each rank has parameters of its own: save when local_sgd.steps_since_sync is 0, or call "
+                "local_sgd.sync() on all ranks before"
+            )
+        state: dict[str, Any] = {"num_syncs": self.num_syncs}
+        for bucket in self._buckets:
+            state.update(bucket.state())
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the state that `state_dict` has returned; the model's and the optimizer's are loaded by themselves.
+
+        Raises:
+            ValueError: An entry is missing.
+        """
+        own = {key: value for bucket in self._buckets for key, value in bucket.state().items()}
+        if missing := sorted({*own, "num_syncs"} - state_dict.keys()):
+            raise ValueError(
+                f"LocalSGD.load_state_dict: expected an entry '{missing[0]}', and there are {len(state_dict)} others: "
+                "load what local_sgd.state_dict() of the same model has returned, with the same outer_momentum"
+            )
+        for key, part in own.items():
+            loaded = state_dict[key]
+            part.tensor.copy_((loaded.tensor if isinstance(loaded, LocalShard) else loaded).view(part.tensor.shape))
+        self.num_syncs, self.steps_since_sync = int(state_dict["num_syncs"]), 0
+
+    def _before_inner_step(self, *_: Any) -> None:
+        if self.steps_since_sync:
+            return
+        known = {id(param) for bucket in self._buckets for param in bucket.params}
+        for number, group in enumerate(self.optimizer.param_groups):
+            if any(param.requires_grad and id(param) not in known for param in group["params"]):
+                raise RuntimeError(
+                    f"the optimizer has parameters in group {number} that LocalSGD does not know, which would never be "
+                    "averaged: add groups and unfreeze parameters first, and build LocalSGD(model, optimizer, ...) then"
+                )
+        for bucket in self._buckets:
+            bucket.take_changes()
+
+    def _after_inner_step(self, *_: Any) -> None:
+        self.steps_since_sync += 1
+        if self.steps_since_sync >= self.sync_every:
+            self.sync()
+
+    def _averaged_states(self) -> dict[str, dict[Tensor, Tensor]]:
+        """The inner optimizer's states that are averaged, by key and parameter, in an order that all ranks have."""
+        if self.inner_state != "average":
+            return {}
+        params = [param for bucket in self._buckets for param in bucket.params]
+        found: dict[str, dict[Tensor, Tensor]] = {}
+        for param in params:
+            for key, value in self.optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point():
+                    found.setdefault(key, {})[param] = value
+        for values in found.values():  # A parameter without a state counts as zeros, which stay where they are.
+            values.update({param: torch.zeros_like(param) for param in params if param not in values})
+        return dict(sorted(found.items()))
+
+    @torch.no_grad()
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        event = Event("LocalSGD", "values of the first rank")
+        for tensor in tensors:
+            sent = tensor.detach().contiguous()
+            self._contract.wait(event, broadcast(sent, self.group).wait)
+            if not tensor.is_contiguous():
+                tensor.copy_(sent)
+
+
+class _OuterBucket:
+    """Parameters of one dtype and device, and this rank's part of their outer state."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], names: Sequence[str], group: Group, number: int, has_momentum: bool
+    ) -> None:
+        self.params, self._names, self._group, self._number = list(params), list(names), group, number
+        self._partition = cut_evenly(names, [tuple(param.shape) for param in params], group.size)
+        self._spans = self._partition.spans_by_rank[group.rank]
+        self._dtype = torch.promote_types(params[0].dtype, torch.float32)
+        numel = self._partition.sizes[group.rank]
+        self.slow = torch.zeros(numel, dtype=self._dtype, device=params[0].device)  # x
+        self._momentum = torch.zeros_like(self.slow) if has_momentum else None  # u
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """Takes over what was written to the parameters since the last outer step, as by loading a model's state."""
+        for slow, param, span in zip(self._pieces(self.slow), self.params, self._spans, strict=True):
+            own = param.detach().reshape(-1)[span.start : span.stop]
+            slow.copy_(torch.where(slow.to(own.dtype) == own, slow, own))
+
+    def mean(self, tensors: Sequence[Tensor], contract: Contract, what: str) -> Tensor:
+        """This rank's part of the average over the ranks; tensors are like the parameters. All ranks call it."""
+        full = self._full()
+        for tensor, view in zip(tensors, self._views(full), strict=True):
+            view.copy_(tensor)
+        event = self._event(f"the average of {what}")
+        work = reduce_scatter(full, self._group, dtype=self._dtype, tag=message_tag(event))
+        with contract.waiting(event):
+            return work.wait(contract.limit_seconds)
+
+    def step(self, mean: Tensor, lrs: Mapping[int, float], outer_lr: float, beta: float, *, nesterov: bool) -> None:
+        """The outer step of this rank's part; `mean` is consumed."""
+        if outer_lr == 1 and self._momentum is None:
+            self.slow.copy_(mean)
+            return
+        step = self.slow - mean
+        momenta: Sequence[Tensor | None] = [None] * len(self.params)
+        if self._momentum is not None:
+            momenta = self._pieces(self._momentum)
+        for param, part, u in zip(self.params, self._pieces(step), momenta, strict=True):
+            lr = lrs[id(param)]
+            if lr:  # Without a learning rate nothing has moved.
+                part.div_(lr)
+            if u is not None:
+                u.mul_(beta).add_(part)
+                part.copy_(part + u * beta if nesterov else u)
+            part.mul_(outer_lr * lr)
+        self.slow.sub_(step)
+
+    def gather(self, part: Tensor, tensors: Sequence[Tensor], contract: Contract, what: str) -> None:
+        """Writes all ranks' parts into tensors that are like the parameters. All ranks call it."""
+        full, event = self._full(), self._event(f"the gather of {what}")
+        work = all_gather(full, part.to(full.dtype), self._group, tag=message_tag(event))
+        contract.wait(event, work.wait)
+        for tensor, view in zip(tensors, self._views(full), strict=True):
+            tensor.copy_(view)
+
+    def state(self) -> dict[str, LocalShard]:
+        """This rank's parts of x and u, by the parameters' names."""
+        state = {}
+        for key, flat in (("slow", self.slow), ("momentum", self._momentum)):
+            if flat is None:
+                continue
+            for name, param, span, piece in zip(self._names, self.params, self._spans, self._pieces(flat), strict=True):
+                shard = shard_of(param)
+                if shard is None:
+                    shard = Shard(name, tuple(param.shape), 0, param.numel())
+                start, stop = shard.start + span.start, shard.start + span.stop
+                place = (shard.shape, start, stop, shard.ranges)
+                state[f"{key}.{name}"] = LocalShard(piece, *place, written=shard.written)
+        return state
+
+    def _full(self) -> Tensor:
+        return self.params[0].new_zeros(self._partition.full_numel)
+
+    def _views(self, full: Tensor) -> list[Tensor]:
+        return [full.narrow(0, entry.offset, entry.numel).view(entry.shape) for entry in self._partition.entries]
+
+    def _pieces(self, part: Tensor) -> list[Tensor]:
+        return [part.narrow(0, span.shard_offset, span.numel) for span in self._spans]
+
+    def _event(self, phase: str) -> Event:
+        return Event(phase, f"LocalSGD's bucket {self._number}")
+
+
+def _check_options(
+    sync_every: int, outer_lr: float, outer_momentum: float, nesterov: bool, inner_state: str, bucket_numel: int
+) -> None:
+    counts: dict[str, Any] = {"sync_every": sync_every, "bucket_numel": bucket_numel}
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"LocalSGD: expected {name} to be an integer of at least 1, got {value!r}")
+    if not outer_lr > 0:
+        raise ValueError(f"LocalSGD: expected outer_lr above 0, got {outer_lr}; 1.0 takes the average as it is")
+    if not 0 <= outer_momentum < 1:
+        raise ValueError(f"LocalSGD: expected outer_momentum from 0 to below 1, got {outer_momentum}")
+    if nesterov and not outer_momentum:
+        raise ValueError("LocalSGD(nesterov=True): expected outer_momentum above 0, got 0: pass outer_momentum=0.9")
+    if inner_state not in get_args(InnerState):
+        choices = ", ".join(map(repr, get_args(InnerState)))
+        raise ValueError(f"LocalSGD: expected inner_state to be one of {choices}, got {inner_state!r}")
+
+
+def _names_of(model: nn.Module, optimizer: Optimizer, group: Group) -> dict[nn.Parameter, str]:
+    """The optimizer's parameters that train, by their names in the model, in the order of the model."""
+    stepped = {id(param): tuple(param.shape) for each in optimizer.param_groups for param in each["params"]}
+    names = {param: name for name, param in model.named_parameters() if id(param) in stepped}
+    known = {id(param) for param in names}
+    if missing := [shape for param, shape in stepped.items() if param not in known]:
+        raise ValueError(
+            f"LocalSGD: the optimizer has {len(missing)} parameters that are none of the model's, the first of shape "
+            f"{missing[0]}: pass the model whose parameters it was built with"
+        )
+    names = {param: name for param, name in names.items() if param.requires_grad}
+    if not names:
+        raise ValueError("LocalSGD: the optimizer has no parameters that train: pass one with parameters of the model")
+    for param, name in names.items():
+        if not param.is_floating_point():
+            raise ValueError(
+                f"LocalSGD: '{name}' is {param.dtype}, which has no average: leave it out of the optimizer"
+            )
+    check_undivided(((name, param) for param, name in names.items()), group, "LocalSGD")
+    for param, name in names.items():
+        shard = shard_of(param)
+        for axis in () if shard is None else shard.axes:
+            common = set(axis.group.ranks).intersection(group.ranks)
+            if axis.placement is Placement.SHARD and len(common) > 1:
+                raise ValueError(
+                    f"LocalSGD: '{name}' is sharded between the ranks {list(axis.group.ranks)}, and LocalSGD was given "
+                    f"{list(group.ranks)} as ranks that train on their own: shard the model along one axis of a mesh, "
+                    'and give LocalSGD the other one, process_group=mesh["replicate"]'
+                )
+    return names
+
+
+def _in_buckets(params: Sequence[nn.Parameter], bucket_numel: int) -> Iterator[list[nn.Parameter]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for param in params:
+        kinds.setdefault((param.dtype, param.device), []).append(param)
+    for alike in kinds.values():
+        for members in group_in_buckets([param.numel() for param in alike], bucket_numel):
+            yield [alike[index] for index in members]

@@ -1,0 +1,354 @@
+"""local_sgd.py: ranks train on their own, and outer steps are those of the papers, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from scale_core import snapshot
+from scale_core.comm.group import group_of
+from scale_core.errors import ContractError
+from scale_core.testing import run_ranks
+from scale_oss import LocalSGD
+
+BUILDS: dict[str, Callable[..., LocalSGD]] = {
+    "average": LocalSGD,
+    "slowmo": LocalSGD.slowmo,
+    "diloco": LocalSGD.diloco,
+}
+
+
+class Net(nn.Module):
+    """Odd shapes, a scalar, a transposed and a frozen parameter, and a buffer that ranks change in their own way."""
+
+    running: Tensor
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner, self.outer = nn.Linear(5, 7, dtype=dtype), nn.Linear(7, 3, bias=False, dtype=dtype)
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=dtype))
+        self.across = nn.Parameter(torch.randn(5, 3, dtype=dtype).t())
+        self.frozen = nn.Parameter(torch.randn(2, dtype=dtype), requires_grad=False)
+        self.register_buffer("running", torch.zeros((), dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running += x.detach().mean()
+        hidden: Tensor = self.outer(self.inner(x).tanh()) * self.scale + x @ self.across.t()
+        return hidden
+
+
+def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=0.02)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+INNER = {"adamw": adamw, "momentum": momentum}
+
+
+def run(model: nn.Module, optimizer: Optimizer, steps: Sequence[int], rank: int, scheduler: Any = None) -> None:
+    for step in steps:
+        dtype = next(model.parameters()).dtype
+        model(batch(step, rank, dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def halves(optimizer: Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+class Reference:
+    """All ranks in one process, by the papers' algorithms on whole parameters."""
+
+    def __init__(self, world: int, way: str, inner: str, inner_state: str, dtype: torch.dtype = torch.float32) -> None:
+        self.way, self.inner_state = way, inner_state
+        self.models = [Net(dtype) for _ in range(world)]
+        self.optimizers = [INNER[inner](model) for model in self.models]
+        self.schedulers = [halves(optimizer) for optimizer in self.optimizers]
+        self.slow = [param.detach().clone().float() for param in self.trained(0)]
+        self.momenta = [torch.zeros_like(slow) for slow in self.slow]
+
+    def trained(self, rank: int) -> list[nn.Parameter]:
+        return [param for param in self.models[rank].parameters() if param.requires_grad]
+
+    def outer_step(self, lr: float) -> None:
+        everyones = list(zip(*(self.trained(rank) for rank in range(len(self.models))), strict=True))
+        for number, params in enumerate(everyones):
+            mean = average([param.detach() for param in params])
+            slow, u = self.slow[number], self.momenta[number]
+            if self.way == "average":
+                slow.copy_(mean)
+            elif self.way == "slowmo":
+                u.mul_(0.5).add_((slow - mean) / lr)
+                slow.sub_(u * (1.0 * lr))
+            else:
+                d = slow - mean
+                u.mul_(0.9).add_(d)
+                slow.sub_((d + u * 0.9) * 0.7)
+            for param in params:
+                param.detach().copy_(slow)
+            if self.inner_state == "reset":
+                for optimizer, param in zip(self.optimizers, params, strict=True):
+                    optimizer.state.pop(param, None)
+            if self.inner_state == "average":
+                owners = zip(self.optimizers, params, strict=True)
+                states = [optimizer.state.get(param, {}) for optimizer, param in owners]
+                for key, value in states[0].items():
+                    if value.shape == params[0].shape and key != "step":
+                        mean = average([state[key] for state in states])
+                        for state in states:
+                            state[key].copy_(mean)
+        for model in self.models:
+            model.running.copy_(self.models[0].running)
+
+    def train(self, num_syncs: int, every: int) -> None:
+        for sync in range(num_syncs):
+            for step in range(sync * every, (sync + 1) * every):
+                for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                    run(model, optimizer, [step], rank)
+                if step == (sync + 1) * every - 1:
+                    self.outer_step(self.optimizers[0].param_groups[0]["lr"])
+                for scheduler in self.schedulers:
+                    scheduler.step()
+
+
+def average(values: Sequence[Tensor]) -> Tensor:
+    total = values[0].float().clone()
+    for value in values[1:]:
+        total += value
+    return total / len(values)
+
+
+def as_the_papers_say(
+    way: str, inner: str, inner_state: str, bucket_numel: int, dtype: torch.dtype = torch.float32
+) -> None:
+    rank, every, num_syncs = group_of().rank, 4, 3
+    model = Net(dtype)
+    with torch.no_grad():  # The first rank's values count.
+        model.inner.weight.add_(rank)
+    optimizer = INNER[inner](model)
+    local = BUILDS[way](model, optimizer, sync_every=every, inner_state=inner_state, bucket_numel=bucket_numel)
+    scheduler = halves(optimizer)
+    run(model, optimizer, range(num_syncs * every), rank, scheduler)
+    assert (local.num_syncs, local.steps_since_sync) == (num_syncs, 0)
+    reference = Reference(group_of().size, way, inner, inner_state, dtype)
+    reference.train(num_syncs, every)
+    for (name, ours), theirs in zip(trained(model).items(), reference.trained(rank), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert torch.equal(model.running, reference.models[rank].running)
+    run(model, optimizer, [99], rank)  # Ranks differ between outer steps, as the reference's do.
+    run(reference.models[rank], reference.optimizers[rank], [99], rank)
+    for (name, ours), theirs in zip(trained(model).items(), reference.trained(rank), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("way", BUILDS)
+@pytest.mark.parametrize(
+    ("world", "inner", "inner_state", "bucket_numel"),
+    [(2, "adamw", "maintain", 1_000), (3, "momentum", "reset", 1), (2, "momentum", "average", 30)],
+)
+def test_outer_steps_are_those_of_the_papers(
+    way: str, world: int, inner: str, inner_state: str, bucket_numel: int
+) -> None:
+    run_ranks(as_the_papers_say, world, way, inner, inner_state, bucket_numel)
+
+
+def test_parameters_of_half_precision_are_averaged_and_kept_in_fp32() -> None:
+    run_ranks(as_the_papers_say, 2, "diloco", "momentum", "maintain", 1_000, torch.bfloat16)
+
+
+def alone() -> None:
+    """One rank with the plain average is the plain optimizer."""
+    plain, model = Net(), Net()
+    optimizer = adamw(model)
+    LocalSGD(model, optimizer, sync_every=2)
+    run(model, optimizer, range(5), 0)
+    run(plain, adamw(plain), range(5), 0)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_one_rank_that_averages_trains_as_without() -> None:
+    run_ranks(alone, 1)
+
+
+def saved(folder: str, way: str, resumes: bool) -> list[Tensor]:
+    rank = group_of().rank
+    model = Net()
+    optimizer = adamw(model)
+    local = BUILDS[way](model, optimizer, sync_every=3)
+    objects = {"model": model, "optimizer": optimizer, "local_sgd": local}
+    if resumes:
+        snapshot.load(folder, objects)
+    else:
+        run(model, optimizer, range(3), rank)
+        snapshot.save(folder, 3, objects)
+    run(model, optimizer, range(3, 7), rank)
+    with pytest.raises(RuntimeError, match="1 steps after the last outer step of 3"):
+        snapshot.save(folder, 7, objects)
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("way", BUILDS)
+def test_a_snapshot_goes_on_to_the_bit_with_each_ranks_own_inner_state(tmp_path: Path, way: str) -> None:
+    first = run_ranks(saved, 2, str(tmp_path), way, False)
+    again = run_ranks(saved, 2, str(tmp_path), way, True)
+    for ours, theirs in zip(again, first, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert not torch.equal(first[0][0], first[1][0])
+
+
+def on_three(folder: str) -> None:
+    """The outer state at another number of ranks; the inner one as the user says."""
+    model = Net()
+    optimizer = adamw(model)
+    local = LocalSGD.diloco(model, optimizer, sync_every=3)
+    with pytest.raises(Exception, match=r"saved by 2 ranks.*PerRank\(optimizer, resize="):
+        snapshot.load(folder, {"model": model, "optimizer": optimizer, "local_sgd": local})
+    of_any = snapshot.PerRank(optimizer, resize=lambda states, rank, size: states[rank % len(states)])
+    snapshot.load(folder, {"model": model, "optimizer": of_any, "local_sgd": local})
+    group = group_of()
+    whole = {key: torch.zeros(tuple(value.shape)) for key, value in local.state_dict().items() if key != "num_syncs"}
+    for key, value in local.state_dict().items():
+        if key != "num_syncs":
+            whole[key].view(-1)[value.start : value.stop] = value.tensor.reshape(-1)
+            dist.all_reduce(whole[key])
+    reference = Reference(2, "diloco", "adamw", "maintain")
+    for rank, (other, its) in enumerate(zip(reference.models, reference.optimizers, strict=True)):
+        run(other, its, range(3), rank)
+    reference.outer_step(0.02)
+    names = list(trained(model))
+    for name, slow, u in zip(names, reference.slow, reference.momenta, strict=True):
+        assert torch.equal(whole[f"slow.{name}"], slow), name
+        assert torch.equal(whole[f"momentum.{name}"], u), name
+    assert group.size == 3 and local.num_syncs == 1
+
+
+def test_the_outer_state_is_loaded_at_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(saved, 2, str(tmp_path), "diloco", False)
+    run_ranks(on_three, 3, str(tmp_path))
+
+
+def loaded_in_between() -> None:
+    """Values that are written to the model after LocalSGD was built are where the next outer step starts from."""
+    model, other = Net(), Net()
+    optimizer = momentum(model)
+    local = LocalSGD.diloco(model, optimizer, sync_every=1)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(3)
+    model.load_state_dict(other.state_dict())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert local.num_syncs == 1
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_weights_that_are_loaded_later_are_no_difference_to_learn_from() -> None:
+    run_ranks(loaded_in_between, 2)
+
+
+def replicas_in_nodes() -> None:
+    """Two nodes of two ranks, DistributedDataParallel in each: as two ranks with twice the batch, within rounding."""
+    world = group_of()
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    node, place = world.rank // 2, world.rank % 2
+    model = Net(torch.float64)
+    wrapped = DistributedDataParallel(model, process_group=nodes[node])
+    optimizer = momentum(model)
+    LocalSGD.slowmo(wrapped, optimizer, sync_every=2, process_group=across[place])
+    reference = Reference(2, "slowmo", "momentum", "maintain", torch.float64)
+    reference.slow = [slow.double() for slow in reference.slow]
+    for step in range(4):
+        wrapped(batch(step, world.rank, torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank, (other, its) in enumerate(zip(reference.models, reference.optimizers, strict=True)):
+            both = torch.cat([batch(step, 2 * rank + half, torch.float64) for half in range(2)])
+            other(both).square().mean().backward()
+            its.step()
+            its.zero_grad()
+        if step % 2:
+            reference.outer_step(0.05)
+    for ours, theirs in zip(trained(model).values(), reference.trained(node), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_data_parallel_inside_of_nodes() -> None:
+    run_ranks(replicas_in_nodes, 4)
+
+
+def other_numbers_of_steps() -> None:
+    model = Net()
+    optimizer = momentum(model)
+    local = LocalSGD(model, optimizer, sync_every=10)
+    run(model, optimizer, range(1 + group_of().rank), 0)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ContractError, match="1 steps after outer step 0"):
+        local.sync()
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+def test_ranks_that_have_taken_other_numbers_of_steps_hear_of_it() -> None:
+    run_ranks(other_numbers_of_steps, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 0}, "expected sync_every to be an integer of at least 1, got 0"),
+        ({"sync_every": 2.5}, "expected sync_every to be an integer of at least 1, got 2.5"),
+        ({"outer_lr": 0.0}, "expected outer_lr above 0"),
+        ({"outer_momentum": 1.0}, "expected outer_momentum from 0 to below 1, got 1.0"),
+        ({"nesterov": True}, "expected outer_momentum above 0, got 0"),
+        ({"inner_state": "drop"}, "expected inner_state to be one of 'maintain', 'reset', 'average', got 'drop'"),
+        ({"bucket_numel": 0}, "expected bucket_numel"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=message):
+        LocalSGD(model, adamw(model), **{"sync_every": 4, **options})
+
+
+def test_parameters_that_are_not_the_models_are_refused() -> None:
+    model, other = Net(), Net()
+    with pytest.raises(ValueError, match=r"6 parameters that are none of the model's, the first of shape \(\)"):
+        LocalSGD(model, adamw(other), sync_every=4)
+
+
+def test_a_group_that_is_added_later_is_refused_before_it_trains() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = SGD(model[0].parameters(), lr=0.1)
+    LocalSGD(model, optimizer, sync_every=2)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    before = copy.deepcopy(model.state_dict())
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"parameters in group 1 that LocalSGD does not know"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
