@@ -9,8 +9,8 @@ from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_fsdp import FullyShardedDataParallel, fully_shard
 from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.state_dict.naming import (
-    locations_by_buffer,
     all_names,
+    locations_by_buffer,
     model_group,
     param_locations,
     plain_order,
