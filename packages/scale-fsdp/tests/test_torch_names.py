@@ -179,7 +179,8 @@ def save_and_train_on(api: Any, folder: str) -> list[float]:
     steps_of(model, optimizer, range(2))
     states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(states, checkpoint_id=f"{folder}/states")
-    saving = dcp.async_save({"app": AppState(model, optimizer)}, checkpoint_id=f"{folder}/app")
+    app, beside = AppState(model, optimizer), torch.distributed.new_group()  # The writing thread talks to the others.
+    saving = dcp.async_save({"app": app}, checkpoint_id=f"{folder}/app", process_group=beside)
     after = steps_of(model, optimizer, range(2, 4))  # Beside the writing, which has copied what it writes.
     saving.result()
     return after

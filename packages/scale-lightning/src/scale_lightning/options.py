@@ -62,8 +62,8 @@ class FSDPOptions(CheckpointOptions):
         """Says what is sharded, how, and what a checkpoint is.
 
         Args:
-            auto_wrap_policy: As `fully_shard_modules` takes it: `class_policy(Block)`, `size_policy(...)`, or a
-                collection of module classes. None makes one unit of what is not sharded yet.
+            auto_wrap_policy: As `fully_shard_modules` takes it: `class_policy(Block)`, `size_policy(...)`. None makes
+                one unit of what is not sharded yet.
             state_dict_type: "full" saves one file of whole tensors, which one process and Lightning's own strategies
                 load; "sharded" a folder into which each rank writes its part. Either loads at another number of ranks.
             **options: Of Lightning's `DDPStrategy`, such as `timeout` and `process_group_backend`; all others are
