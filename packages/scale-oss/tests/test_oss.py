@@ -9,6 +9,7 @@ import pytest
 import torch
 from oss_cases import Distance, Lamb, differing, plain_params, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
