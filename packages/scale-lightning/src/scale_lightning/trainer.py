@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -138,6 +140,13 @@ class ScaleFSDPStrategy(FSDPOptions, _ShardedCheckpoints):
     """
 
     def setup(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning gives it to each instance
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"{type(callback).__name__} copies the model before it is sharded, and averages whole parameters: "
+                    "keep a scale_fsdp.ShardedEMA(module) in a callback of your own, made in on_fit_start and updated "
+                    "in on_train_batch_end; or take strategy='scale_sharded_ddp'"
+                )
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
@@ -168,6 +177,22 @@ class ScaleOSSStrategy(OSSOptions, _ShardedCheckpoints):
     The optimizers of `configure_optimizers` become `OSS` of the same class, groups and settings, in schedulers too; one
     that is an `OSS` already stays as it is.
     """
+
+    _frozen: Mapping[str, nn.Parameter] = MappingProxyType({})  # When DistributedDataParallel was built
+
+    def configure_ddp(self) -> None:
+        self._frozen = {name: param for name, param in self._module.named_parameters() if not param.requires_grad}
+        super().configure_ddp()
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for name, param in self._frozen.items():
+            if param.requires_grad:
+                raise ValueError(
+                    f"'{name}' was frozen when DistributedDataParallel was built around it, which averages no gradient "
+                    "of it: take strategy='scale_sharded_ddp', which goes by what requires a gradient now, or freeze "
+                    "it in on_fit_start, after the wrapper is built"
+                )
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
