@@ -309,5 +309,7 @@ def fit_with_callbacks(folder: str) -> list[str]:
     return wrong
 
 
+# Lightning compares parameters by their values, and takes the empty shards of a rank for one parameter.
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist:UserWarning")
 def test_callbacks_that_change_the_model_work_or_are_refused(tmp_path: Path) -> None:
     assert run_ranks(fit_with_callbacks, 2, str(tmp_path)) == [[], []]
