@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from scale_lightning.checkpoints import StateDictType, check_state_dict_type
 
 if TYPE_CHECKING:
-    from lightning.fabric.strategies.ddp import DDPStrategy as _Base
+
+    class _Base:
+        """Either of Lightning's two `DDPStrategy`."""
+
+        def __init__(self, **options: Any) -> None: ...
+
 else:
     _Base = object
 

@@ -42,7 +42,7 @@ from scale_oss import ShardedDataParallel
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class _ShardedCheckpoints(CheckpointOptions, DDPStrategy):  # type: ignore[misc]  # types see Fabric's for the first
+class _ShardedCheckpoints(CheckpointOptions, DDPStrategy):
     """Whole checkpoints of rank 0, as Lightning's own strategies have them, or folders that all ranks write."""
 
     def setup_environment(self) -> None:
