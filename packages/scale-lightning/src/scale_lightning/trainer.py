@@ -219,6 +219,10 @@ class ScaleShardedDDPStrategy(ShardedDDPOptions, ScaleOSSStrategy):
         super().setup_optimizers(trainer)
         self.model = ShardedDataParallel(self._module, self.optimizers, **self._wrapper_options)
 
+    def on_train_end(self) -> None:
+        assert isinstance(self.model, ShardedDataParallel)
+        self.model.wait()  # With `overlap_gather`, what the last step has sent is still on its way.
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         assert isinstance(self.model, ShardedDataParallel)
