@@ -187,7 +187,9 @@ def by_column(by_kind: dict[str, int]) -> dict[str, int]:
     return columns
 
 
-def _print(planned: PlannedModel, num_params: int, options: PlanOptions, rows: list[PlanRow], fitting: list[PlanRow]) -> None:
+def _print(
+    planned: PlannedModel, num_params: int, options: PlanOptions, rows: list[PlanRow], fitting: list[PlanRow]
+) -> None:
     console = Console(width=max(168, Console().width), highlight=False)
     console.print(
         f"{planned.title}: {num_params / 1e9:.3g} billion parameters; {options.ranks} ranks of "
