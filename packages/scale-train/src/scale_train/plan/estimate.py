@@ -127,8 +127,7 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
     """Every technique but the pipeline: this rank has a part of the batch and calls the whole model."""
     offloads, bf16 = strategy.parallel in _COPIED, options.precision == "bf16"
     with simulate(world_size=strategy.ranks, device="sim" if offloads else "cpu") as simulation:
-        with simulation.device:
-            model, loss = planned.build()
+        model, loss = planned.build()  # On the host, where shards that are offloaded stay.
         _recompute(planned, strategy, model)
         with simulation.aside():
             axes = mesh_axes(group_of(), strategy.model_ranks)
