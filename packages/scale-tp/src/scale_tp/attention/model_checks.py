@@ -1,0 +1,78 @@
+"""What a model of transformers computes from its inputs otherwise than a part of a sequence needs it, by its config.
+
+These would be silent: positions that each rank counts from 0, a window that a part is too short to show, and a loss
+that shifts what is shifted already. Nothing of transformers is imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class ModelCheck:
+    """A forward hook of all modules: a `ValueError` behind the forward of a model that would not compute as a whole."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._signatures: dict[type[nn.Module], inspect.Signature | None] = {}
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        kind = type(module)
+        if kind not in self._signatures:
+            # What transformers' PreTrainedModel has, and the modules inside of a model have not.
+            is_model = hasattr(kind, "get_input_embeddings") and hasattr(kind, "config_class")
+            self._signatures[kind] = inspect.signature(kind.forward) if is_model else None
+        signature = self._signatures[kind]
+        if signature is None:
+            return
+        given = signature.bind(module, *args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        if "position_ids" in signature.parameters and given.get("position_ids") is None:
+            raise ValueError(
+                f"{kind.__name__} was called inside of context_parallel without position_ids=, so each rank numbers "
+                "its part of the sequence from 0: call model(**scale_tp.get_batch_on_this_cp_rank(batch)), or pass "
+                "position_ids=scale_tp.position_ids(length)[None]"
+            )
+        self._check_loss(module, given)
+        self._check_windows(module, given)
+
+    def _check_loss(self, module: nn.Module, given: dict[str, Any]) -> None:
+        if given.get("labels") is None:
+            return
+        name = f"{type(module).__name__} was called inside of context_parallel with labels"
+        loss = getattr(module, "loss_function", None)
+        takes = inspect.signature(loss).parameters if callable(loss) else {}
+        if given.get("shift_labels") is None and "shift_labels" in takes:
+            raise ValueError(
+                f"{name}, which it shifts within this rank's part of the sequence: call "
+                "model(**scale_tp.get_batch_on_this_cp_rank(batch)), which shifts them before they are cut"
+            )
+        if given.get("shift_labels") is not None and "shift_labels" not in takes:
+            raise ValueError(
+                f"{name}, but its loss takes no shift_labels, which were shifted before they were cut: leave labels "
+                "out, and compute the loss from its logits and the shift_labels of "
+                "scale_tp.get_batch_on_this_cp_rank(batch)"
+            )
+
+    def _check_windows(self, module: nn.Module, given: dict[str, Any]) -> None:
+        config: Any = module.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        window = getattr(config, "sliding_window", None)
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types is None:
+            layer_types = ["full_attention" if window is None else "sliding_attention"]
+        inputs = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+        length = inputs.shape[1] * self.num_ranks if isinstance(inputs, Tensor) and inputs.dim() > 1 else None
+        fits = window is not None and length is not None and length <= window
+        partial = sorted(
+            {kind for kind in layer_types if kind != "full_attention" and not (kind == "sliding_attention" and fits)}
+        )
+        if partial:
+            raise ValueError(
+                f"{type(module).__name__} was called inside of context_parallel, and has layers of "
+                f"{', '.join(partial)} (sliding_window={window}), which are not divided: every position attends to the whole sequence. Take "
+                "a model of full attention alone, or train without context_parallel"
+            )
