@@ -1,4 +1,4 @@
-"""What a model is given of a sequence that ranks divide: a part of each tensor, shifted targets, the divisor of its loss.
+"""What a model is given of a sequence that ranks divide: parts of tensors, shifted targets, the divisor of its loss.
 
 The mean over all tokens is not the mean of the ranks' means, since ranks have different numbers of tokens that count.
 So each rank divides its sum by the mean number: then the mean of the ranks' losses, as data parallelism takes it of

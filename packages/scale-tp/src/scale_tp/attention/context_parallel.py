@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 from weakref import WeakSet
 
@@ -113,9 +114,9 @@ class _Block:
         if self.attention == "ring":
             output = ring_attention(query, key, value, self.ranks, is_causal=is_causal, scale=scale)
         else:
-            options = {"dropout_p": dropout, "is_causal": is_causal, "scale": scale}
+            whole = partial(_OPERATOR.decompose, is_causal=is_causal, scale=scale)
             output = ulysses_attention(
-                query, key, value, self.ranks, attention=_OPERATOR.decompose, order="zigzag", **options
+                query, key, value, self.ranks, attention=whole, order="zigzag", dropout_p=dropout
             )
         if output.requires_grad:
             output.register_hook(self._note_backward)

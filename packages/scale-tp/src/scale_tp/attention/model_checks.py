@@ -1,7 +1,7 @@
 """What a model of transformers computes from its inputs otherwise than a part of a sequence needs it, by its config.
 
 These would be silent: positions that each rank counts from 0, a window that a part is too short to show, and a loss
-that shifts what is shifted already. Nothing of transformers is imported.
+that shifts labels within the part, or is the mean of this rank's alone. Nothing of transformers is imported.
 """
 
 from __future__ import annotations
@@ -43,18 +43,24 @@ class ModelCheck:
         if given.get("labels") is None:
             return
         name = f"{type(module).__name__} was called inside of context_parallel with labels"
-        loss = getattr(module, "loss_function", None)
+        # A model with a loss of its own, as BERT's, accepts these arguments and does nothing with them.
+        uses_loss_function = "loss_function" in inspect.unwrap(type(module).forward).__code__.co_names
+        loss = getattr(module, "loss_function", None) if uses_loss_function else None
         takes = inspect.signature(loss).parameters if callable(loss) else {}
-        if given.get("shift_labels") is None and "shift_labels" in takes:
+        needed = {"num_items_in_batch"} | (
+            {"shift_labels"} if {"shift_labels"} & (takes.keys() | given.keys()) else set()
+        )
+        if needed - takes.keys():
             raise ValueError(
-                f"{name}, which it shifts within this rank's part of the sequence: call "
-                "model(**scale_tp.get_batch_on_this_cp_rank(batch)), which shifts them before they are cut"
+                f"{name}, and its loss does not take {' and '.join(sorted(needed - takes.keys()))}, so it is not that of "
+                "the whole sequence: take labels out of the batch, and compute the loss from logits: F.cross_entropy("
+                'logits.flatten(0, 1), targets.flatten(), reduction="sum") / scale_tp.num_tokens_per_rank(targets), with '
+                "targets = scale_tp.split_sequence(labels)"
             )
-        if given.get("shift_labels") is not None and "shift_labels" not in takes:
+        if needed - {name for name, value in given.items() if value is not None}:
             raise ValueError(
-                f"{name}, but its loss takes no shift_labels, which were shifted before they were cut: leave labels "
-                "out, and compute the loss from its logits and the shift_labels of "
-                "scale_tp.get_batch_on_this_cp_rank(batch)"
+                f"{name}, but without {' and '.join(sorted(needed - given.keys()))}, so its loss is not that of the whole "
+                "sequence: call model(**scale_tp.get_batch_on_this_cp_rank(batch))"
             )
 
     def _check_windows(self, module: nn.Module, given: dict[str, Any]) -> None:
@@ -73,6 +79,7 @@ class ModelCheck:
         if partial:
             raise ValueError(
                 f"{type(module).__name__} was called inside of context_parallel, and has layers of "
-                f"{', '.join(partial)} (sliding_window={window}), which are not divided: every position attends to the whole sequence. Take "
-                "a model of full attention alone, or train without context_parallel"
+                f"{', '.join(partial)} (sliding_window={window}), which are not divided: "
+                "each position attends to the whole sequence. Take a model of full attention alone, or train without "
+                "context_parallel"
             )
