@@ -47,20 +47,21 @@ class ModelCheck:
         uses_loss_function = "loss_function" in inspect.unwrap(type(module).forward).__code__.co_names
         loss = getattr(module, "loss_function", None) if uses_loss_function else None
         takes = inspect.signature(loss).parameters if callable(loss) else {}
-        needed = {"num_items_in_batch"} | (
-            {"shift_labels"} if {"shift_labels"} & (takes.keys() | given.keys()) else set()
-        )
+        needed = {"num_items_in_batch"}
+        if "shift_labels" in takes or "shift_labels" in given:
+            needed.add("shift_labels")
         if needed - takes.keys():
             raise ValueError(
-                f"{name}, and its loss does not take {' and '.join(sorted(needed - takes.keys()))}, so it is not that of "
-                "the whole sequence: take labels out of the batch, and compute the loss from logits: F.cross_entropy("
-                'logits.flatten(0, 1), targets.flatten(), reduction="sum") / scale_tp.num_tokens_per_rank(targets), with '
-                "targets = scale_tp.split_sequence(labels)"
+                f"{name}, and its loss takes no {' and no '.join(sorted(needed - takes.keys()))}, so it is not that of "
+                "the whole sequence: take labels out of the batch, and compute the loss from logits and targets = "
+                "scale_tp.split_sequence(labels): F.cross_entropy(logits.flatten(0, 1), targets.flatten(), "
+                'reduction="sum") / scale_tp.num_tokens_per_rank(targets)'
             )
-        if needed - {name for name, value in given.items() if value is not None}:
+        missing = sorted(name for name in needed if given.get(name) is None)
+        if missing:
             raise ValueError(
-                f"{name}, but without {' and '.join(sorted(needed - given.keys()))}, so its loss is not that of the whole "
-                "sequence: call model(**scale_tp.get_batch_on_this_cp_rank(batch))"
+                f"{name} but without {' and '.join(missing)}, so its loss is not that of the whole sequence: call "
+                "model(**scale_tp.get_batch_on_this_cp_rank(batch))"
             )
 
     def _check_windows(self, module: nn.Module, given: dict[str, Any]) -> None:
