@@ -35,6 +35,19 @@ def test_neighbours_divide_layers_and_the_others_see_other_data() -> None:
     assert [shapes for _, _, shapes in found] == [[(24, 12)], [(12, 12)]] * 2  # two heads of three, and one
 
 
+def _three_axes() -> list[tuple[tuple[int, ...], ...]]:
+    axes = [mesh_axes(group_of(), num_model, 2) for num_model in (1, 2)]
+    assert [(each.num_data, each.data_rank) for each in axes] == [(2, group_of().rank // 2), (1, 0)]
+    return [(each.data.ranks, each.context.ranks, each.model.ranks) for each in axes]
+
+
+def test_ranks_that_divide_sequences_are_next_to_those_that_divide_layers() -> None:
+    alone, both = zip(*run_ranks(_three_axes, 4), strict=True)
+    assert alone == tuple(((0, 1, 2, 3), context, (0,)) for context in ((0, 1), (0, 1), (2, 3), (2, 3)))
+    assert [each[:2] for each in both] == [((0, 2), (0, 2)), ((1, 3), (1, 3))] * 2
+    assert [each[2] for each in both] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
 def test_without_the_other_axis_a_group_is_all_of_one() -> None:
     group = Group(1, 3, None, "fake", (0, 1, 2))
     assert mesh_axes(group, 1) == (group, Group())
