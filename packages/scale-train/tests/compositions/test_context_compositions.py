@@ -32,9 +32,9 @@ WORDS, LENGTH, LR, CLIP = 19, 8, 0.5, 0.5
 
 def llama() -> nn.Module:
     torch.manual_seed(3)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(WORDS, **sizes, **heads))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
 
 
 def batch_of(rows: slice) -> dict[str, Tensor]:
