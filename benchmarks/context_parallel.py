@@ -1,4 +1,4 @@
-"""One block over a sequence that ranks divide: memory that its forward keeps, bytes sent and time, for ring and Ulysses.
+"""One block over a sequence that ranks divide: what its forward keeps, bytes sent and time, for ring and Ulysses.
 
     python benchmarks/context_parallel.py                      # worlds 2 and 4, 5 turns; a few minutes of two cores
     python benchmarks/context_parallel.py --smoke              # a tiny block, one turn: that it runs
