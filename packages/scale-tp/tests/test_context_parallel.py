@@ -225,6 +225,8 @@ def _refusals() -> None:
 
     # A block that was left by an error, or by the end, leaves the function as it was.
     assert torch.equal(attend(x, x, x, torch.ones(4, 4).bool()), attend(x, x, x))
+    _is_refused("invalid literal", lambda: [attend(x, x, x), int("a later line")])
+    checkpoint(Attention(), x.clone().requires_grad_(), use_reentrant=True).sum().backward()
 
     tokens = _tokens(2, 8)
     part = scale_tp.get_batch_on_this_cp_rank({"input_ids": tokens, "labels": tokens})

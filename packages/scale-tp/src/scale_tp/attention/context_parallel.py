@@ -85,6 +85,7 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
                 "more than this rank's part of the sequence: call the model inside, and let it use that function; a "
                 'model of transformers does with from_pretrained(..., attn_implementation="sdpa")'
             )
+        block.is_complete = True
 
 
 class _Block:
@@ -94,6 +95,7 @@ class _Block:
         self.ranks, self.attention = ranks, attention
         self.has_attended = False
         self.has_gone_backward = False
+        self.is_complete = False  # left without an error
 
     def attend(
         self,
@@ -184,7 +186,7 @@ class _Kernel:
 
     def leave(self, block: _Block) -> None:
         self._blocks.remove(block)
-        self._backward_is_open = block.has_attended and not block.has_gone_backward and torch.is_grad_enabled()
+        self._backward_is_open = block.is_complete and not block.has_gone_backward and torch.is_grad_enabled()
         if not self._blocks and not self._backward_is_open and self._library is not None:
             self._library._destroy()
             self._library = None

@@ -6,10 +6,19 @@ that shifts labels within the part, or is the mean of this rank's alone. Nothing
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 from torch import Tensor, nn
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature_of_model(kind: type[nn.Module]) -> inspect.Signature | None:
+    """The arguments of a model's forward; None of a module that is none of transformers' models."""
+    # What a PreTrainedModel has, and the modules inside of it have not.
+    is_model = hasattr(kind, "get_input_embeddings") and hasattr(kind, "config_class")
+    return inspect.signature(kind.forward) if is_model else None
 
 
 class ModelCheck:
@@ -17,15 +26,10 @@ class ModelCheck:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._signatures: dict[type[nn.Module], inspect.Signature | None] = {}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         kind = type(module)
-        if kind not in self._signatures:
-            # What transformers' PreTrainedModel has, and the modules inside of a model have not.
-            is_model = hasattr(kind, "get_input_embeddings") and hasattr(kind, "config_class")
-            self._signatures[kind] = inspect.signature(kind.forward) if is_model else None
-        signature = self._signatures[kind]
+        signature = _signature_of_model(kind)
         if signature is None:
             return
         given = signature.bind(module, *args, **kwargs).arguments
