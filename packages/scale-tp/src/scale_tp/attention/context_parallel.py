@@ -18,13 +18,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import fingerprint_of
-from scale_tp.attention.model_checks import ModelCheck
+from scale_tp.attention.model_checks import checked_models
 from scale_tp.attention.ring import ring_attention
 from scale_tp.attention.ulysses import ulysses_attention
 from scale_tp.parallel_state import context_parallel_group
@@ -45,7 +44,7 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
     `get_batch_on_this_cp_rank` for models of transformers, by `split_sequence` and `position_ids` for others, and its
     loss is divided by `num_tokens_per_rank`. On one rank the block changes nothing.
 
-    A model that `torch.compile` has compiled runs uncompiled in the block.
+    A model that `torch.compile` has compiled runs uncompiled in the block, where torch warns of a hook on all modules.
 
     Args:
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
@@ -71,8 +70,7 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
     with ExitStack() as stack:
         stack.callback(_kernel.leave, block)
         _kernel.enter(block)
-        check = register_module_forward_hook(ModelCheck(ranks.size), with_kwargs=True)
-        stack.callback(check.remove)
+        stack.enter_context(checked_models(ranks.size))
         # Kernels that compute a whole layer or a compiled graph would not call the operator.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)

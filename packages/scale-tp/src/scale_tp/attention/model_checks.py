@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 
 @functools.lru_cache(maxsize=1024)
@@ -19,6 +22,18 @@ def _signature_of_model(kind: type[nn.Module]) -> inspect.Signature | None:
     # What a PreTrainedModel has, and the modules inside of it have not.
     is_model = hasattr(kind, "get_input_embeddings") and hasattr(kind, "config_class")
     return inspect.signature(kind.forward) if is_model else None
+
+
+@contextmanager
+def checked_models(num_ranks: int) -> Iterator[None]:
+    """Checks each model that is called inside."""
+    handle = module_hooks.register_module_forward_hook(ModelCheck(num_ranks), with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+        # torch's handle leaves this entry behind (2.8 to 2.13), and torch.compile then warns of a hook for ever.
+        module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 class ModelCheck:
