@@ -44,13 +44,6 @@ def _shifted() -> tuple[Tensor, Tensor, float]:
     return part["input_ids"], part["labels"], part["num_items_in_batch"].item()
 
 
-def test_labels_are_shifted_before_they_are_cut_and_counted_over_all_ranks() -> None:
-    (_, first, number), (_, second, same) = run_ranks(_shifted, 2)
-    assert first.tolist() == [[-100, -100, 7, -100], [9, 10, -100, -100]]
-    assert second.tolist() == [[-100, -100, 5, 6], [11, 12, 13, -100]]
-    assert number == same == 8 / 2  # 3 and 5 tokens that count
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -80,14 +73,21 @@ def test_padding_that_other_positions_would_attend_to_is_refused() -> None:
         scale_tp.get_batch_on_this_cp_rank(batch, FIRST, is_causal=False)
 
 
-def _one_of_two_axes() -> str:
+def _on_two_ranks() -> tuple[Tensor, Tensor, float]:
+    _asks_for_the_ranks_to_count_over()
+    return _shifted()
+
+
+def _asks_for_the_ranks_to_count_over() -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "context"))
     batch = {"input_ids": IDS, "labels": IDS}
-    with pytest.raises(ValueError, match="pass loss_group= as well") as caught:
+    with pytest.raises(ValueError, match=r"process_group= has 1 of 2 ranks: pass loss_group= as well"):
         scale_tp.get_batch_on_this_cp_rank(batch, mesh["context"])
     assert scale_tp.get_batch_on_this_cp_rank(batch, mesh["context"], loss_group=group_of())["num_items_in_batch"] == 14
-    return str(caught.value)
 
 
-def test_the_ranks_that_tokens_are_counted_over_are_asked_for() -> None:
-    assert all("process_group= has 1 of 2 ranks" in text for text in run_ranks(_one_of_two_axes, 2))
+def test_labels_are_shifted_before_they_are_cut_and_counted_over_all_ranks() -> None:
+    (_, first, number), (_, second, same) = run_ranks(_on_two_ranks, 2)
+    assert first.tolist() == [[-100, -100, 7, -100], [9, 10, -100, -100]]
+    assert second.tolist() == [[-100, -100, 5, 6], [11, 12, 13, -100]]
+    assert number == same == 8 / 2  # 3 and 5 tokens that count

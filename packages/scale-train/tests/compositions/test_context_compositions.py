@@ -6,7 +6,6 @@ layers, times two that divide sequences. Three clipped steps equal one process.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import scale_fsdp
 import scale_tp
 from scale_checkpoint import apply_checkpointing
 from scale_core import clip_grad_norm_
@@ -22,7 +22,6 @@ from scale_core.testing import preload, run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_tp.comm import all_reduce_sum
-from scale_tp.state_dict import full_state_dict
 
 transformers = pytest.importorskip("transformers")
 preload("transformers.models.llama.modeling_llama")
@@ -76,7 +75,7 @@ def spread(kind: str, attention: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
         scale_tp.parallelize(model)
     if kind == "sharded":
         for layer in model.model.layers:
-            apply_checkpointing(layer)
+            apply_checkpointing(layer, "recompute")
     if kind in ("layers", "sharded"):
         fully_shard(model, mesh=replicas)
         optimizer = torch.optim.SGD(model.parameters(), LR)
@@ -95,8 +94,8 @@ def spread(kind: str, attention: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     losses = steps(model, optimizer, one)
     if isinstance(optimizer, OSS):
         optimizer.wait()
-    state = full_state_dict(model) if kind == "layers" else model.state_dict()
-    state = {name: value.clone() for name, value in copy.copy(state).items()}
+    whole = {"sharded": scale_fsdp.full_state_dict, "layers": scale_tp.full_state_dict}.get(kind, nn.Module.state_dict)
+    state = {name: value.clone() for name, value in whole(model).items()}
     scale_tp.destroy_model_parallel()
     return losses, state
 

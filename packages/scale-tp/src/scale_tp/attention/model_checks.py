@@ -32,7 +32,7 @@ def checked_models(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-        # torch's handle leaves this entry behind (2.8 to 2.13), and torch.compile then warns of a hook for ever.
+        # torch 2.13's handle leaves this entry behind, and torch.compile would warn of a hook for ever.
         module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
