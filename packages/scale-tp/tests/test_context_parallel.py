@@ -172,6 +172,7 @@ def test_three_steps_on_two_ranks_equal_those_of_one_process() -> None:
     run_ranks(_two_ranks, 2)
 
 
+@pytest.mark.soak  # worlds of four stand in the compositions of scale-train as well
 def test_three_steps_on_four_ranks_equal_those_of_one_process() -> None:
     # Four ranks share two key-value heads.
     run_ranks(_models, 4, [("llama", "ring", "none"), ("llama", "ulysses", "none")])
