@@ -43,7 +43,7 @@ class ModelCheck:
         self.num_ranks = num_ranks
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        kind = type(module)
+        kind: Any = type(module)
         signature = _signature_of_model(kind)
         if signature is None:
             return

@@ -116,7 +116,8 @@ class PipelineEngine(nn.Module):
         shape = pipeline_shape(options, group.size)
         self.replica, self.num_replicas = group.rank // shape.ranks, shape.replicas
         # The ranks with the same stages in all pipelines, and those of this pipeline.
-        self.replicas, self.group = mesh_axes(group, shape.ranks) if shape.replicas > 1 else (Group(), group)
+        axes = mesh_axes(group, shape.ranks) if shape.replicas > 1 else MeshAxes(Group(), group)
+        self.replicas, self.group = axes.data, axes.model
         self.shapes = {name: list(param.shape) for name, param in model.named_parameters()}
         # In a checkpoint a tied parameter is there once.
         first = {param: name for name, param in model.named_parameters()}
