@@ -71,19 +71,20 @@ def mesh_axes(group: Group, num_model: int, num_context: int = 1) -> MeshAxes:
     """Returns the axes of this rank, so many ranks on the model and the context axis; called on all ranks."""
     if num_context > 1:
         axes = mesh_axes(group, num_model)
-        is_all = num_context == axes.data.size
-        return axes._replace(context=axes.data if is_all else _axis(group, "context", num_context, num_model))
+        if num_context == axes.data.size:
+            return axes._replace(context=axes.data)
+        by_context = torch.tensor(group.ranks).view(-1, num_context, num_model).transpose(1, 2).reshape(-1, num_context)
+        return axes._replace(context=group_of(_mesh(group, by_context, ("others", "context"))["context"]))
     if num_model == 1:
         return MeshAxes(group, Group())
     if num_model == group.size:
         return MeshAxes(Group(), group)
-    return MeshAxes(_axis(group, "data", 1, num_model), _axis(group, "model", 1, num_model))
+    mesh = _mesh(group, torch.tensor(group.ranks).view(-1, num_model), ("data", "model"))
+    return MeshAxes(group_of(mesh["data"]), group_of(mesh["model"]))
 
 
-def _axis(group: Group, name: str, num_context: int, num_model: int) -> Group:
-    numbers = torch.tensor(group.ranks).view(-1, num_context, num_model)
-    device = "cpu" if group.backend == "gloo" else "cuda"
-    return group_of(DeviceMesh(device, numbers, mesh_dim_names=("data", "context", "model"))[name])
+def _mesh(group: Group, ranks: Tensor, names: tuple[str, str]) -> DeviceMesh:
+    return DeviceMesh("cpu" if group.backend == "gloo" else "cuda", ranks, mesh_dim_names=names)
 
 
 def parallelize_blocks(
