@@ -8,7 +8,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape
 from scale_core.testing import run_ranks
 from scale_train.model import GPT, ModelConfig
-from scale_train.training.parallelize import mesh_axes, parallelize_blocks
+from scale_train.training.parallelize import MeshAxes, mesh_axes, parallelize_blocks
 
 CONFIG = ModelConfig(layers=2, width=12, heads=3)
 
@@ -50,8 +50,9 @@ def test_ranks_that_divide_sequences_are_next_to_those_that_divide_layers() -> N
 
 def test_without_the_other_axis_a_group_is_all_of_one() -> None:
     group = Group(1, 3, None, "fake", (0, 1, 2))
-    assert mesh_axes(group, 1) == (group, Group())
-    assert mesh_axes(group, 3) == (Group(), group)
+    assert mesh_axes(group, 1) == MeshAxes(group, Group())
+    assert mesh_axes(group, 3) == MeshAxes(Group(), group)
+    assert mesh_axes(group, 1, 3) == MeshAxes(group, Group(), group)
 
 
 def test_on_one_rank_a_model_stays_as_it_is() -> None:
