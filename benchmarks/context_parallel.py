@@ -13,7 +13,7 @@ threads included, over that of one process; the ranks share two cores, so time s
 not how fast it is. "error" is the largest difference of an output.
 
 torch's own `torch.distributed.tensor.experimental.context_parallel` is tried beside them. Where it does not run, as on
-a CPU, for whose attention kernel it has no ring, the row says what it raised.
+a CPU, for whose attention kernel it has no ring, the row names the error, and the JSON has its text.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def rows_of(world: int, options: argparse.Namespace) -> tuple[list[list[str]], l
         rows.append([attention, f"{kept / MB:.2f}", f"{sent / MB:.2f}", f"{ratio:.2f}", f"{error:.0e}"])
         figures.append({"world": world, "name": attention, "kept": kept, "cpu": of_all, "sent": sent, "error": error})
     raised = next((text for text in run_ranks(torch_row, world, *sizes) if text), "")
-    rows.append(["torch context_parallel", raised or "runs", "", "", ""])
+    rows.append(["torch context_parallel", "runs" if not raised else f"raises {raised.partition(':')[0]}", "", "", ""])
     figures.append({"world": world, "name": "torch", "raised": raised})
     return rows, figures
 
