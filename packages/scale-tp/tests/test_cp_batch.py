@@ -81,9 +81,12 @@ def _on_two_ranks() -> tuple[Tensor, Tensor, float]:
 def _asks_for_the_ranks_to_count_over() -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "context"))
     batch = {"input_ids": IDS, "labels": IDS}
-    with pytest.raises(ValueError, match=r"process_group= has 1 of 2 ranks: pass loss_group= as well"):
+    with pytest.raises(ValueError, match=r"process_group= has 1 of 2 ranks: pass loss_process_group= as well"):
         scale_tp.get_batch_on_this_cp_rank(batch, mesh["context"])
-    assert scale_tp.get_batch_on_this_cp_rank(batch, mesh["context"], loss_group=group_of())["num_items_in_batch"] == 14
+    assert (
+        scale_tp.get_batch_on_this_cp_rank(batch, mesh["context"], loss_process_group=group_of())["num_items_in_batch"]
+        == 14
+    )
 
 
 def test_labels_are_shifted_before_they_are_cut_and_counted_over_all_ranks() -> None:

@@ -48,7 +48,7 @@ def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any],
     process_group: GroupLike = None,
     *,
-    loss_group: GroupLike = None,
+    loss_process_group: GroupLike = None,
     is_causal: bool = True,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def get_batch_on_this_cp_rank(
 
     All ranks of the group have the same batch, of whole sequences. Besides the parts of its tensors the result has
     `position_ids`; and where there are `labels`, those of a causal model shifted before they were cut, as
-    `shift_labels`, and `num_items_in_batch`, so that the mean of `model(**part).loss` over the ranks of `loss_group` is
+    `shift_labels`, and `num_items_in_batch`, so that the mean of `model(**part).loss` over the ranks of `loss_process_group` is
     the loss of all their tokens. With a causal model `attention_mask` has ones alone, which keeps transformers from
     taking the part for packed sequences, since its positions are no single run.
 
@@ -66,7 +66,7 @@ def get_batch_on_this_cp_rank(
             `num_items_in_batch`, for gradients that are accumulated: then it is `num_tokens_per_rank` of all of them.
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
             this process alone.
-        loss_group: The ranks whose gradients are averaged; None is the data and the context axis together. It is
+        loss_process_group: The ranks whose gradients are averaged; None is the data and the context axis together. It is
             needed where there are labels and `process_group` is given.
         is_causal: Whether the model predicts the token after each position, from it and those before.
         ignore_index: Of labels that do not count.
@@ -92,7 +92,7 @@ def get_batch_on_this_cp_rank(
     if is_causal:
         part["attention_mask"] = torch.ones_like(part["position_ids"])
     if part.get("labels") is not None and part.get("num_items_in_batch") is None:
-        averaged = loss_group if loss_group is not None else _loss_group(process_group, ranks)
+        averaged = loss_process_group if loss_process_group is not None else _default_loss_ranks(process_group, ranks)
         part["num_items_in_batch"] = num_tokens_per_rank(part["labels"], averaged, ignore_index=ignore_index)
     return part
 
@@ -157,7 +157,7 @@ def _check_not_packed(positions: Tensor, real: Tensor | None) -> None:
         )
 
 
-def _loss_group(process_group: GroupLike, ranks: Group) -> Group:
+def _default_loss_ranks(process_group: GroupLike, ranks: Group) -> Group:
     if process_group is None:
         return axis_group(DATA_CONTEXT)
     world = group_of()
@@ -165,6 +165,6 @@ def _loss_group(process_group: GroupLike, ranks: Group) -> Group:
         return ranks
     raise ValueError(
         f"the labels are counted over the ranks whose gradients are averaged, and process_group= has {ranks.size} of "
-        f"{world.size} ranks: pass loss_group= as well, the ranks of the data and the context axis together, or call "
+        f"{world.size} ranks: pass loss_process_group= as well, the ranks of the data and the context axis together, or call "
         "scale_tp.initialize_model_parallel(model, context_parallel_size=...)"
     )
