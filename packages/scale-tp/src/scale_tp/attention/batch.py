@@ -57,8 +57,8 @@ def get_batch_on_this_cp_rank(
     All ranks of the group have the same batch, of whole sequences. Besides the parts of its tensors the result has
     `position_ids`; and where there are `labels`, those of a causal model shifted before they were cut, as
     `shift_labels`, and `num_items_in_batch`, so that the mean of `model(**part).loss` over the ranks of
-    `loss_process_group` is the loss of all their tokens. With a causal model `attention_mask` has ones alone, which keeps transformers from
-    taking the part for packed sequences, since its positions are no single run.
+    `loss_process_group` is the loss of all their tokens. With a causal model `attention_mask` has ones alone,
+    which keeps transformers from taking the part for packed sequences, since its positions are no single run.
 
     Args:
         batch: Tensors [batch, length, ...] by name, of which `input_ids` or `inputs_embeds` says the length. Padding
@@ -165,6 +165,6 @@ def _default_loss_ranks(process_group: GroupLike, ranks: Group) -> Group:
         return ranks
     raise ValueError(
         f"the labels are counted over the ranks whose gradients are averaged, and process_group= has {ranks.size} of "
-        f"{world.size} ranks: pass loss_process_group= as well, the ranks of the data and the context axis together, or "
-        "call scale_tp.initialize_model_parallel(model, context_parallel_size=...)"
+        f"{world.size} ranks: pass loss_process_group= as well, the ranks of the data and the context axis together, "
+        "or call scale_tp.initialize_model_parallel(model, context_parallel_size=...)"
     )
