@@ -13,7 +13,17 @@ from scale_train.training.parallelize import MeshAxes, mesh_axes, parallelize_bl
 CONFIG = ModelConfig(layers=2, width=12, heads=3)
 
 
+def _context_ranks_are_next_to_those_that_divide_layers() -> None:
+    rank = group_of().rank
+    alone, beside_layers = (mesh_axes(group_of(), num_model, 2) for num_model in (1, 2))
+    assert (alone.data.ranks, alone.context.ranks) == ((0, 1, 2, 3), (rank // 2 * 2, rank // 2 * 2 + 1))
+    assert (alone.num_data, alone.data_rank) == (2, rank // 2)
+    assert beside_layers.context.ranks == beside_layers.data.ranks == (rank % 2, rank % 2 + 2)
+    assert (beside_layers.num_data, beside_layers.data_rank) == (1, 0)
+
+
 def _axes_and_parts() -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, ...]]]:
+    _context_ranks_are_next_to_those_that_divide_layers()
     axes = mesh_axes(group_of(), 2)
     torch.manual_seed(0)
     model = GPT(CONFIG)
@@ -33,19 +43,6 @@ def test_neighbours_divide_layers_and_the_others_see_other_data() -> None:
     assert [data for data, _, _ in found] == [(0, 2), (1, 3)] * 2
     assert [tensor for _, tensor, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [shapes for _, _, shapes in found] == [[(24, 12)], [(12, 12)]] * 2  # two heads of three, and one
-
-
-def _three_axes() -> list[tuple[tuple[int, ...], ...]]:
-    axes = [mesh_axes(group_of(), num_model, 2) for num_model in (1, 2)]
-    assert [(each.num_data, each.data_rank) for each in axes] == [(2, group_of().rank // 2), (1, 0)]
-    return [(each.data.ranks, each.context.ranks, each.model.ranks) for each in axes]
-
-
-def test_ranks_that_divide_sequences_are_next_to_those_that_divide_layers() -> None:
-    alone, both = zip(*run_ranks(_three_axes, 4), strict=True)
-    assert alone == tuple(((0, 1, 2, 3), context, (0,)) for context in ((0, 1), (0, 1), (2, 3), (2, 3)))
-    assert [each[:2] for each in both] == [((0, 2), (0, 2)), ((1, 3), (1, 3))] * 2
-    assert [each[2] for each in both] == [(0, 1), (0, 1), (2, 3), (2, 3)]
 
 
 def test_without_the_other_axis_a_group_is_all_of_one() -> None:
