@@ -407,9 +407,8 @@ def test_one_thing_has_one_name_in_all_packages(package: str) -> None:
     for of_it in offered.values():
         members = [of_it, *(vars(of_it).values() if isinstance(of_it, type) else ())]
         bases = of_it.__mro__ if isinstance(of_it, type) else ()
-        given = {name for base in bases if not base.__module__.startswith("scale_") for name in vars(base)} - {
-            "__init__"
-        }
+        others = [base for base in bases if not base.__module__.startswith("scale_")]
+        given = {name for base in others for name in vars(base)} - {"__init__"}
         for function in filter(inspect.isfunction, members):
             name = function.__name__
             public = name == "__init__" or not name.startswith("_")
@@ -420,7 +419,8 @@ def test_one_thing_has_one_name_in_all_packages(package: str) -> None:
             if "state_dict" in name and not name.startswith("register") and name not in STATE_DICTS:
                 wrong.append(f"{function.__qualname__}, for one of STATE_DICTS")
             for parameter in inspect.signature(function).parameters.values():
-                ranks = "GroupLike" in str(parameter.annotation) or parameter.annotation == "Group | None"
+                kinds = ("GroupLike",) if name == "__init__" else ("GroupLike", "Group | None")  # not fields
+                ranks = any(kind in str(parameter.annotation) for kind in kinds)
                 named_well = parameter.name.endswith(("process_group", "mesh", "_parallel_group"))
                 if (ranks and not named_well) or parameter.name in ("timeout", "timeout_seconds"):
                     wrong.append(f"{function.__qualname__}({parameter.name}=)")
