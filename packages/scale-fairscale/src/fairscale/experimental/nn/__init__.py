@@ -1,0 +1,1 @@
+"""Modules that FairScale called experimental. Begin with `offload.py`."""
