@@ -69,7 +69,7 @@ class OffloadModel(nn.Module):
             raise TypeError("`device` argument to `OffloadModel` cannot be None: expected where it computes")
         if not isinstance(model, nn.Sequential | list | tuple):
             raise TypeError(
-                f"`model` must be of type `nn.Sequential`, or what shard_model(model) returns, got {type(model).__name__}"
+                f"`model` must be of type `nn.Sequential`, or what shard_model returns, got {type(model).__name__}"
             )
         if num_microbatches > 1 and not checkpoint_activation:
             raise RuntimeError("We currently only support microbatches with activation checkpointing.")

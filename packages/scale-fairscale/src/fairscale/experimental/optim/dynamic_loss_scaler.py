@@ -85,8 +85,8 @@ class DynamicLossScaler:
         if self.loss_scale <= self.min_loss_scale:
             self.loss_scale = before  # So that a loop that catches the error can go on.
             raise FloatingPointError(
-                f"Minimum loss scale reached ({self.min_loss_scale}). Your loss is probably exploding. Try lowering the "
-                "learning rate, using gradient clipping or increasing the batch size."
+                f"Minimum loss scale reached ({self.min_loss_scale}): the loss is probably exploding. Lower the "
+                "learning rate, clip gradients, or take a larger batch"
             )
 
     def _check_overflow(self, optimizer: Optimizer) -> None:

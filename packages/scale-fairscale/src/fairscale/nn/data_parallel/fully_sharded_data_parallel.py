@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number
 from fairscale.nn.data_parallel.param_metadata import param_metadata
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from scale_fsdp.runtime.unit import Unit, unit_of, units_in
-
-_R = TypeVar("_R")
 
 # Arguments that tuned FairScale's own machinery: their default there, and what holds here.
 _WITHOUT_EFFECT = {
@@ -45,7 +43,7 @@ class TrainingState(enum.Enum):
     SUMMON_FULL_PARAMS = enum.auto()
 
 
-class ProcessGroupName(str, enum.Enum):
+class ProcessGroupName(enum.StrEnum):
     """Names of groups, which FairScale's users pass in the place of a second group."""
 
     default = "default"
@@ -357,7 +355,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
 
 
 class _Inner(FlattenParamsWrapper):
-    """What FairScale has between a wrapper and the module: shows the module's flat parameters, and is no step itself."""
+    """What FairScale has between a wrapper and the module: shows its flat parameters, and is no step itself."""
 
     def __init__(self, wrapper: FullyShardedDataParallel) -> None:
         nn.Module.__init__(self)

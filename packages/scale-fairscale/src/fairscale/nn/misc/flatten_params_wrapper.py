@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class FlatParameter(nn.Parameter):
     _param_infos: list[ParamInfo]
     _shared_param_infos: list[tuple[ParamInfo, ParamInfo]]
 
-    def __new__(cls, params: Sequence[nn.Parameter], requires_grad: bool = True) -> FlatParameter:
+    def __new__(cls, params: Sequence[nn.Parameter], requires_grad: bool = True) -> Self:
         if not isinstance(params, list | tuple) or not params:
             raise ValueError(f"An non-empty list or tuple argument is needed, got {params!r}")
         if not all(isinstance(param, nn.Parameter) for param in params):
@@ -152,6 +152,9 @@ class FlattenParamsWrapper(nn.Module):
         self.num_params_managed = len(all_params)
         self.flat_params: list[FlatParameter] = []
         places = _places(module)
+        self._order = [  # of all places, in which state dicts have them
+            (path, name) for path, child in module.named_modules() for name in child._parameters
+        ]
         for params in lists:
             _check_alike(params, places)
             flat = FlatParameter(params, params[0].requires_grad)
@@ -186,7 +189,7 @@ class FlattenParamsWrapper(nn.Module):
             AttributeError: There are several, or none.
         """
         if len(self.flat_params) != 1:
-            raise AttributeError(f"flat_param: expected one flat parameter, got {len(self.flat_params)}")
+            raise AttributeError("flat_param")  # `__getattr__` says why.
         return self.flat_params[0]
 
     def metadata(self, flat_param_idx: int) -> tuple[list[str], list[torch.Size], list[int]]:
@@ -198,7 +201,7 @@ class FlattenParamsWrapper(nn.Module):
         given = [None] * len(self.flat_params) if external_data_list is None else list(external_data_list)
         if len(given) != len(self.flat_params):
             raise ValueError(f"Incorrect external data list: {len(given)} vs. {len(self.flat_params)}")
-        views = (flat.get_param_views(data) for flat, data in zip(self.flat_params, given, strict=True))
+        views = [flat.get_param_views(data) for flat, data in zip(self.flat_params, given, strict=True)]
         return itertools.chain.from_iterable(views)
 
     # Flat and whole.
@@ -222,15 +225,19 @@ class FlattenParamsWrapper(nn.Module):
 
     def _unflatten(self, data: Sequence[Tensor | None]) -> None:
         """Takes the flat parameters away, and registers what they hold as parameters."""
+        whole: dict[tuple[str, str], nn.Parameter] = {}
+        modules: dict[str, nn.Module] = {}
         for name, flat, given in zip(self.flat_param_names, self.flat_params, data, strict=True):
             self._fpw_module._parameters.pop(name, None)
-            for place in self._every_place(flat):
-                vars(place.module).pop(place.name, None)
             source = flat.data if given is None else given.detach()
             for place, view in zip(flat._param_infos, flat.get_param_views(source), strict=True):
-                place.module.register_parameter(place.name, nn.Parameter(view, requires_grad=flat.requires_grad))
+                whole[place.module_path, place.name] = nn.Parameter(view, requires_grad=flat.requires_grad)
             for place, first in flat._shared_param_infos:
-                place.module.register_parameter(place.name, getattr(first.module, first.name))
+                whole[place.module_path, place.name] = whole[first.module_path, first.name]
+            modules.update({place.module_path: place.module for place in self._every_place(flat)})
+        for path, name in (key for key in self._order if key in whole):
+            vars(modules[path]).pop(name, None)
+            modules[path].register_parameter(name, whole[path, name])
 
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
@@ -275,6 +282,8 @@ class FlattenParamsWrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "flat_param":
+                raise AttributeError(f"flat_param: expected one flat parameter, got {len(self.flat_params)}") from None
             if name == "_fpw_module" or name.startswith("__"):
                 raise
             return getattr(self._fpw_module, name)
@@ -296,7 +305,7 @@ class FlattenParamsWrapper(nn.Module):
         super()._apply(fn, recurse)
         if self.flat_params:  # torch may have made parameters anew.
             self.flat_params = [
-                self._fpw_module._parameters.get(name) or flat  # type: ignore[misc]
+                cast(FlatParameter, self._fpw_module._parameters.get(name, flat))
                 for name, flat in zip(self.flat_param_names, self.flat_params, strict=True)
             ]
             if self.is_flattened:
