@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,10 @@ from fairscale._warnings import warn_argument
 from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number
 from fairscale.nn.data_parallel.param_metadata import param_metadata
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
+from scale_core.consistency.contract import Contract
+from scale_core.divergence import digests_of
+from scale_core.shard import unit_shard_of
+from scale_fsdp.runtime.param_registry import managed_params
 from scale_fsdp.runtime.unit import Unit, unit_of, units_in
 
 # Arguments that tuned FairScale's own machinery: their default there, and what holds here.
@@ -56,6 +61,28 @@ class TrainingStateError(ValueError, RuntimeError):
 
 class NotTheRootError(AssertionError, ValueError):
     """A method of the outermost wrapper was called on one inside; an AssertionError as in FairScale."""
+
+
+@dataclass
+class _Weights:
+    """What a wrapper was given, to be compared between the ranks.
+
+    Attributes:
+        digests: A name and a number for each parameter's values.
+        versions: Of the shards, as they were made.
+    """
+
+    digests: list[str]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, digests: list[str], unit: Unit) -> _Weights:
+        """As they are now."""
+        return cls(digests, unit.shard_versions)
+
+    def lines(self, unit: Unit) -> list[str]:
+        """What must be equal; weights that were written to since, as by loading, are equal on all ranks already."""
+        return self.digests if unit.shard_versions == self.versions else ["written to since"]
 
 
 class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
@@ -138,9 +165,15 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         if cpu_offload:
             warn_argument("FullyShardedDataParallel", "cpu_offload", "write move_params_to_cpu=True")
         move_params_to_cpu = move_params_to_cpu or cpu_offload
-        whole_precision = compute_dtype
-        if force_input_to_fp32 and not mixed_precision and compute_dtype is None:
-            whole_precision = torch.float32
+        computed_in = compute_dtype if mixed_precision else None  # Else it says only what outer wrappers cast to.
+        if force_input_to_fp32 and not mixed_precision:
+            computed_in = torch.float32
+        held = [
+            (place.name, place.param)
+            for place in (managed_params(module) if dist.is_initialized() else ())
+            if not place.param.is_meta and unit_shard_of(place.param) is None
+        ]
+        digests = digests_of([param for _, param in held])
         options = {
             "process_group": process_group,
             "reshard_after_forward": reshard_after_forward,
@@ -151,11 +184,15 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
             "compute_device": compute_device,
             "state_dict_device": state_dict_device,
             "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
-            "compute_dtype": whole_precision,
+            "compute_dtype": computed_in,
             "buffer_dtype": buffer_dtype,
             "fp32_reduce_scatter": fp32_reduce_scatter,
+            "sync_module_states": False,
         }
         super().__init__(module, **cast(Any, options))
+        lines = [f"{name}: {digest}" for (name, _), digest in zip(held, digests, strict=True)]
+        self._weights: _Weights | None = _Weights.of(lines, self._unit)
+        self._mixed_precision = mixed_precision
         # What programs read, as FairScale derives it.
         self.fp32_reduce_scatter = bool(fp32_reduce_scatter)
         self.compute_dtype = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
@@ -170,7 +207,37 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         self.uncollected_opt_state: dict[int, Any] = {}
         object.__setattr__(self, "_inner", _Inner(self))
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        if self._weights is not None:
+            self._compare_weights()
+        return super().forward(*args, **kwargs)
+
+    def _compare_weights(self) -> None:
+        """Compares what all ranks were built with, once, before the model first runs.
+
+        As in FairScale nothing is sent while a model is wrapped, so that ranks may wrap its parts in different orders,
+        as Tango does. There, ranks that were seeded differently trained on parts of different weights.
+        """
+        ranks = self._options.mesh_info.whole
+        lines: list[str] = []
+        for name, each in self.named_modules():
+            if isinstance(each, FullyShardedDataParallel) and each._weights is not None:
+                if each._options.mesh_info.whole.ranks == ranks.ranks:
+                    lines += [f"{name} {line}" for line in each._weights.lines(each._unit)]
+                each._weights = None
+        Contract(ranks, self._options.limit_seconds).check_equal(
+            "the weights that ranks were built with (write torch.manual_seed(seed), with one seed on all ranks, before "
+            "the model is built; scale_fsdp.fully_shard sends rank 0's)",
+            lines,
+        )
+
     # The module inside, and what programs read of a wrapper.
+
+    @property
+    def mixed_precision(self) -> bool:
+        """As given."""
+        return self._mixed_precision
 
     @property
     def module(self) -> FlattenParamsWrapper:  # type: ignore[override]  # the base registers it
