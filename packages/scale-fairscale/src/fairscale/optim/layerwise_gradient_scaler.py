@@ -1,8 +1,8 @@
 """`LayerwiseGradientScaler`: a scale of its own for the gradients of each layer, between it and the next one.
 
 Layers run one after the other. A hook multiplies the gradient of a layer's output by its scale over that of the layer
-after it, so that the gradient inside is `scale` times the true one, and `unscale` divides what its parameters got. Where
-a layer's gradient overflows, that step is skipped and its scale shrinks.
+after it, so that the gradient inside is `scale` times the true one, and `unscale` divides what its parameters got.
+Where a layer's gradient overflows, that step is skipped and its scale shrinks.
 """
 
 from __future__ import annotations
