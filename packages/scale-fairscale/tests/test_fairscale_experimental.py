@@ -83,12 +83,14 @@ def test_a_dynamic_loss_scale_grows_and_shrinks() -> None:
         scaler.scale((weight * factor).sum()).backward()
         before = weight.detach().clone()
         scaler.step(optimizer)
+        scaler.update()
         assert torch.equal(weight, before - 1 if factor == 1 else before)
         assert scaler.loss_scale == expected_scale
     scaler.load_state_dict({"loss_scale": 1.0})
     (weight * torch.inf).sum().backward()
+    scaler.step(optimizer)
     with pytest.raises(FloatingPointError, match="Minimum loss scale reached"):
-        scaler.step(optimizer)
+        scaler.update()
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(optimizer, closure=lambda: None)
 

@@ -294,6 +294,10 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         root = self._unit.root
         return None if root is None else getattr(root, "outermost", None) is self._unit
 
+    @property
+    def _fsdp_instances(self) -> list[FullyShardedDataParallel]:
+        return get_fsdp_instances(self)
+
     def _reset_lazy_init(self) -> None:
         """Takes FairScale's reset, which is not needed: which wrapper is the root is found in each pass."""
 
