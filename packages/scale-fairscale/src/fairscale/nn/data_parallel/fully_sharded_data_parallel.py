@@ -175,7 +175,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         ]
         digests = digests_of([param for _, param in held])
         options = {
-            "process_group": process_group,
+            "process_group": getattr(process_group, "tracked_group", process_group),
             "reshard_after_forward": reshard_after_forward,
             "mixed_precision": mixed_precision,
             "flatten_parameters": flatten_parameters,
