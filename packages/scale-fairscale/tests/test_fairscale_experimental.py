@@ -115,7 +115,7 @@ def test_memory_is_traced_and_checkpoints_are_suggested(tmp_path: Path) -> None:
     summary = tracker.summary
     assert summary.max_memory_allocated > 0 and summary.total_forward_allocations == 5 * 64 * 4 * 4
     assert [trace.module_name for trace in tracker.forward_traces if trace.module_name] == ["0", "1", "2", "3", "4"]
-    first = tracker.forward_traces[0]
+    first = next(trace for trace in tracker.forward_traces if trace.module_name)
     assert (first.module_params, first.event.memory_activations) == (80, 64 * 4 * 4)
     tracker.save_traces(tmp_path / "traces.json")
     assert LayerwiseMemoryTracker.load(tmp_path / "traces.json").memory_traces == tracker.memory_traces
