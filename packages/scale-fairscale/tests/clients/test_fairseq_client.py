@@ -59,6 +59,7 @@ def train(folder: Path, num_updates: int, *options: str) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
     command += [str(script), *MODEL.split(), "--max-update", str(num_updates), *options]
     environment = {**os.environ, "PYTHONPATH": str(shim), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # Its checkpoints have objects of omegaconf.
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert run.returncode == 0, run.stderr[-6000:]
     lines = re.findall(r"INFO \| train_inner \| (\{.*\})", run.stdout + run.stderr)
