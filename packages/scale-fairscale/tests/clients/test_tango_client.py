@@ -157,7 +157,7 @@ def test_it_trains_resumes_and_consolidates_whole_weights(tmp_path: Path, fsdp_c
     assert latest.resolve().name == "checkpoint_state_step4"
     second = run(tmp_path)
     assert second.returncode == 0, second.stderr[-6000:] + second.stdout[-2000:]
-    assert "Recovering from previous run" in second.stdout + second.stderr
+    assert "Catching dataloader up to step 4" in second.stdout + second.stderr
     assert latest.resolve().name == "checkpoint_state_step6"
     (best,) = tmp_path.rglob("checkpoint_state_best")
     num_steps = int(best.resolve().name.removeprefix("checkpoint_state_step"))
