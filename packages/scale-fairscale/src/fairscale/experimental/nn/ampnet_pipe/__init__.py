@@ -1,4 +1,4 @@
-"""FairScale's asynchronous pipeline: its name imports, and refuses with what to write. Begin with `pipe`."""
+"""Asynchronous pipelines, which are not offered. Begin with `pipe.py`."""
 
 from fairscale.experimental.nn.ampnet_pipe.pipe import AMPnetPipe
 

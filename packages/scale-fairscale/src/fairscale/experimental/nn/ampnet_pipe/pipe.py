@@ -1,20 +1,15 @@
-"""`AMPnetPipe`: refused, with what to write."""
+"""`AMPnetPipe`: can be imported, and is not offered."""
 
-from __future__ import annotations
+from torch import nn
 
 from fairscale._warnings import Refused
 
+
+class AMPnetPipe(Refused, nn.Module):
+    """FairScale's pipeline that computes with stale gradients."""
+
+    why = "its stages update on gradients of older weights, so that no run equals plain PyTorch"
+    instead = "scale_pipe.DistributedPipe with schedule='1f1b', whose stages work at the same time, too"
+
+
 __all__ = ["AMPnetPipe"]
-
-
-class AMPnetPipe(Refused):
-    """FairScale's pipeline without synchronisation (AMPNet, arXiv 1705.09786)."""
-
-    why = (
-        "it computes gradients with weights that have changed since the forward, so its numbers are not those of plain "
-        "PyTorch"
-    )
-    instead = (
-        'scale_pipe.DistributedPipe(module, "zb_v", balance=balance, chunks=chunks), which is idle as little without '
-        "stale weights"
-    )
