@@ -40,9 +40,15 @@ def test_pairs_that_match_are_accepted_in_any_nesting() -> None:
         ([stashing("x")], "no module declared 'x' as poppable but stashed by '0'"),
         ([popping("x")], "'0' declared 'x' as poppable but it was not stashed by a layer before it"),
         ([popping("x"), stashing("x")], "'0' declared 'x' as poppable but it was not stashed by a layer before it"),
-        ([stashing("x"), stashing("x"), popping("x")], "'1' redeclared 'x' as stashable, after '0': isolate one of them"),
+        (
+            [stashing("x"), stashing("x"), popping("x")],
+            "'1' redeclared 'x' as stashable after '0': isolate one",
+        ),
         ([stashing("x"), popping("x"), popping("x")], "'2' redeclared 'x' as poppable, which '1' has popped by then"),
-        ([skippable(["x"], ["x"])(type("Both", (nn.Module,), {}))()], "'0' declared 'x' both as stashable and as poppable"),
+        (
+            [skippable(["x"], ["x"])(type("Both", (nn.Module,), {}))()],
+            "'0' declared 'x' both as",
+        ),
     ],
 )
 def test_pairs_that_do_not_match_are_named(layers: list[nn.Module], problem: str) -> None:

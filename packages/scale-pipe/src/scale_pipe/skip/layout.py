@@ -62,7 +62,9 @@ def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
         keys = [key for key in stashed_keys(layer) if key[1] not in both]
         for key in keys:
             if key in stashed:
-                problems.append(f"'{name}' redeclared {key[1]!r} as stashable, after '{stashed[key]}': isolate one of them")
+                problems.append(
+                    f"'{name}' redeclared {key[1]!r} as stashable, after '{stashed[key]}': isolate one of them"
+                )
             else:
                 stashed[key] = str(name)
         for key in popped_keys(layer):

@@ -70,6 +70,7 @@ class ParallelModule(nn.Module):
 
     group: Group
     shardings: dict[str, ParamSharding]
+    _saves_whole = True  # False: `state_dict()` has this rank's part, as FairScale's layers have it.
 
     def __init__(self, group: Group) -> None:
         super().__init__()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from fairscale._warnings import Refused
 
 __all__ = ["AsyncPipe"]
 
 
-class AsyncPipe(Refused):
+class AsyncPipe(Refused, nn.Module):
     """FairScale's pipeline of several processes."""
 
     why = (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from fairscale._warnings import Refused
 
 __all__ = ["PipeRPCWrapper"]
 
 
-class PipeRPCWrapper(Refused):
+class PipeRPCWrapper(Refused, nn.Module):
     """FairScale's pipeline of several processes, driven from rank 0 over torch's RPC."""
 
     why = "torch's RPC, by which rank 0 drove the others, is deprecated, and here all ranks run the same program"

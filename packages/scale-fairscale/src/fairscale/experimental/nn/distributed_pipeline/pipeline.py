@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from fairscale._warnings import Refused
 
 __all__ = ["DistributedPipeline"]
 
 
-class DistributedPipeline(Refused):
+class DistributedPipeline(Refused, nn.Module):
     """FairScale's pipeline over a graph of remote modules, driven from one process."""
 
     why = (

@@ -73,6 +73,4 @@ def balance_by_size(
     Raises:
         ValueError: As `scale_pipe.balance_by_size` says.
     """
-    return scale_pipe.balance_by_size(
-        partitions, module, input, chunks=chunks, param_scale=param_scale, device=device
-    )
+    return scale_pipe.balance_by_size(partitions, module, input, chunks=chunks, param_scale=param_scale, device=device)

@@ -57,9 +57,7 @@ class Skippable(nn.Module):
         return f"@skippable({self.module!r})"
 
 
-def skippable(
-    stash: Iterable[str] = (), pop: Iterable[str] = ()
-) -> Callable[[type[nn.Module]], type[Skippable]]:
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
     """Class decorator of layers whose `forward` yields `stash(...)` and `pop(...)`, as `scale_pipe.skippable` has them.
 
     Args:
