@@ -1,20 +1,23 @@
 """`LayerwiseGradientScaler`: a scale of its own for the gradients of each layer, between it and the next one.
 
-Layers run one after the other. A backward hook multiplies the gradient that enters a layer by its scale over that of
-the layer after it, so that the gradient inside is `scale` times the true one, and `unscale` divides what its parameters
-got. Where a layer's gradient overflows, that step is skipped and its scale shrinks.
+Layers run one after the other. A hook multiplies the gradient of a layer's output by its scale over that of the layer
+after it, so that the gradient inside is `scale` times the true one, and `unscale` divides what its parameters got.
+Where a layer's gradient overflows, that step is skipped and its scale shrinks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from scale_core.tree import tensors_in
 
 _FP32 = torch.finfo(torch.float32)
 
@@ -83,28 +86,12 @@ class LayerwiseGradientScaler:
         self._hooks: list[RemovableHandle] = []
 
     def scale(self) -> None:
-        """Registers the hooks of the backward pass that comes."""
+        """Registers the hooks of the pass that comes."""
         self._remove_hooks()
-        before = 1.0  # of the layer that ran before: its gradient leaves this one
-        for info in self.layer_info:
-            self._register(info, before)
-            before = info.scaling_factor
-        self._into_last = before
-
-    def _register(self, info: LayerInfo, before: float) -> None:
-        is_last, factor = info is self.layer_info[-1], before / info.scaling_factor
-
-        def scale_output(_: nn.Module, grad_output: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-            return _times(grad_output, info.scaling_factor) if is_last else None
-
-        def scale_input(
-            _: nn.Module, grad_input: tuple[Tensor | None, ...], grad_output: tuple[Tensor | None, ...]
-        ) -> tuple[Tensor | None, ...]:
-            info.found_inf_or_nan |= not _finite(grad_input)
-            return _times(grad_input, factor)
-
-        self._hooks.append(info.layer.register_full_backward_pre_hook(scale_output))
-        self._hooks.append(info.layer.register_full_backward_hook(scale_input))
+        after = 1.0  # of what the last layer's gradient comes from
+        for info in reversed(self.layer_info):
+            factor, after = info.scaling_factor / after, info.scaling_factor
+            self._hooks.append(info.layer.register_forward_hook(functools.partial(_scale_gradient, factor)))
 
     def unscale(self) -> None:
         """Divides the gradients of each layer's parameters by its scale."""
@@ -138,9 +125,9 @@ class LayerwiseGradientScaler:
         """Returns the layers and their scales."""
         return self.layer_info
 
-    def get_backward_hooks(self) -> list[Any]:
-        """Returns the hooks that are registered now, as FairScale does: a dict of them for each layer."""
-        return [info.layer._backward_hooks for info in self.layer_info]
+    def get_backward_hooks(self) -> list[RemovableHandle]:
+        """Returns the hooks that are registered now; none after `unscale`."""
+        return self._hooks
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -148,8 +135,11 @@ class LayerwiseGradientScaler:
         self._hooks = []
 
 
-def _times(grads: tuple[Tensor | None, ...], factor: float) -> tuple[Tensor | None, ...]:
-    return tuple(None if grad is None else grad * factor for grad in grads)
+def _scale_gradient(factor: float, module: nn.Module, inputs: Any, output: Any) -> None:
+    """After a layer's forward: its output's gradient is multiplied on its way in."""
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: grad * factor)
 
 
 def _finite(grads: Any) -> bool:

@@ -107,8 +107,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         self.module: nn.Module = module
         self._within: list[DistributedDataParallel] = []  # In a list, so that names have one step.
         if within is not None and dist.get_world_size(within) > 1:
-            wrapped = DistributedDataParallel(module, process_group=within, broadcast_buffers=broadcast_buffers)
-            self._within = [wrapped]
+            options: Any = {} if broadcast_buffers else {"broadcast_buffers": False}  # torch warns of it.
+            self._within = [DistributedDataParallel(module, process_group=within, **options)]
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(tensor.data, self._nodes).wait()
         self._local_sgd: LocalSGD | None = None
