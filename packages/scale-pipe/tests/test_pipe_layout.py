@@ -42,7 +42,7 @@ def test_pairs_that_match_are_accepted_in_any_nesting() -> None:
         ([popping("x"), stashing("x")], "'0' declared 'x' as poppable but it was not stashed by a layer before it"),
         (
             [stashing("x"), stashing("x"), popping("x")],
-            "'1' redeclared 'x' as stashable after '0': isolate one",
+            "'1' redeclared 'x' as stashable, after '0': isolate one",
         ),
         ([stashing("x"), popping("x"), popping("x")], "'2' redeclared 'x' as poppable, which '1' has popped by then"),
         (
