@@ -79,6 +79,7 @@ def test_two_ranks_load_their_files_compute_what_one_does_and_would_write_the_sa
 def test_names_stand_where_programs_import_them() -> None:
     for module, names in [
         (layers, "ColumnParallelLinear RowParallelLinear ParallelEmbedding VocabParallelEmbedding"),
+        (layers, "copy_to_model_parallel_region reduce_from_model_parallel_region get_model_parallel_rank"),
         (mappings, "copy_to_model_parallel_region reduce_from_model_parallel_region"),
         (mappings, "scatter_to_model_parallel_region gather_from_model_parallel_region"),
         (random, "checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed CudaRNGStatesTracker"),

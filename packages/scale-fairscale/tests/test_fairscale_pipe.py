@@ -222,6 +222,7 @@ def test_recomputation_has_one_answer_for_all() -> None:
         ("fairscale.experimental.nn.distributed_pipeline", "PipelineModulesGraph"),
         ("fairscale.experimental.nn.distributed_pipeline", "DistributedLoss"),
         ("fairscale.experimental.nn.distributed_pipeline", "DistributedPipeline"),
+        ("fairscale.experimental.nn.distributed_pipeline.trace", "make_graph"),
     ],
 )
 def test_pipelines_of_several_processes_import_and_say_what_to_write(path: str, name: str) -> None:

@@ -7,9 +7,30 @@ A program that saves `model.state_dict()` on each rank so writes the files that 
 from __future__ import annotations
 
 import scale_tp
+from fairscale.nn.model_parallel.initialize import get_model_parallel_rank, get_model_parallel_world_size
+from fairscale.nn.model_parallel.mappings import (
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_model_parallel_region,
+)
+from fairscale.nn.model_parallel.utils import VocabUtility, divide_and_check_no_remainder
 from scale_tp.layers.base import ParallelModule
 
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ = [  # Functions, too: programs import them from here, as FairScale's file had them.
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "VocabUtility",
+    "copy_to_model_parallel_region",
+    "divide_and_check_no_remainder",
+    "gather_from_model_parallel_region",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region",
+]
 
 
 class _LocalStateDict(ParallelModule):

@@ -74,7 +74,7 @@ class Pipe(scale_pipe.Pipe):
             reason = str(error).replace("from scale_pipe import", f"from {self._balance_module} import")
             raise BalanceError(reason) from None
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:  # type: ignore[override]  # One argument, as there.
         """Computes the output of a mini-batch: a tensor [N, ...], or a tuple of them.
 
         Raises:

@@ -67,7 +67,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     decorate = scale_pipe.skippable(stash, pop)
 
     def extend_skippable(module_cls: type[nn.Module]) -> type[Skippable]:
-        attributes = {"module_cls": decorate(module_cls), "__module__": module_cls.__module__}
-        return type(module_cls.__name__, (Skippable,), {**attributes, "__qualname__": module_cls.__qualname__})
+        names = {"__module__": module_cls.__module__, "__qualname__": module_cls.__qualname__}
+        made: Any = type(module_cls.__name__, (Skippable,), {"module_cls": decorate(module_cls), **names})
+        extended: type[Skippable] = made
+        return extended
 
     return extend_skippable
