@@ -164,10 +164,10 @@ def fairscale_clients(session: nox.Session, client: str) -> None:
         session.install(*ours, "ai2-tango==1.3.2", "numpy<2", "setuptools<81")
     else:  # Only an old pip takes the metadata of omegaconf 2.0.6; fairseq is built where there is no torch.
         session.install(
-            *ours, "pip==23.2.1", "numpy<2", "setuptools<81", "sacrebleu==2.3.1", "regex", "tqdm", "bitarray"
+            *ours, "pip==23.2.1", "numpy<2", "setuptools<81", "sacrebleu==2.3.1", "regex", "tqdm", "bitarray", "cffi"
         )
         pip = ("python", "-m", "pip", "install", "--quiet")
-        session.run(*pip, "hydra-core==1.0.7", "omegaconf==2.0.6", "cffi")
+        session.run(*pip, "hydra-core==1.0.7", "omegaconf==2.0.6")
         session.run(*pip, "--no-deps", "fairseq==0.12.2")
     session.run("pytest", f"packages/scale-fairscale/tests/clients/test_{client}_client.py", *session.posargs)
 

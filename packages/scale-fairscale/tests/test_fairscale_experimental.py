@@ -1,5 +1,6 @@
 """`OffloadModel`, `shard_model`, `DynamicLossScaler`, SlowMo and the memory tracker, against plain PyTorch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fairscale.experimental.tooling.layer_memory_tracker import (
     ProcessGroupTrackingEvent,
     suggest_checkpoint_location,
 )
+from fairscale.nn import FullyShardedDataParallel
 from scale_core.testing import run_ranks
 
 
@@ -41,6 +43,7 @@ def test_an_offloaded_model_trains_as_the_plain_one(options: dict[str, Any]) -> 
     plain, inputs = layers(), torch.randn(4, 4)
     model = OffloadModel(model=layers(), device=torch.device("cpu"), num_slices=3, **options)
     assert len(model.model_slices) == 3
+    assert [param.shape for param in model.parameters()] == [param.shape for param in plain.parameters()]
     for each in (plain, model):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
         for _ in range(2):
@@ -83,12 +86,14 @@ def test_a_dynamic_loss_scale_grows_and_shrinks() -> None:
         scaler.scale((weight * factor).sum()).backward()
         before = weight.detach().clone()
         scaler.step(optimizer)
+        scaler.update()
         assert torch.equal(weight, before - 1 if factor == 1 else before)
         assert scaler.loss_scale == expected_scale
     scaler.load_state_dict({"loss_scale": 1.0})
     (weight * torch.inf).sum().backward()
+    scaler.step(optimizer)
     with pytest.raises(FloatingPointError, match="Minimum loss scale reached"):
-        scaler.step(optimizer)
+        scaler.update()
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(optimizer, closure=lambda: None)
 
@@ -101,7 +106,7 @@ def test_the_baseline_of_mevo_is_the_cross_entropy() -> None:
         torch.testing.assert_close(loss, expected)
 
 
-def test_memory_is_traced_and_checkpoints_are_suggested() -> None:
+def test_memory_is_traced_and_checkpoints_are_suggested(tmp_path: Path) -> None:
     model = layers()
     tracker = LayerwiseMemoryTracker()
     tracker.monitor(model)
@@ -110,6 +115,10 @@ def test_memory_is_traced_and_checkpoints_are_suggested() -> None:
     summary = tracker.summary
     assert summary.max_memory_allocated > 0 and summary.total_forward_allocations == 5 * 64 * 4 * 4
     assert [trace.module_name for trace in tracker.forward_traces if trace.module_name] == ["0", "1", "2", "3", "4"]
+    first = next(trace for trace in tracker.forward_traces if trace.module_name)
+    assert (first.module_params, first.event.memory_activations) == (80, 64 * 4 * 4)
+    tracker.save_traces(tmp_path / "traces.json")
+    assert LayerwiseMemoryTracker.load(tmp_path / "traces.json").memory_traces == tracker.memory_traces
     assert suggest_checkpoint_location(tracker.memory_traces, num_checkpoints=1).split_modules == ("3",)
 
 
@@ -129,6 +138,8 @@ def train(model: SlowMoDistributedDataParallel, steps: int) -> list[Tensor]:
 def on_two_nodes() -> dict[str, Any]:
     events: list[tuple[Any, int]] = []
     tracker = ProcessGroupTracker(None, lambda event, size, *_: events.append((event, size)))
+    sharded = FullyShardedDataParallel(layers(), process_group=tracker)
+    assert sharded(torch.ones(1, 4)).shape == (1, 4) and sharded.world_size == 2
     outputs = [torch.zeros(3), torch.zeros(3)]
     tracker.allgather([outputs], [torch.full((3,), float(dist.get_rank()))]).wait()
     assert events == [(ProcessGroupTrackingEvent.allgather, 24)] and tracker.size() == 2

@@ -11,7 +11,7 @@ PATHS = {
     "no_pre_load_state_dict_hook ShardedDataParallel",
     "fairscale.nn.data_parallel.fully_sharded_data_parallel": "FullyShardedDataParallel TrainingState",
     "fairscale.nn.data_parallel.sharded_ddp": "ShardedDataParallel",
-    "fairscale.nn.data_parallel.fsdp_optim_utils": "",
+    "fairscale.nn.data_parallel.fsdp_optim_utils": "is_singleton_tensor",
     "fairscale.nn.wrap": "auto_wrap config_auto_wrap_policy default_auto_wrap_policy enable_wrap wrap",
     "fairscale.nn.wrap.auto_wrap": "ConfigAutoWrap",
     "fairscale.nn.misc": "FlattenParamsWrapper GradBucket ParamBucket checkpoint_wrapper",

@@ -85,7 +85,9 @@ def test_buckets_and_flags_of_fairscale_warn() -> None:
     module = nn.Linear(2, 2)
     optimizer = OSS(module.parameters(), lr=0.1)
     with pytest.warns(FairScaleWarning, match="reduce_buffer_size"):
-        ShardedDataParallel(module, optimizer, reduce_buffer_size=100)
+        wrapped = ShardedDataParallel(module, optimizer, reduce_buffer_size=100)
+    with pytest.raises(AssertionError, match="Changing devices is not supported"):
+        wrapped.double()
 
 
 def test_adascale_refuses_one_gradient_on_one_rank_as_fairscale_does() -> None:

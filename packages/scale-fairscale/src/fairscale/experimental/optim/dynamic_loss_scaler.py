@@ -36,23 +36,24 @@ class DynamicLossScaler:
         self.tolerance, self.threshold, self.min_loss_scale = tolerance, threshold, min_loss_scale
         self._iter, self._last_overflow_iter, self._last_rescale_iter = 0, -1, -1
         self._overflows_since_rescale = 0
-        self._has_overflow = False
+        self._has_overflow = self._is_unscaled = False
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Returns the loss times the scale."""
         return self.loss_scale * outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients by the scale, in place."""
-        for grad in _grads(optimizer):
-            grad.div_(self.loss_scale)
+        """Divides the gradients by the scale, in place, once before each `update`."""
+        if not self._is_unscaled:
+            for grad in _grads(optimizer):
+                grad.div_(self.loss_scale)
+        self._is_unscaled = True
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Divides the gradients by the scale and steps, or skips the step if one is not finite.
 
         Raises:
             RuntimeError: A closure was given.
-            FloatingPointError: The scale would be less than `min_loss_scale`.
         """
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported: call backward() before, and step without one")
@@ -60,17 +61,20 @@ class DynamicLossScaler:
         if not self._has_overflow:
             self.unscale_(optimizer)
             optimizer.step(*args, **kwargs)
-        self.update()
 
     def update(self) -> None:
-        """Grows the scale after `scale_window` steps without an overflow, or shrinks it on one."""
+        """Grows the scale after `scale_window` steps without an overflow, or shrinks it on one.
+
+        Raises:
+            FloatingPointError: The scale would be less than `min_loss_scale`.
+        """
         if self._has_overflow:
             self._shrink()
         elif (self._iter - self._last_overflow_iter) % self.scale_window == 0:
             self.loss_scale *= self.scale_factor
             self._last_rescale_iter = self._iter
         self._iter += 1
-        self._has_overflow = False
+        self._has_overflow = self._is_unscaled = False
 
     def _shrink(self) -> None:
         before = self.loss_scale

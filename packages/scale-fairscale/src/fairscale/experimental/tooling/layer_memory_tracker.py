@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
+from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairscale._warnings import warn_argument
 from scale_checkpoint import LayerMemoryTracker, LayerTrace, SuggestedCheckpoints, suggest_checkpoint_location
 from scale_checkpoint.memory_tracker import find_best_reset_points
+
+
+@dataclass(frozen=True)
+class LayerMemoryTrace(LayerTrace):
+    """A pass through a module, with what FairScale's traces have by their names.
+
+    Attributes:
+        module_params: Bytes of the module's own parameters.
+        all_gathered: 0: gathers are traced by a profiler, under `scale_fsdp::all_gather`.
+        cumul_all_gathered: 0.
+    """
+
+    module_params: int = 0
+    all_gathered: int = 0
+    cumul_all_gathered: int = 0
+
+    @property
+    def allocated(self) -> int:
+        """What lived when the pass ended, over the memory at the start."""
+        return self.end_bytes
+
+    @property
+    def reserved(self) -> int:
+        """The same: what an allocator caches is not counted."""
+        return self.end_bytes
+
+    @property
+    def event(self) -> LayerMemoryTrace:
+        """Itself, which has `memory_diff` and `memory_activations`."""
+        return self
+
+    @property
+    def memory_activations(self) -> int:
+        """What a forward has left behind."""
+        return max(0, self.memory_diff) if self.is_forward else 0
 
 
 class LayerwiseMemoryTrackerSummary(NamedTuple):
@@ -39,6 +78,33 @@ class LayerwiseMemoryTracker(LayerMemoryTracker):
     ['0', '1']
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._param_bytes: dict[str, int] = {}
+
+    def monitor(self, model: nn.Module) -> None:
+        """Starts to follow a model."""
+        for name, module in model.named_modules():
+            self._param_bytes[name] = sum(param.nbytes for param in module.parameters(recurse=False))
+        super().monitor(model)
+
+    @property
+    def memory_traces(self) -> list[LayerTrace]:
+        """Every pass through a module that has changed anything, in the order of time."""
+        return [
+            trace
+            if isinstance(trace, LayerMemoryTrace)
+            else LayerMemoryTrace(**vars(trace), module_params=self._param_bytes.get(trace.module_name, 0))
+            for trace in super().memory_traces
+        ]
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> LayerwiseMemoryTracker:
+        """Returns a tracker with the traces that `save_traces` has written."""
+        tracker = cls()
+        tracker._finished = [LayerMemoryTrace(**entry) for entry in json.loads(Path(path).read_text("utf-8"))]
+        return tracker
+
     @property
     def summary(self) -> LayerwiseMemoryTrackerSummary:  # type: ignore[override]  # a text there
         """The largest figures."""
@@ -61,7 +127,6 @@ class LayerwiseMemoryTracker(LayerMemoryTracker):
         if figsize != (16, 20):
             warn_argument("show_plots", "figsize", "has no effect: tracker.plot(path) writes a file to be scaled")
         import tempfile
-        from pathlib import Path
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "memory.png"
@@ -88,13 +153,15 @@ class ProcessGroupTrackingEvent(Enum):
 class ProcessGroupTracker:
     """A process group that tells a listener of each all-gather through it, with the bytes that it makes.
 
+    Wrappers that are given one use the group itself: their gathers are in the trace of a profiler.
+
     Args:
         group: The group; None is the default one.
         listener: Called with an event and the bytes.
     """
 
     def __init__(self, group: Any, listener: Callable[..., Any] | None = None) -> None:
-        self.group = dist.group.WORLD if group is None else group
+        self.group = self.tracked_group = dist.group.WORLD if group is None else group
         self.listener = listener
 
     def _tell(self, outputs: Sequence[Tensor], start: float) -> None:
@@ -116,7 +183,7 @@ class ProcessGroupTracker:
         return work
 
     def __getattr__(self, name: str) -> Any:
-        if name == "group":
+        if name in ("group", "tracked_group"):
             raise AttributeError(name)
         return getattr(self.group, name)
 
@@ -148,6 +215,7 @@ def compare_memory_traces_in_plot(
 
 
 __all__ = [
+    "LayerMemoryTrace",
     "LayerTrace",
     "LayerwiseMemoryTracker",
     "LayerwiseMemoryTrackerSummary",

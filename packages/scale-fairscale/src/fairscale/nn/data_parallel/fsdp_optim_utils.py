@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 
 def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state by names in torch's form: parameters have numbers, in the order of the groups."""
@@ -44,4 +46,9 @@ def by_name(full: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     }
 
 
-__all__ = ["by_name", "by_number"]
+def is_singleton_tensor(value: Any) -> bool:
+    """Whether this is a tensor of no dimension, as Adam's `step`."""
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+__all__ = ["by_name", "by_number", "is_singleton_tensor"]

@@ -175,7 +175,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         ]
         digests = digests_of([param for _, param in held])
         options = {
-            "process_group": process_group,
+            "process_group": getattr(process_group, "tracked_group", process_group),
             "reshard_after_forward": reshard_after_forward,
             "mixed_precision": mixed_precision,
             "flatten_parameters": flatten_parameters,
@@ -293,6 +293,10 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         """Whether the model is entered by this wrapper; None before the first forward pass."""
         root = self._unit.root
         return None if root is None else getattr(root, "outermost", None) is self._unit
+
+    @property
+    def _fsdp_instances(self) -> list[FullyShardedDataParallel]:
+        return get_fsdp_instances(self)
 
     def _reset_lazy_init(self) -> None:
         """Takes FairScale's reset, which is not needed: which wrapper is the root is found in each pass."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +21,10 @@ _WITHOUT_EFFECT = {
 
 class NothingToReduceError(AssertionError, RuntimeError):
     """`reduce()` found nothing; an AssertionError as in FairScale."""
+
+
+class DeviceChangedError(AssertionError, RuntimeError):
+    """The model was moved or converted after its optimizer was built; an AssertionError as in FairScale."""
 
 
 class ShardedDataParallel(scale_oss.ShardedDataParallel):
@@ -64,6 +68,16 @@ class ShardedDataParallel(scale_oss.ShardedDataParallel):
             sync_models_at_startup=sync_models_at_startup,
             reduce_fp16=reduce_fp16,
         )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        try:
+            return super()._apply(fn, recurse)
+        except RuntimeError as error:
+            if "the optimizer holds parameters" not in str(error):
+                raise
+            raise DeviceChangedError(
+                f"Changing devices is not supported, because this would break OSSs state: {error}"
+            ) from error
 
     def reduce(self) -> None:
         """Reduces what passes under `no_sync()` have left.

@@ -38,10 +38,8 @@ class Bucket:
         raise NotImplementedError
 
     def _check_room(self, tensor: Tensor) -> None:
-        if self.fill + tensor.numel() > self.buffer.numel():
-            raise ValueError(
-                f"the bucket has room for {self.buffer.numel() - self.fill} elements, got {tensor.numel()} more"
-            )
+        left = self.buffer.numel() - self.fill
+        assert tensor.numel() <= left, f"the bucket has room for {left} elements, got {tensor.numel()} more"
         assert all(tensor is not other for other in self._params), "The same param cannot be checked in twice"
 
     def _check_dtype(self, tensor: Tensor) -> None:
@@ -60,8 +58,7 @@ class ParamBucket(Bucket):
         """Gives a tensor its memory in the bucket.
 
         Raises:
-            ValueError: There is no room left.
-            AssertionError: It is there already, or has another dtype or device.
+            AssertionError: There is no room left, it is there already, or has another dtype or device.
         """
         self._check_dtype(param)
         self._check_room(param)
@@ -125,6 +122,12 @@ class GradBucket(Bucket):
         param.grad = part.view_as(param)
         self.fill += param.numel()
         self._params.append(param)
+
+    def shrink(self) -> None:
+        """Frees the memory behind what was added."""
+        self.buffer = self.buffer[: self.fill].clone()
+        self.max_size = self.fill
+        self._reattach()
 
     def collapse(self) -> None:
         """Frees the memory; the parameters have no gradient then."""
