@@ -10,7 +10,7 @@ from importlib import metadata as _metadata
 __version__ = "0.4.13"
 __version_tuple__ = (0, 4, 13)
 
-__all__ = ["__version__", "__version_tuple__"]
+__all__ = ["__version__", "__version_tuple__", "nn"]
 
 if any(True for _ in _metadata.distributions(name="fairscale")):
     raise ImportError(
@@ -18,3 +18,5 @@ if any(True for _ in _metadata.distributions(name="fairscale")):
         "keep one of them, python -m pip uninstall fairscale and then reinstall scale-fairscale, or "
         "python -m pip uninstall scale-fairscale"
     )
+
+from fairscale import nn  # After the check; programs write `fairscale.nn.Pipe` without importing it.

@@ -4,12 +4,15 @@ from fairscale.nn.checkpoint import checkpoint_wrapper
 from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
 from fairscale.nn.misc import FlattenParamsWrapper
 from fairscale.nn.moe import MOELayer, Top2Gate
+from fairscale.nn.pipe import Pipe, PipeRPCWrapper
 from fairscale.nn.wrap import auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
 
 __all__ = [
     "FlattenParamsWrapper",
     "FullyShardedDataParallel",
     "MOELayer",
+    "Pipe",
+    "PipeRPCWrapper",
     "ShardedDataParallel",
     "Top2Gate",
     "auto_wrap",
