@@ -49,7 +49,7 @@ def unpack_non_tensors(tensors: Sequence[Tensor], packed: dict[str, list[Any]] |
     """Returns what `split_non_tensors` was given."""
     if packed is None:
         return tuple(tensors)
-    assert isinstance(packed, dict) and len(tensors) + len(packed["objects"]) == len(packed["is_tensor"]), (
+    assert len(tensors) + len(packed["objects"]) == len(packed["is_tensor"]), (
         "got an argument that split_non_tensors has not made"
     )
     given, rest = iter(tensors), iter(packed["objects"])

@@ -13,7 +13,7 @@ from scale_core.tree import map_tensors
 
 def calc_grad_norm(parameters: Sequence[nn.Parameter], p: float) -> Tensor:
     """Returns the p-norm of all gradients on this rank, scalar, computed in fp32."""
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = list(parameters)
     grads = [param.grad.detach() for param in params if param.grad is not None]
     if not grads:
         return torch.tensor(0.0)

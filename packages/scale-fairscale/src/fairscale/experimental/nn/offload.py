@@ -85,7 +85,7 @@ class OffloadModel(nn.Module):
                 part,
                 process_group=_OneRank(),
                 move_params_to_cpu=True,
-                compute_device=self.device,  # type: ignore[arg-type]
+                compute_device=self.device,
             )
             if any(True for _ in part.parameters())
             else part

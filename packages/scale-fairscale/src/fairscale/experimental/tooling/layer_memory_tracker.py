@@ -161,7 +161,8 @@ class ProcessGroupTracker:
     """
 
     def __init__(self, group: Any, listener: Callable[..., Any] | None = None) -> None:
-        self.group = self.tracked_group = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
+        self.tracked_group = self.group
         self.listener = listener
 
     def _tell(self, outputs: Sequence[Tensor], start: float) -> None:

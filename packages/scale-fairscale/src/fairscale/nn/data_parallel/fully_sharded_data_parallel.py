@@ -242,7 +242,8 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
     @property
     def module(self) -> FlattenParamsWrapper:  # type: ignore[override]  # the base registers it
         """The wrapper inside, as in FairScale; its `.module` is the module that was given."""
-        return self._inner
+        found: FlattenParamsWrapper = self._inner
+        return found
 
     @property
     def cpu_offload(self) -> bool:
@@ -362,7 +363,9 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         full = self.sharded_module.gather_full_optim_state_dict(optim, recipient_rank)
         return None if full is None else by_number(full)
 
-    def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def get_shard_from_optim_state_dict(  # type: ignore[override]  # FairScale's has no optimizer
+        self, full_optim_state_dict: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Returns this rank's part of what `gather_full_optim_state_dict` gave, for `optim.load_state_dict`."""
         found: dict[str, Any] = self.sharded_module.get_shard_from_optim_state_dict(by_name(full_optim_state_dict))
         return found
@@ -408,10 +411,11 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_inner"}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return {name: value for name, value in state.items() if name != "_inner"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         object.__setattr__(self, "_inner", _Inner(self))
 
     @property
@@ -440,14 +444,14 @@ class _Inner(FlattenParamsWrapper):
         return cast(nn.Module, self._modules["_fpw_module"])
 
     @property
-    def flat_params(self) -> list[nn.Parameter]:
+    def flat_params(self) -> list[nn.Parameter]:  # type: ignore[override]  # an attribute there
         """The flat parameters, this rank's shards of them."""
         unit = unit_of(self.module)
         assert unit is not None
         return [buffer.sharded_params[0] for buffer in unit.buffers] if self.is_flattened_here else []
 
     @property
-    def num_params_managed(self) -> int:
+    def num_params_managed(self) -> int:  # type: ignore[override]  # an attribute there
         """How many parameters are in the flat ones."""
         unit = unit_of(self.module)
         assert unit is not None
@@ -475,7 +479,7 @@ class _Inner(FlattenParamsWrapper):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Those of the module."""
-        return self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:

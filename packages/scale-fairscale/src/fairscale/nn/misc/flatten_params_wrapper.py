@@ -150,7 +150,7 @@ class FlattenParamsWrapper(nn.Module):
             raise ValueError("expected each parameter in one list, but some are shared between lists")
         self.flat_param_names = [f"flat_param_{name}" for name in names]
         self.num_params_managed = len(all_params)
-        self.flat_params: list[FlatParameter] = []
+        self.flat_params: Sequence[FlatParameter] = []
         places = _places(module)
         self._order = [  # of all places, in which state dicts have them
             (path, name) for path, child in module.named_modules() for name in child._parameters
@@ -164,10 +164,11 @@ class FlattenParamsWrapper(nn.Module):
                 flat._shared_param_infos += [(other, first) for other in others]
             self.flat_params.append(flat)
         self._flatten()
-        self.register_state_dict_pre_hook(_whole_before_saving)
-        self._register_state_dict_hook(_flat_after_saving)
-        self.register_load_state_dict_pre_hook(_whole_before_loading)
-        self.register_load_state_dict_post_hook(_flat_after_loading)
+        untyped = cast(Any, self)  # torch leaves these untyped.
+        untyped.register_state_dict_pre_hook(_whole_before_saving)
+        untyped._register_state_dict_hook(_flat_after_saving)
+        untyped.register_load_state_dict_pre_hook(_whole_before_loading)
+        untyped.register_load_state_dict_post_hook(_flat_after_loading)
 
     # What it holds.
 
@@ -302,7 +303,7 @@ class FlattenParamsWrapper(nn.Module):
     _keeps_flat = _is_whole_for_state = False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FlattenParamsWrapper:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if self.flat_params:  # torch may have made parameters anew.
             self.flat_params = [
                 cast(FlatParameter, self._fpw_module._parameters.get(name, flat))
@@ -313,7 +314,7 @@ class FlattenParamsWrapper(nn.Module):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         modules = dict(self._fpw_module.named_modules())
         self.flat_params = [self._fpw_module._parameters[name] for name in self.flat_param_names]  # type: ignore[misc]
         for flat, infos in zip(self.flat_params, state["_places"], strict=True):
@@ -337,7 +338,7 @@ class FlattenParamsWrapper(nn.Module):
             )
             for flat in self.flat_params
         ]
-        return {**super().__getstate__(), "_places": places}
+        return {**super().__getstate__(), "_places": places}  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _with(modules: Mapping[str, nn.Module], place: tuple[str, str]) -> tuple[str, nn.Module, str]:
