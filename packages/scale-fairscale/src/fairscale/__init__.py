@@ -10,7 +10,7 @@ from importlib import metadata as _metadata
 __version__ = "0.4.13"
 __version_tuple__ = (0, 4, 13)
 
-__all__ = ["__version__", "__version_tuple__", "nn"]
+__all__: list[str] = []
 
 if any(True for _ in _metadata.distributions(name="fairscale")):
     raise ImportError(
@@ -19,4 +19,4 @@ if any(True for _ in _metadata.distributions(name="fairscale")):
         "python -m pip uninstall scale-fairscale"
     )
 
-from fairscale import nn  # After the check; programs write `fairscale.nn.Pipe` without importing it.
+from fairscale import nn as nn  # After the check; programs write `fairscale.nn.Pipe` without importing it.

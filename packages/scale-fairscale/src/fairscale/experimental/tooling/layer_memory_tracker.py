@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,22 +123,20 @@ class LayerwiseMemoryTracker(LayerMemoryTracker):
 
         Args:
             figsize: Without effect.
-            capture: Return the picture, which needs Pillow, in place of showing it.
+            capture: Return the picture, an array [height, width, 4], in place of showing it.
         """
         if figsize != (16, 20):
             warn_argument("show_plots", "figsize", "has no effect: tracker.plot(path) writes a file to be scaled")
-        import tempfile
+        from matplotlib import pyplot
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "memory.png"
             self.plot(path)
-            from PIL import Image
-
-            picture = Image.open(path)
-            picture.load()
+            picture = pyplot.imread(path)
         if capture:
             return picture
-        picture.show()
+        pyplot.imshow(picture)
+        pyplot.show()
         return None
 
     def __str__(self) -> str:

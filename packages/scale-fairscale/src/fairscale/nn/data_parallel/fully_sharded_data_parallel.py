@@ -373,7 +373,9 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
     def local_metadata_dict(self) -> dict[str, Any]:
         """Returns which elements this rank's shards are; with FairScale's `param_metadata` beside scale-fsdp's own."""
         own: dict[str, Any] = self.sharded_module.local_metadata_dict()
-        return {**own, "param_metadata": param_metadata(self, own)}
+        wrappers = [(name, each) for name, each in self.named_modules() if isinstance(each, FullyShardedDataParallel)]
+        units = [(name, each._unit, each.no_broadcast_optim_state) for name, each in wrappers]
+        return {**own, "param_metadata": param_metadata(units, own)}
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides summed gradients by `pre * post`, once, in place of the number of ranks."""

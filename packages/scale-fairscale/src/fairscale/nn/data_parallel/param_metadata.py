@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
+from scale_fsdp.runtime.unit import Unit
 
 
-def param_metadata(model: FullyShardedDataParallel, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+def param_metadata(units: Iterable[tuple[str, Unit, bool]], own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns an entry for each wrapper, the outermost first.
 
     Args:
-        model: The outermost one.
-        own: What scale-fsdp says of its parameters.
+        units: Of each wrapper its path, its unit, and `no_broadcast_optim_state`.
+        own: What scale-fsdp says of their parameters.
     """
-    from fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-
     found: list[dict[str, Any]] = []
-    for path, wrapper in model.named_modules():
-        if not isinstance(wrapper, FullyShardedDataParallel):
-            continue
+    for path, unit, no_broadcast in units:
         params: dict[str, dict[str, list[Any]]] = {}
-        held = {id(buffer) for buffer in wrapper._unit.buffers}
-        paths = {id(child): name for name, child in wrapper.sharded_module.named_modules()}
-        for slot in wrapper._unit.slots:
+        held = {id(buffer) for buffer in unit.buffers}
+        paths = {id(child): name for name, child in unit.module.named_modules()}
+        for slot in unit.slots:
             if id(slot.buffer) not in held or id(slot.module) not in paths:
                 continue
             name = f"{paths[id(slot.module)]}.{slot.attribute}".lstrip(".")
@@ -34,16 +29,15 @@ def param_metadata(model: FullyShardedDataParallel, own: Mapping[str, Any]) -> l
                 continue
             backing = described["entry"].removeprefix(f"{path}.") if path else described["entry"]
             entry = params.setdefault(backing, {"names": [], "shapes": [], "numels": [], "padding": []})
-            numel = slot.buffer.layout.entries[slot.number].numel
             entry["names"].append(name)
             entry["shapes"].append(tuple(described["shape"]))
-            entry["numels"].append(numel)
+            entry["numels"].append(slot.buffer.layout.entries[slot.number].numel)
             entry["padding"].append(0)
         found.append(
             {
                 "fsdp_path": path,
                 "params": params,
-                "no_broadcast_optim_state": wrapper.no_broadcast_optim_state,
+                "no_broadcast_optim_state": no_broadcast,
                 "shared_param_info": [(name, first) for name, first in own["tied"].items() if name.startswith(path)],
             }
         )
