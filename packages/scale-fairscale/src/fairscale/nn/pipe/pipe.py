@@ -52,7 +52,7 @@ class Pipe(scale_pipe.Pipe):
         deferred_batch_norm: bool = False,
     ) -> None:
         self._verify(module)
-        whole = int(chunks) if isinstance(chunks, float) and chunks.is_integer() else chunks
+        whole = int(chunks) if isinstance(chunks, float) and int(chunks) == chunks else chunks
         super().__init__(
             module,
             self._balance(balance, len(module)),
@@ -74,7 +74,7 @@ class Pipe(scale_pipe.Pipe):
             reason = str(error).replace("from scale_pipe import", f"from {self._balance_module} import")
             raise BalanceError(reason) from None
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:  # type: ignore[override]  # One argument, as there.
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Computes the output of a mini-batch: a tensor [N, ...], or a tuple of them.
 
         Raises:
