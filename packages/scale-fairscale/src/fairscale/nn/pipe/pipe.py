@@ -52,8 +52,7 @@ class Pipe(scale_pipe.Pipe):
         deferred_batch_norm: bool = False,
     ) -> None:
         self._verify(module)
-        given: Any = chunks
-        whole = int(given) if isinstance(given, float) and given.is_integer() else given
+        whole = int(chunks) if isinstance(chunks, float) and int(chunks) == chunks else chunks
         super().__init__(
             module,
             self._balance(balance, len(module)),
