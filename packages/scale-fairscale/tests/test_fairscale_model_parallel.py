@@ -108,3 +108,11 @@ def test_more_ranks_than_there_are_and_a_timeout_are_translated(monkeypatch: pyt
         assert {warning.filename for warning in caught} == {__file__}
     finally:
         fs_init.destroy_model_parallel()
+
+
+def test_a_part_of_a_weight_is_filled_as_the_whole_would_be() -> None:
+    part, whole = torch.empty(6, 4), torch.empty(6, 4)
+    torch.manual_seed(1)
+    kept = layers._initialize_affine_weight(part, 6, 4, 6, 0, nn.init.normal_, return_master_weight=True)
+    torch.manual_seed(1)
+    assert kept is not None and torch.equal(kept, nn.init.normal_(whole)) and torch.equal(part, whole)
