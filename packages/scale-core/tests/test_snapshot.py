@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from foreign_by_hand import assert_same_bits, bytes_of, random_bits
 from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from scale_core.snapshot import (
 )
 from scale_core.snapshot.format import safetensors_io
 from scale_core.snapshot.format.checksums import checksum
+from scale_core.snapshot.format.safetensors_io import SAVED_NAMES
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.chunks import LocalShard
 from scale_core.state.validation import StateMismatch
@@ -468,6 +470,17 @@ def test_a_lenient_load_takes_what_fits_and_warns_with_the_rest(tmp_path: Path) 
         loaded = load_snapshot(tmp_path, target, strict=False)
     assert loaded.state.keys() == target.keys() and loaded.state["note"] == 7
     assert [float(target[key].sum()) for key in "abcd"] == [2, 0, 0, 0]
+
+
+def test_tensors_of_every_dtype_come_back_to_the_bit(tmp_path: Path) -> None:
+    state = {str(dtype): random_bits((5, 6), dtype) for dtype in SAVED_NAMES}
+    saved = {name: tensor.clone() for name, tensor in state.items()}
+    save_snapshot(tmp_path, 1, state | {"cut": LocalShard(random_bits((12,), torch.complex128), (12,), 0, 12)})
+    halves = {name: torch.empty(5, 12, dtype=tensor.dtype)[:, ::2] for name, tensor in saved.items()}
+    cut = torch.empty(12, dtype=torch.complex128)
+    load_snapshot(tmp_path, {**halves, "cut": LocalShard(cut, (12,), 0, 12)})
+    assert_same_bits(halves, saved)
+    assert bytes_of(cut) == bytes_of(random_bits((12,), torch.complex128))
 
 
 def test_dtypes_are_converted_only_when_asked(tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ def test_a_flipped_bit_of_a_zip_file_is_found_where_it_would_change_what_is_read
         file.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
         try:
             found = loaded(read_torch_file(file))
-        except ValueError as error:
-            assert "w.pt" in str(error)
+        except ValueError:
             continue
         assert at not in data
         assert_same_bits(found, weights)
