@@ -80,14 +80,15 @@ class FailedPass(ForEachShardHook):
         try:
             exchange(_RECORD, self._group, limit_seconds=_GRACE_SECONDS)
         except TransferError:
+            self._recorder.publish()
             return False
         self._recorder.events.clear()
-        self._recorder.publish()
+        self._recorder.publish(goes_on=True)
         return True
 
     def _publish(self, what: str) -> None:
         self._recorder.events.append(what)
-        self._recorder.publish()
+        self._recorder.publish(goes_on=True)
 
 
 def add_explanation(error: TransferError, group: Group) -> None:

@@ -181,7 +181,8 @@ def load_snapshot(
         except DamagedSnapshotError as error:
             if group.rank == 0:
                 warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
-    missing = FileNotFoundError(f"there is no whole snapshot in {folder}")
+    why = "" if folder.is_dir() else ", which is no directory" if folder.exists() else ", and no such directory"
+    missing = FileNotFoundError(f"there is no whole snapshot in {folder}{why}")
     raise SnapshotError(f"{looking.doing} failed: {missing}") from missing
 
 
