@@ -40,7 +40,7 @@ try:
         found = load_snapshot(folder / "snapshots", lambda saved: target_state_dict(model, optimizer, saved))
         load_sharded_state_dict(found.state, model, optimizer)
         step = found.step
-        tell(f"resumed after {step} as one of {group.size}")
+        tell(f"resumed on {group.size} after {step}")
     while not CollectiveCall(group, "going on", RuntimeError).rank0((folder / "enough").exists):
         torch.manual_seed(1000 + step)
         model(torch.randn(4, 8).chunk(group.size)[group.rank]).square().mean().backward()
