@@ -41,7 +41,7 @@ FILES_AND_JUMPS = {
     "OSS with DDP": (5, 18),
     "DistributedPipe": (15, 110),
     "Pipe": (10, 120),
-    "parallelize": (8, 60),
+    "parallelize": (10, 62),
     "ColumnParallelLinear": (7, 16),
     "AdaScale": (12, 60),
     "checkpoint_wrapper": (3, 26),
