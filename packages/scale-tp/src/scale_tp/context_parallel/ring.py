@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from scale_core.comm.collectives import CollectiveWork, all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import Event, message_tag
-from scale_tp.comm import check_same_call, to_accumulation_dtype
+from scale_core.consistency.same_call import check_same_call
+from scale_tp.comm import to_accumulation_dtype
 from scale_tp.context_parallel.blockwise import (
     PartialAttention,
     block_attention,
