@@ -183,15 +183,19 @@ def compare_all() -> None:
 
 
 def experts_have_the_bits_of_one_process(group: Group) -> None:
-    """Given where tokens go, in fp32: the rows of an expert are the same, and so are all products with its weights."""
+    """Given where tokens go, in fp32: the rows of an expert are the same, and so are all products with its weights.
+
+    Their sizes are multiples of 16 bytes: products of others depend on where their memory begins.
+    """
+    dim, hidden = 8, 16
     generator = torch.Generator().manual_seed(3)
     index = torch.stack([torch.randperm(5, generator=generator)[:3] for _ in range(4 * 6)])
     index[torch.rand(index.shape, generator=generator) < 0.1] = -1
-    tokens, weight, grad = (torch.randn(24, size, generator=generator) for size in (DIM, 3, DIM))
+    tokens, weight, grad = (torch.randn(24, size, generator=generator) for size in (dim, 3, dim))
 
     def run(ranks: Group, part: slice) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
-        experts = Experts(5, DIM, HIDDEN, process_group=ranks)
+        experts = Experts(5, dim, hidden, process_group=ranks)
         x, w = tokens[part].clone().requires_grad_(), weight[part].clone().requires_grad_()
         plan = plan_dispatch(x, index[part], w, 5, ranks)
         output = combine(experts(dispatch(x, plan), plan.counts), w, plan)
@@ -203,7 +207,7 @@ def experts_have_the_bits_of_one_process(group: Group) -> None:
     size = 24 // group.size
     mine = slice(size * group.rank, size * (group.rank + 1))
     ours, one = run(group, mine), run(Group(), slice(0, 24))
-    sizes = Experts(5, DIM, HIDDEN, process_group=group).shardings["down_proj"]
+    sizes = Experts(5, dim, hidden, process_group=group).shardings["down_proj"]
     for found, whole in zip(ours[:3], one[:3], strict=True):
         assert torch.equal(found, whole[mine])
     for found, whole in zip(ours[3:], one[3:], strict=True):

@@ -5,12 +5,13 @@ Each line imports only from those above it.
 - `routing`: which experts a token goes to, capacities, losses and bias; functions of tensors;
 - `token_dispatcher`, `grouped_linear`: rows to the ranks of their experts and back; products with expert weights;
 - `experts`, `moe`: the experts, and the layer of router, experts and balance;
-- `parallelize`: experts of models that exist already, divided in place.
+- `parallelize`, `gradients`: experts of models that exist already, divided in place; gradients of what is not divided.
 """
 
 import logging
 
 from scale_moe.experts import Experts, divide_gradient
+from scale_moe.gradients import average_replicated_gradients
 from scale_moe.moe import Balance, ExpertChoice, MoE, TokenChoice
 from scale_moe.parallelize import parallelize_experts
 from scale_moe.routing import (
@@ -38,6 +39,7 @@ __all__ = [
     "MoE",
     "Routing",
     "TokenChoice",
+    "average_replicated_gradients",
     "batch_counts",
     "combine",
     "dispatch",
