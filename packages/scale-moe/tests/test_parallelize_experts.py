@@ -34,6 +34,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 32,
+    "eos_token_id": None,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1},
@@ -99,9 +100,12 @@ def gradients_are_those_of_the_undivided(name: str, implementation: str) -> None
     assert all(module.num_experts == module.shardings["down_proj"].shape[0] for module in experts)
     for key, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        state = other.state_dict()
-        assert all(torch.equal(state[key], value) for key, value in plain.state_dict().items())
+    state = copy.deepcopy(model).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in plain.state_dict().items())
+    unpickled = pickle.loads(pickle.dumps(experts[-1]))
+    assert type(unpickled) is type(experts[-1])
+    for key, value in plain.get_submodule(experts[-1].path).state_dict().items():
+        assert torch.equal(unpickled.state_dict()[key], value)
     changed = {key: value + 1 for key, value in plain.state_dict().items()}
     model.load_state_dict(changed)
     assert all(torch.equal(model.state_dict()[key], value) for key, value in changed.items())
@@ -143,9 +147,7 @@ def what_differs_between_ranks_is_refused() -> None:
         model(input_ids=batches(2)[rank])
     layer = MoE(4, 6, 2)
     layer.router.requires_grad_(rank == 0)
-    with pytest.raises(
-        ValueError, match=r"ranks differ in what needs gradients \(rank 0: tokens do not, weights do, r"
-    ):
+    with pytest.raises(ValueError, match=r"ranks differ in what needs gradients \(rank 0: tokens do not, weights do"):
         layer(torch.zeros(3, 4))
 
 

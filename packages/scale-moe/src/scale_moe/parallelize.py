@@ -59,7 +59,7 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
     found = {path: module for path, module in model.named_modules() if _holds_experts(module)}
     _check(model, found)
     plans = [_plan(path, module, group) for path, module in found.items()]
-    check_same_call("parallelize_experts", "; ".join(map(str, plans)), group)
+    check_same_call("parallelize_experts", "; ".join(map(str, plans)), group, each_time=True)
     if group.size > 1:
         for plan in plans:
             _divide(found[plan.path], plan, group)

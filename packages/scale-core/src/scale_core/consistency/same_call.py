@@ -15,8 +15,14 @@ from scale_core.consistency.execution_order import Event, fingerprint_of, messag
 _compared: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
-def check_same_call(what: str, signature: str, group: Group) -> int:
+def check_same_call(what: str, signature: str, group: Group, *, each_time: bool = False) -> int:
     """Returns the message tag of a call whose signature (shapes, dtypes, options) has to be the same on all ranks.
+
+    Args:
+        what: What is called.
+        signature: What has to be the same.
+        group: The ranks that call it together.
+        each_time: Compare it also where it was equal before, for calls whose messages do not carry the tag.
 
     Raises:
         TransferError: A rank did not come.
@@ -26,7 +32,7 @@ def check_same_call(what: str, signature: str, group: Group) -> int:
     if group.process_group is None or group.backend == "fake":
         return tag
     known, own = _compared.setdefault(group.process_group, set()), fingerprint_of(what, signature)
-    if own not in known:
+    if each_time or own not in known:
         if len({row[0] for row in exchange([own], group)}) > 1:
             texts = exchange_text(f"{what}: {signature}", group)
             by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))

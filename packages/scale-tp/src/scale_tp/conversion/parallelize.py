@@ -110,7 +110,7 @@ def parallelize(
         validation.check_layers_divided(model, styles)
     rules = (*attention_rules, *ATTENTION_RULES)
     built = _build_plan(model, styles, ranks, sequence_parallel, overlap_pieces, rules)
-    check_same_call("parallelize", f"{built.signature()}; {check_inputs=}, {check_every=}", ranks)
+    check_same_call("parallelize", f"{built.signature()}; {check_inputs=}, {check_every=}", ranks, each_time=True)
     if ranks.size > 1:
         if sync_module_states:
             _broadcast_values(model, ranks)
