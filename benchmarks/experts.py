@@ -28,11 +28,11 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from measure import spending
 from report import Table, save
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core.comm.group import Group
 from scale_core.simulate import simulate
@@ -168,12 +168,12 @@ def simulated(world: int, expert_ranks: int, num_layers: int, num_tokens: int, d
     """Books of rank 0 in its second step."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with simulate(rank=0, world_size=world) as simulation:
-        mesh = init_device_mesh("cpu", (world // expert_ranks, expert_ranks), mesh_dim_names=("replica", "expert"))
-        group = mesh["expert"] if expert_ranks > 1 else Group()
+        group = dist.new_group(list(range(expert_ranks))) if expert_ranks > 1 else Group()
+        replicas = dist.new_group(list(range(0, world, expert_ranks)))
         model = MixtralLike(num_layers, group, dim=dim, hidden_dim=hidden, num_experts=8)
         for layer in model.layers:
             if expert_ranks > 1:
-                fully_shard(layer.experts, mesh["replica"], mp_policy=policy)
+                fully_shard(layer.experts, replicas, mp_policy=policy)
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

@@ -60,7 +60,7 @@ def _by_expert(rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
     """[R, in] x [E, in, out] -> [R, out]."""
     if len(rows) and _can_group(rows, weight):
         ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=rows.device)
-        return cast(Tensor, torch._grouped_mm(rows, weight, offs=ends))
+        return torch._grouped_mm(rows, weight, offs=ends)
     output = rows.new_empty(len(rows), weight.shape[2])
     for expert, first, last in _segments(counts):
         if last > first:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +87,9 @@ class ParallelExperts(ShardedModule):
         with self._as_local() as params:
             if len(rows):
                 counts = torch.tensor(plan.counts, device=rows.device)
-                index = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
+                index = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
                 ones = torch.ones(len(rows), 1, dtype=top_k_weights.dtype, device=rows.device)
-                output: Tensor = super().forward(rows, index[:, None], ones)  # type: ignore[misc]  # the own class's
+                output: Tensor = super().forward(rows, index[:, None], ones)  # of the module's own class
             else:  # Own forwards may leave out what has no tokens; the backward pass of other ranks waits for this one.
                 output = rows + sum(param[:0].sum() for param in params)
         return combine(output, top_k_weights, plan)
@@ -178,7 +178,7 @@ def _check(model: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _plan(path: str, module: nn.Module, group: Group) -> _Plan:
-    number: int = module.num_experts  # type: ignore[assignment]  # _holds_experts has looked
+    number = cast(int, module.num_experts)
     sizes = tuple(experts_per_rank(number, group.size))
     params = dict(module.named_parameters(recurse=False))
     shardings = {name: ExpertSharding(tuple(param.shape), sizes) for name, param in params.items()}

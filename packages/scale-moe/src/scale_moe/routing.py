@@ -116,7 +116,8 @@ def _limited_to_groups(selection: Tensor, top_k: int, num_groups: int, top_group
     by_group = selection.unflatten(1, (num_groups, size))
     best = by_group.topk(min(2, size), dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
     is_best = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
-    return by_group.masked_fill(~is_best[..., None], -math.inf).flatten(1)
+    limited: Tensor = by_group.masked_fill(~is_best[..., None], -math.inf).flatten(1)
+    return limited
 
 
 def expert_choice_routing(scores: Tensor, capacity: int, *, group: Group | None = None) -> Routing:

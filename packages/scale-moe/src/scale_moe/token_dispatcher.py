@@ -264,8 +264,8 @@ def _exchange_header(
     here = sizes[group.rank]
     if group.size == 1 or group.backend == "fake":  # In a simulation all ranks are taken to have this rank's tokens.
         spread = [float(size) for size in experts_per_rank(num_choices, len(own))]
-        values = compat.values_of(torch.cat([own, facts]), simulated=[*spread, *[0.0] * len(facts)])
-        both = [int(value) for value in values]
+        known = compat.values_of(torch.cat([own, facts]), simulated=[*spread, *[0.0] * len(facts)])
+        both = [int(value) for value in known]
         first = sum(sizes[: group.rank])
         counts, told = both[: len(own)], both[len(own) :]
         return _Header(counts, [counts[first : first + here]] * group.size, [told] * group.size)
@@ -297,7 +297,8 @@ def _regrouping(received: list[list[int]], device: torch.device) -> Tensor | Non
         return None
     counts = torch.tensor(received, device=device).flatten()
     expert = torch.arange(num_experts, device=device).repeat(num_ranks)
-    return expert.repeat_interleave(counts).argsort(stable=True)
+    total = sum(map(sum, received))
+    return expert.repeat_interleave(counts, output_size=total).argsort(stable=True)
 
 
 def _needs_gradients(tokens: Tensor, weight: Tensor) -> int:
