@@ -190,3 +190,16 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     told = run_ranks(one_does_not_come, 2)[0]
     assert "rank 1" in told
     assert "in counts of tokens of MoE 1 over the ranks [0, 1]" in told
+
+
+def routers_differ() -> None:
+    model, x = build(), torch.randn(4, DIM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model((1 + dist.get_rank()) * x).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"the ranks \[0, 1\] have routers with other weights.*average_repl"):
+        model(x)
+
+
+def test_gradients_that_were_not_averaged_are_found_in_the_next_forward() -> None:
+    run_ranks(routers_differ, 2)

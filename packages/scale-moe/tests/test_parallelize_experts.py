@@ -136,6 +136,7 @@ def what_differs_between_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the ranks are about to do different things: rank 0: parallelize_experts"):
         parallelize_experts(model)
     assert not any(isinstance(module, ParallelExperts) for module in model.modules())
+    torch.manual_seed(0)
     layer = MoE(4, 6, 2 + rank)
     with pytest.raises(ValueError, match=r"rank 0: mixture of experts: MoE \d+: 2 experts.*rank 1: .*: 3 experts"):
         layer(torch.zeros(3, 4))
@@ -145,6 +146,11 @@ def what_differs_between_ranks_is_refused() -> None:
             model.model.layers[0].mlp.gate.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts': weights of choices are not finite.*of rank 1"):
         model(input_ids=batches(2)[rank])
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight[0, 0] = rank
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts': the ranks \[0, 1\] have routers with other"):
+        model(input_ids=batches(2)[rank])
+    torch.manual_seed(0)
     layer = MoE(4, 6, 2)
     layer.router.requires_grad_(rank == 0)
     with pytest.raises(ValueError, match=r"ranks differ in what needs gradients \(rank 0: tokens do not, weights do"):

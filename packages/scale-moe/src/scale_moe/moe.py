@@ -135,6 +135,7 @@ class MoE(nn.Module):
         ValueError: The sizes or options do not fit each other.
 
     Example:
+        >>> import torch
         >>> layer = MoE(16, 32, num_experts=4, routing=TokenChoice(top_k=2, capacity_factor=1.25))
         >>> layer(torch.randn(3, 5, 16)).shape
         torch.Size([3, 5, 16])
@@ -197,7 +198,7 @@ class MoE(nn.Module):
         chosen = self.route(scores)
         routing = self._with_capacity(chosen)
         self._record(logits, scores, chosen, routing)
-        output = _through_experts(self.experts, tokens, routing, self._name)
+        output = _through_experts(self.experts, tokens, routing, self._name, self.router.weight)
         output = self._with_losses(output).view(x.shape)
         return output if self.shared_expert is None else output + self.shared_expert(x)
 
@@ -307,8 +308,9 @@ def _next_number(group: Group) -> int:
 
 
 @compat.untraced
-def _through_experts(experts: Experts, tokens: Tensor, routing: Routing, name: str) -> Tensor:
-    plan = plan_dispatch(tokens, routing.expert_index, routing.weight, experts.num_experts, experts.group, name)
+def _through_experts(experts: Experts, tokens: Tensor, routing: Routing, name: str, router: Tensor) -> Tensor:
+    where = (experts.num_experts, experts.group, name)
+    plan = plan_dispatch(tokens, routing.expert_index, routing.weight, *where, router=router)
     output: Tensor = experts(dispatch(tokens, plan), plan.counts)
     return combine(output, routing.weight, plan)
 

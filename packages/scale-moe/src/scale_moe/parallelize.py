@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,8 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
     if group.size > 1:
         for plan in plans:
             _divide(found[plan.path], plan, group)
+            parent = model.get_submodule(plan.path.rpartition(".")[0])
+            object.__setattr__(found[plan.path], "parent", ref(parent))
     if group.rank == 0:
         sizes = sorted({plan.num_experts for plan in plans})
         words = (type(model).__name__, len(plans), ", ".join(map(str, sizes)), group.size)
@@ -76,13 +79,13 @@ class ParallelExperts(ShardedModule):
     num_experts: int
     path: str
     shardings: dict[str, ExpertSharding]
+    parent: ReferenceType[nn.Module] | None  # Of which the router is a part; a copy has none.
 
     @compat.untraced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns [T, dim] for tokens [T, dim] of this rank, whose experts and weights are [T, k]."""
-        plan = plan_dispatch(
-            hidden_states, top_k_index, top_k_weights, self.num_experts, self.group, f"the experts '{self.path}'"
-        )
+        where = (self.num_experts, self.group, f"the experts '{self.path}'")
+        plan = plan_dispatch(hidden_states, top_k_index, top_k_weights, *where, router=self._router_weight())
         rows = dispatch(hidden_states, plan)
         with self._as_local() as params:
             if len(rows):
@@ -93,6 +96,18 @@ class ParallelExperts(ShardedModule):
             else:  # Own forwards may leave out what has no tokens; the backward pass of other ranks waits for this one.
                 output = rows + sum(param[:0].sum() for param in params)
         return combine(output, top_k_weights, plan)
+
+    def _router_weight(self) -> Tensor | None:
+        """The weight [E, ...] of a module beside this one, as of all routers of transformers; None where none is."""
+        parent = None if self.parent is None else self.parent()
+        for module in () if parent is None else parent.children():
+            weight = getattr(module, "weight", None)
+            if module is not self and isinstance(weight, Tensor) and weight.shape[:1] == (self.num_experts,):
+                return weight
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "parent": None}
 
     @contextmanager
     def _as_local(self) -> Iterator[list[Tensor]]:

@@ -80,7 +80,9 @@ def plan_dispatch(
     weight: Tensor,
     num_experts: int,
     group: Group,
-    name: str = "mixture of experts",
+    name: str = "the experts",
+    *,
+    router: Tensor | None = None,
 ) -> DispatchPlan:
     """Plans the dispatch of a layer's tokens; all ranks of the group call it together.
 
@@ -93,10 +95,11 @@ def plan_dispatch(
         num_experts: E, of all ranks; see `experts_per_rank`.
         group: The ranks that the experts are divided between.
         name: The layer's name in errors; the same on all ranks.
+        router: Weights of the router, of which each rank has a copy: ranks compare a sum of their bits.
 
     Raises:
-        ValueError: The shapes do not fit each other. On all ranks alike: the layers differ, a weight of some rank is
-            not finite, or tokens need gradients on some ranks only.
+        ValueError: The shapes do not fit each other. On all ranks alike: the layers or their routers differ, a weight
+            of some rank is not finite, or tokens need gradients on some ranks only.
         TransferError: A rank did not come.
     """
     _check_shapes(tokens, expert_index, weight, name)
@@ -107,10 +110,10 @@ def plan_dispatch(
     flat = expert_index.reshape(-1)
     key = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     own = count_assignments(key, num_experts)
-    facts = [(~weight.isfinite()).sum(), own.new_tensor(_needs_gradients(tokens, weight))]
-    header = _exchange_header(
-        own, torch.stack([fact.to(own.dtype) for fact in facts]), sizes, flat.numel(), group, name
-    )
+    needs = own.new_tensor(_needs_gradients(tokens, weight))
+    bits = own.new_zeros(()) if router is None or group.size == 1 else _sum_of_bits(router)
+    facts = torch.stack([(~weight.isfinite()).sum(), needs, bits])
+    header = _exchange_header(own, facts, sizes, flat.numel(), group, name)
     _check_facts(header.facts, group, name)
     num_rows = sum(header.own)
     order = key.argsort(stable=True)[:num_rows]
@@ -305,6 +308,12 @@ def _needs_gradients(tokens: Tensor, weight: Tensor) -> int:
     return int(tokens.requires_grad) + 2 * int(weight.requires_grad)
 
 
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """[] int64; equal for equal tensors."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+
+
 def _check_shapes(tokens: Tensor, expert_index: Tensor, weight: Tensor, name: str) -> None:
     fits = tokens.dim() == expert_index.dim() == 2 and expert_index.shape == weight.shape
     if not fits or len(tokens) != len(expert_index) or expert_index.dtype != torch.int64:
@@ -333,6 +342,14 @@ def _check_facts(facts: list[list[int]], group: Group, name: str) -> None:
             f"{name}: ranks differ in what needs gradients ({told}), and the backward pass of one "
             "would wait for another that has none: freeze the same parameters on all ranks, and where a rank has no "
             "tokens give it empty ones of the same model, x[:0]"
+        )
+    if len({row[2] for row in facts}) > 1:
+        raise ValueError(
+            f"{name}: the ranks {list(group.ranks)} have routers with other weights, and each would train a model of "
+            "its own. Either they started with other ones: build the model from one seed, or load the same weights. Or "
+            "gradients of what is not an expert were averaged over other ranks than all: write fully_shard(experts, "
+            'mesh["replica"]) and fully_shard(model) over all ranks, or scale_moe.average_replicated_gradients(model, '
+            'mesh["expert"]) before another wrapper over mesh["replica"]'
         )
 
 
