@@ -9,9 +9,10 @@ Forward and backward of one layer with a gradient for its input, fp32, one threa
 the same routing by a loop over experts in plain PyTorch, by the three implementations of transformers and by `MoE`; CPU
 time, the median over turns, and its ratio to the loop's in the same turn.
 
-Divided: as many tokens on each rank as the one process has in all, over the ranks; gloo. "CPU" is that of all ranks
-over that of `MoE` on one process with all tokens. "sent" is what one rank writes to its sockets in a step, per token of
-its own, counted by the kernel; "floor" is 4 * k * dim * itemsize * (W - 1) / W: there and back, in both directions.
+Divided: each rank has its part of the same tokens; gloo. "CPU" is that of all ranks over that of `MoE` on one process
+with all tokens. "sent" is what one rank writes to its sockets in a step, per token of
+its own, counted by the kernel; "floor" is 4 * k * dim * itemsize * (W - 1) / W: there and back, in both directions, for
+choices that are evenly spread (of this batch a few more stay at home).
 "imbalance" is the most rows that a rank computes with, over the mean.
 
 Simulated: rank 0 of 64 and 512, the second step, blocks as those of Mixtral 8x7B without attention, bf16 with fp32
@@ -41,6 +42,10 @@ from scale_fsdp import MixedPrecisionPolicy, fully_shard
 from scale_moe import MoE
 
 GIB = 1 << 30
+CASES = [(64, 1), (64, 8), (512, 1), (512, 8)]
+"""Ranks, and how many of them divide the experts of a block."""
+MIXTRAL = (32, 4096, 4096, 14336)
+"""Layers, tokens of a rank, features of a token and inside an expert."""
 
 
 @dataclass(frozen=True)
@@ -191,53 +196,44 @@ def simulated(world: int, expert_ranks: int, num_layers: int, num_tokens: int, d
         }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, one turn")
-    parser.add_argument("--date", help="write results under this date")
-    options = parser.parse_args()
-    sizes, turns, worlds = (
-        (Sizes(16, 32, 4, 2, 64), 1, [2]) if options.smoke else (Sizes(), options.turns, options.worlds)
-    )
-    one = alone(sizes, turns)
-    base = one["a loop over experts"]
+Part = tuple[Table, list[dict[str, Any]]]
+"""A table for people, and the same figures for machines."""
+
+
+def on_one_process(sizes: Sizes, turns: int) -> Part:
+    found = alone(sizes, turns)
+    base = found["a loop over experts"]
     rows = [
         [name, f"{1000 * median(cpu):.1f}", f"{median(a / b for a, b in zip(cpu, base, strict=True)):.2f}"]
-        for name, cpu in one.items()
+        for name, cpu in found.items()
     ]
-    tables = [Table(f"One process: {sizes}", ["way", "CPU ms", "CPU ratio"], rows)]
-    figures: list[dict[str, Any]] = [{"way": name, "cpu_seconds": cpu} for name, cpu in one.items()]
-    lines = []
+    figures = [{"way": name, "cpu_seconds": cpu} for name, cpu in found.items()]
+    return Table(f"One process: {sizes}", ["way", "CPU ms", "CPU ratio"], rows), figures
+
+
+def divided(sizes: Sizes, turns: int, worlds: list[int]) -> Part:
+    rows, figures = [], []
+    base = median(cpu for cpu in run_ranks(on_ranks, 1, sizes, turns)[0].cpu)
     for world in worlds:
         ranks = run_ranks(on_ranks, world, sizes, turns)
-        total = [sum(cpu) for cpu in zip(*(rank.cpu for rank in ranks), strict=True)]
-        per_token = max(rank.sent for rank in ranks) * world / sizes.num_tokens
-        mean_sent = sum(rank.sent for rank in ranks) / sizes.num_tokens
-        floor = 4 * sizes.top_k * sizes.dim * 4 * (world - 1) / world
-        imbalance = max(rank.rows for rank in ranks) * world / sum(rank.rows for rank in ranks)
-        ratio = median(total) / median(one["scale-moe"])
-        lines.append(
-            [str(world), f"{ratio:.2f}", f"{mean_sent:.0f}", f"{per_token:.0f}", f"{floor:.0f}", f"{imbalance:.2f}"]
-        )
-        figures.append(
-            {
-                "world": world,
-                "cpu_ratio": ratio,
-                "sent": mean_sent,
-                "most_sent": per_token,
-                "floor": floor,
-                "imbalance": imbalance,
-            }
-        )
+        total = median(sum(cpu) for cpu in zip(*(rank.cpu for rank in ranks), strict=True))
+        found = {
+            "CPU": total / base,
+            "sent": sum(rank.sent for rank in ranks) / sizes.num_tokens,
+            "most sent": max(rank.sent for rank in ranks) * world / sizes.num_tokens,
+            "floor": 4 * sizes.top_k * sizes.dim * 4 * (world - 1) / world,
+            "imbalance": max(rank.rows for rank in ranks) * world / sum(rank.rows for rank in ranks),
+        }
+        rows.append([str(world), *(f"{value:.0f}" if value > 100 else f"{value:.2f}" for value in found.values())])
+        figures.append({"world": world, **found})
     heads = ["ranks", "CPU", "sent per token", "of the rank that sends most", "floor", "imbalance"]
-    tables.append(Table("Divided", heads, lines))
-    cases = [(8, 1), (8, 4)] if options.smoke else [(64, 1), (64, 8), (512, 1), (512, 8)]
-    small = (1, 32, 16, 32) if options.smoke else (32, 4096, 4096, 14336)
-    books = [simulated(world, expert_ranks, *small) for world, expert_ranks in cases]
+    return Table("Divided", heads, rows), figures
+
+
+def at_scale(cases: list[tuple[int, int]], *sizes: int) -> Part:
+    books = [simulated(world, expert_ranks, *sizes) for world, expert_ranks in cases]
     kinds = sorted({kind for book in books for kind in book["peak_by_kind"]})
-    lines = [
+    rows = [
         [
             str(book["world"]),
             "scale-fsdp alone" if book["expert_ranks"] == 1 else f"experts over {book['expert_ranks']}",
@@ -247,12 +243,30 @@ def main() -> int:
         ]
         for book in books
     ]
-    tables.append(Table("Simulated, GiB of rank 0", ["ranks", "how", "peak", *kinds, "sent in a step"], lines))
-    figures += books
+    return Table("Simulated, GiB of rank 0", ["ranks", "how", "peak", *kinds, "sent in a step"], rows), books
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, one turn")
+    parser.add_argument("--date", help="write results under this date")
+    options = parser.parse_args()
+    if options.smoke:
+        small = Sizes(16, 32, 4, 2, 64)
+        parts = [on_one_process(small, 1), divided(small, 1, [2]), at_scale([(8, 1), (8, 4)], 1, 32, 16, 32)]
+    else:
+        parts = [
+            on_one_process(Sizes(), options.turns),
+            divided(Sizes(), options.turns, options.worlds),
+            at_scale(CASES, *MIXTRAL),
+        ]
+    tables = [table for table, _ in parts]
     for table in tables:
         print(table.markdown())
     if options.date:
-        save("experts", options.date, __doc__ or "", tables, figures)
+        save("experts", options.date, __doc__ or "", tables, [figure for _, figures in parts for figure in figures])
     return 0
 
 
