@@ -50,9 +50,13 @@ def read_project(package: str) -> dict[str, Any]:
     return nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")
 
 
-def edges(package: str) -> list[str]:
-    """Returns the package and all of ours that it needs, as declared and nothing more, in a stable order."""
-    found = [package]
+def edges(package: str, *, for_tests: bool = False) -> list[str]:
+    """Returns the package and all of ours that it needs, as declared and nothing more, in a stable order.
+
+    For its tests also those of ours in its `test` group, with which it is tested and which it does not import.
+    """
+    group = nox.project.dependency_groups(read_project(package), "test") if for_tests else ()
+    found = [package, *(name for name in group if name in PACKAGES)]
     for name in found:  # grows while it is read: what the edges need comes after them
         names = (re.split(r"[\[<>=!~; ]", line)[0] for line in read_project(name)["project"]["dependencies"])
         found += [name for name in names if name in PACKAGES and name not in found]
@@ -68,6 +72,7 @@ def test_group(packages: Iterable[str]) -> list[str]:
     """Returns what the tests of these packages need from third parties."""
     return sorted(
         {name for package in packages for name in nox.project.dependency_groups(read_project(package), "test")}
+        - set(PACKAGES)
     )
 
 
@@ -89,7 +94,8 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str, torch: str) -> None:
     """Test one package where nothing but its declared edges is installed; `nox -t scale-fsdp` for one package."""
     home = f"packages/{package}"
-    session.install(f"torch=={torch}", *editable(edges(package)), *test_group([package]), "pytest-xdist>=3.6")
+    ours = editable(edges(package, for_tests=True))
+    session.install(f"torch=={torch}", *ours, *test_group([package]), "pytest-xdist>=3.6")
     where = session.posargs or [f"{home}/tests", f"{home}/README.md", f"{home}/src"]
     session.run(
         "pytest",

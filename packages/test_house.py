@@ -29,6 +29,7 @@ FLOORS = {
     "scale-fsdp": 2,
     "scale-oss": 2,
     "scale-tp": 2,
+    "scale-moe": 2,
     "scale-adascale": 2,
     "scale-pipe": 3,
     "scale-lightning": 3,

@@ -10,7 +10,8 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `flat/`, `shard`: parameters in one flat buffer, and what a local tensor is a shard of;
 - `divergence`: what must be equal on several ranks, compared by its bits;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;
-- `state/`, `snapshot/`, `pretrained/`, `convert/`: sharded state dicts, verified checkpoints, weights of Hugging Face,
+- `state/`, `sharded_module`, `snapshot/`, `pretrained/`, `convert/`: sharded state dicts, modules with parts of
+  parameters, verified checkpoints, weights of Hugging Face,
   and checkpoints of other programs;
 - `launch/`, `testing/`, `simulate/`: starting ranks, tests on ranks, and one process that simulates a rank of many.
 """

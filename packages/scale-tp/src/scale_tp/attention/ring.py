@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from scale_core.comm.collectives import CollectiveWork, all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.consistency.same_call import check_same_call
 from scale_tp.attention.blockwise import (
     PartialAttention,
     block_attention,
@@ -29,7 +30,7 @@ from scale_tp.attention.blockwise import (
     merge_partial,
 )
 from scale_tp.attention.load_balance import Order, full_length, rank_positions
-from scale_tp.comm import check_same_call, to_accumulation_dtype
+from scale_tp.comm import to_accumulation_dtype
 from scale_tp.parallel_state import context_parallel_group
 from scale_tp.split import Range, Split
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, GroupLike
+from scale_core.consistency.same_call import check_same_call
 from scale_core.divergence import check_interval
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import set_shard, shard_of
 from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, Heads
-from scale_tp.comm import check_same_call
 from scale_tp.conversion import validation
 from scale_tp.conversion.convert import Conversion, conversion_for, find_all_heads, weight_split
 from scale_tp.conversion.divergence_hooks import ReplicaCheck, register_input_checks
@@ -110,7 +110,7 @@ def parallelize(
         validation.check_layers_divided(model, styles)
     rules = (*attention_rules, *ATTENTION_RULES)
     built = _build_plan(model, styles, ranks, sequence_parallel, overlap_pieces, rules)
-    check_same_call("parallelize", f"{built.signature()}; {check_inputs=}, {check_every=}", ranks)
+    check_same_call("parallelize", f"{built.signature()}; {check_inputs=}, {check_every=}", ranks, each_time=True)
     if ranks.size > 1:
         if sync_module_states:
             _broadcast_values(model, ranks)
