@@ -1,0 +1,114 @@
+"""Optimizers whose state is quantised block by block, over shards that are cut between blocks, beside one process.
+
+Both libraries quantise tensors from 4096 elements on, in blocks of 256, so every shard here is at least that long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scale_core import BlockAtom, snapshot
+from scale_core.comm.group import group_of
+from scale_core.shard import shard_of
+from scale_fsdp import fully_shard
+from scale_oss import OSS
+
+BLOCK = 256
+STEPS = 3
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def network(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(96, 128, bias=False), nn.Tanh(), nn.Linear(128, 100, bias=False), nn.Tanh(), nn.Linear(100, 7)
+    )
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
+    """The loss of one rank in one step, a scalar."""
+    data = torch.randn(4, 96, generator=torch.Generator().manual_seed(10 * number + rank))
+    result: Tensor = model(data).square().mean()
+    return result
+
+
+def step_beside(plain: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """The step of all ranks' mean gradient on one process."""
+    group, summands = group_of(), []
+    for rank in range(group.size):
+        plain.zero_grad()
+        loss_of(plain, rank, number).backward()
+        summands.append([param.grad for param in plain.parameters()])
+    for param, grads in zip(plain.parameters(), zip(*summands, strict=True), strict=True):
+        param.grad = torch.stack(grads).sum(0) / group.size
+    optimizer.step()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss_of(model, group_of().rank, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def differing(model: nn.Module, plain: nn.Module) -> list[str]:
+    ours = model.state_dict()
+    return [name for name, weight in plain.state_dict().items() if not torch.equal(ours[name], weight)]
+
+
+def units_of_blocks(make: Make, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A unit whose parameters are cut between blocks, and an optimizer on its shards."""
+    model = fully_shard(network(seed), atom=BlockAtom(BLOCK))
+    for param in model.parameters():
+        shard = shard_of(param)
+        assert shard is not None and (shard.start % BLOCK == 0 or shard.start == shard.stop)
+    return model, make(model.parameters())
+
+
+def trains_on_blocks(make: Make) -> list[str]:
+    """Whatever is not as on one process, to the bit."""
+    plain = network()
+    model, optimizer = units_of_blocks(make)
+    theirs = make(plain.parameters())
+    for number in range(STEPS):
+        step_beside(plain, theirs, number)
+        step(model, optimizer, number)
+    return differing(model, plain)
+
+
+def trains_under_oss(cls: type[torch.optim.Optimizer]) -> list[str]:
+    """The same with `OSS` over a sharded model, which gives each whole parameter to one rank for the step."""
+    plain, model = network(), fully_shard(network())
+    optimizer = OSS(model.parameters(), cls, lr=0.01)
+    theirs = cls(plain.parameters(), lr=0.01)
+    for number in range(STEPS):
+        step_beside(plain, theirs, number)
+        step(model, optimizer, number)
+    return differing(model, plain)
+
+
+def is_saved_and_goes_on(make: Make, folder: str) -> list[str]:
+    """A snapshot goes into a model of other weights with a fresh optimizer, which then takes the same step."""
+    model, optimizer = units_of_blocks(make)
+    for number in range(STEPS):
+        step(model, optimizer, number)
+    snapshot.save(folder, STEPS, {"model": model, "optimizer": optimizer})
+    again, its_optimizer = units_of_blocks(make, seed=2)
+    snapshot.load(folder, {"model": again, "optimizer": its_optimizer})
+    for each, of_each in ((model, optimizer), (again, its_optimizer)):
+        step(each, of_each, STEPS)
+    return differing(again, model)
+
+
+def goes_on_from(make: Make, folder: str) -> dict[str, Tensor]:
+    """The weights after one more step from a snapshot, at whatever number of ranks; each rank has the same batch."""
+    model, optimizer = units_of_blocks(make, seed=3)
+    snapshot.load(folder, {"model": model, "optimizer": optimizer})
+    loss_of(model, 0, STEPS).backward()
+    optimizer.step()
+    dist.barrier()
+    return dict(model.state_dict())
