@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from scale_core import BlockAtom, snapshot
@@ -25,15 +24,14 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def network(seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(96, 128, bias=False), nn.Tanh(), nn.Linear(128, 100, bias=False), nn.Tanh(), nn.Linear(100, 7)
-    )
+    wide, narrow = nn.Linear(96, 256, bias=False), nn.Linear(256, 18, bias=False)  # The first is cut, however packed.
+    return nn.Sequential(wide, nn.Tanh(), narrow, nn.Tanh(), nn.Linear(18, 7))
 
 
 def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
     """The loss of one rank in one step, a scalar."""
     data = torch.randn(4, 96, generator=torch.Generator().manual_seed(10 * number + rank))
-    result: Tensor = model(data).square().mean()
+    result: Tensor = model(data.to(next(model.parameters()).dtype)).square().mean()
     return result
 
 
@@ -60,19 +58,22 @@ def differing(model: nn.Module, plain: nn.Module) -> list[str]:
     return [name for name, weight in plain.state_dict().items() if not torch.equal(ours[name], weight)]
 
 
-def units_of_blocks(make: Make, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+def units_of_blocks(
+    make: Make, seed: int = 1, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A unit whose parameters are cut between blocks, and an optimizer on its shards."""
-    model = fully_shard(network(seed), atom=BlockAtom(BLOCK))
-    for param in model.parameters():
-        shard = shard_of(param)
-        assert shard is not None and (shard.start % BLOCK == 0 or shard.start == shard.stop)
+    model = fully_shard(network(seed).to(dtype), atom=BlockAtom(BLOCK))
+    first = next(model.parameters())
+    shard = shard_of(first)
+    assert shard is not None and shard.start % BLOCK == 0 and (group_of().size == 1 or first.numel() < 96 * 256)
+    assert first.numel() >= 4096
     return model, make(model.parameters())
 
 
-def trains_on_blocks(make: Make) -> list[str]:
+def trains_on_blocks(make: Make, dtype: torch.dtype = torch.float32) -> list[str]:
     """Whatever is not as on one process, to the bit."""
-    plain = network()
-    model, optimizer = units_of_blocks(make)
+    plain = network().to(dtype)
+    model, optimizer = units_of_blocks(make, dtype=dtype)
     theirs = make(plain.parameters())
     for number in range(STEPS):
         step_beside(plain, theirs, number)
@@ -110,5 +111,4 @@ def goes_on_from(make: Make, folder: str) -> dict[str, Tensor]:
     snapshot.load(folder, {"model": model, "optimizer": optimizer})
     loss_of(model, 0, STEPS).backward()
     optimizer.step()
-    dist.barrier()
     return dict(model.state_dict())

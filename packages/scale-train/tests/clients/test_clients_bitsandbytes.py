@@ -68,14 +68,19 @@ def make_optimizer(name: str) -> low_bit.Make:
     return functools.partial(getattr(bnb.optim, name), lr=0.01)
 
 
-def step_all() -> dict[str, list[str]]:
+def step_all(folder: str) -> dict[str, list[str]]:
     wrong = {}
     for name in OPTIMIZERS:
         wrong[f"{name} on blocks"] = low_bit.trains_on_blocks(make_optimizer(name))
         wrong[f"{name} under OSS"] = low_bit.trains_under_oss(getattr(bnb.optim, name))
+        wrong[f"{name} in a snapshot"] = low_bit.is_saved_and_goes_on(make_optimizer(name), f"{folder}/{name}")
     return wrong
 
 
-def test_optimizers_of_8_bits_step_on_shards_as_on_one_process() -> None:
-    for found in run_ranks(step_all, 2):
+def test_optimizers_of_8_bits_step_on_shards_as_on_one_process_and_are_read_on_others(tmp_path: Path) -> None:
+    for found in run_ranks(step_all, 2, str(tmp_path)):
         assert not any(found.values()), found
+    goes_on = functools.partial(low_bit.goes_on_from, make_optimizer(OPTIMIZERS[0]), f"{tmp_path}/{OPTIMIZERS[0]}")
+    (expected,), found_by_rank = run_ranks(goes_on, 1), run_ranks(goes_on, 3)
+    for found in found_by_rank:
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())

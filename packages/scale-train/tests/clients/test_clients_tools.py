@@ -107,7 +107,6 @@ def averages() -> None:
     names = run("EMA")
     plain = plain_model()
     average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    average.update_parameters(plain)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
         plain_backward(plain)
@@ -174,7 +173,7 @@ def test_the_script_of_the_guide_is_restarted_by_torchrun_and_loses_nothing(tmp_
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment.update(faults.to_environment(faults.kill_at("optimizer.step", rank=1, step=3)))
     ended = subprocess.run(
-        [*command, "--monitor-interval=0.1", "--master-port=0", str(script)],
+        [*command, "--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

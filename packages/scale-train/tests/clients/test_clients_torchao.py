@@ -61,9 +61,23 @@ def step_all() -> dict[str, list[str]]:
         make: Callable[..., Any] = functools.partial(optimizer_class(name), lr=0.01)
         wrong[f"{name} on blocks"] = low_bit.trains_on_blocks(make)
         wrong[f"{name} under OSS"] = low_bit.trains_under_oss(optimizer_class(name))
+    # As their state has the dtype of the weights where it is not quantised, so this one's is in bf16.
+    wrong["in bf16"] = low_bit.trains_on_blocks(functools.partial(optimizer_class("_AdamW"), lr=0.01), torch.bfloat16)
     return wrong
 
 
 def test_optimizers_of_few_bits_step_on_shards_as_on_one_process() -> None:
     for found in run_ranks(step_all, 2):
         assert not any(found.values()), found
+
+
+def save(folder: str) -> str:
+    torch.compiler.set_stance("force_eager")
+    with pytest.raises(ValueError) as refused:
+        low_bit.is_saved_and_goes_on(functools.partial(optimizer_class("AdamW8bit"), lr=0.01), folder)
+    return str(refused.value)
+
+
+def test_state_that_is_made_of_several_tensors_is_not_saved_by_name(tmp_path: Path) -> None:
+    for message in run_ranks(save, 2, str(tmp_path)):
+        assert "optimizer state 0.weight.exp_avg is a OptimState8bit, made of several tensors" in message
