@@ -73,11 +73,11 @@ def test_optimizers_of_few_bits_step_on_shards_as_on_one_process() -> None:
 
 def save(folder: str) -> str:
     torch.compiler.set_stance("force_eager")
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="made of several tensors") as refused:
         low_bit.is_saved_and_goes_on(functools.partial(optimizer_class("AdamW8bit"), lr=0.01), folder)
     return str(refused.value)
 
 
 def test_state_that_is_made_of_several_tensors_is_not_saved_by_name(tmp_path: Path) -> None:
     for message in run_ranks(save, 2, str(tmp_path)):
-        assert "optimizer state 0.weight.exp_avg is a OptimState8bit, made of several tensors" in message
+        assert "optimizer state 0.weight.exp_avg is a OptimState8bit" in message
