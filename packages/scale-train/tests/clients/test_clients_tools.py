@@ -1,14 +1,17 @@
-"""Every block of the guide on torch's tools, run from its text on two ranks."""
+"""Every block of the guide on torch's tools, run from its text on two ranks.
+
+What takes a compiler, or programs under torchrun, is in `soak` and in `nox -s "clients(tools)"`.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,37 +76,29 @@ def has_gradients(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(param.grad.flatten(), whole.grad.flatten()[shard.start : shard.stop]), name
 
 
-def with_compiler(title: str) -> None:
+def compiles(title: str, folder: str) -> None:
     """Traces forward and backward as they are traced for inductor, whose C++ compiler would take minutes."""
     torch._dynamo.reset()
-    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         names = run(title)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     has_gradients(names["model"], plain_model())
 
 
-def compiles_blocks() -> None:
-    with_compiler("compile the blocks")
-
-
-def compiles_the_whole() -> None:
-    with_compiler("compile the whole model")
-
-
-def profiles() -> None:
+def profiles(folder: str) -> None:
     names = run("torch.profiler")
     assert {f"scale_fsdp::{what} ({unit})" for what in ("forward", "backward") for unit in (0, 1)} <= names["names"]
     has_gradients(names["model"], plain_model())
 
 
-def casts() -> None:
+def casts(folder: str) -> None:
     names = run("torch.autocast")
     assert all(param.dtype == param.grad.dtype == torch.float32 for param in names["model"].parameters())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         has_gradients(names["model"], plain_model())
 
 
-def averages() -> None:
+def averages(folder: str) -> None:
     names = run("EMA")
     plain = plain_model()
     average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -116,7 +111,7 @@ def averages() -> None:
         assert torch.equal(names["averages"][name], weight)
 
 
-def measures() -> None:
+def measures(folder: str) -> None:
     score = run("torchmetrics")["score"]
     inputs, labels = whole_data()
     right = plain_model()(inputs).argmax(-1) == labels
@@ -129,38 +124,54 @@ def loads(folder: str) -> None:
     assert len(names["rest"]) == 2 and all(map(torch.equal, names["rest"], expected))
 
 
-def play(folder: str) -> dict[str, str]:
-    """What each block did on this rank; ranks start once for all."""
-    cases: dict[str, Callable[[], None]] = {
-        "compile the blocks": compiles_blocks,
-        "compile the whole model": compiles_the_whole,
-        "torch.profiler": profiles,
-        "torch.autocast": casts,
-        "EMA": averages,
-    }
-    if find_spec("torchmetrics"):
-        cases["torchmetrics"] = measures
-    if find_spec("torchdata"):
-        cases["a stateful data loader"] = lambda: loads(folder)
-    for case in cases.values():
-        case()
+NEEDS = {"torchmetrics": "torchmetrics", "a stateful data loader": "torchdata"}
+CASES: dict[str, Callable[[str], None]] = {
+    "torch.profiler": profiles,
+    "torch.autocast": casts,
+    "EMA": averages,
+    "torchmetrics": measures,
+    "a stateful data loader": loads,
+}
+COMPILED: dict[str, Callable[[str], None]] = {
+    title: functools.partial(compiles, title) for title in ("compile the blocks", "compile the whole model")
+}
+
+
+def is_missing(title: str) -> bool:
+    return title in NEEDS and find_spec(NEEDS[title]) is None
+
+
+def play(titles: list[str], folder: str) -> list[str]:
+    """The blocks that did on this rank what they say; ranks start once for all."""
+    for title in titles:
+        (CASES | COMPILED)[title](folder)
         dist.barrier()
-    return dict.fromkeys(cases, "ran")
+    return titles
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(play, 2, str(tmp_path_factory.mktemp("snapshots")))
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    titles = [title for title in CASES if not is_missing(title)]
+    return run_ranks(play, 2, titles, str(tmp_path_factory.mktemp("snapshots")))
 
 
-@pytest.mark.parametrize("title", [title for title in BLOCKS if title not in ("begin", RESTARTS)])
-def test_the_block_of_the_guide_does_what_it_says(title: str, of_two_ranks: list[dict[str, str]]) -> None:
-    needs = {"torchmetrics": "torchmetrics", "a stateful data loader": "torchdata"}.get(title)
-    if needs is not None:
-        pytest.importorskip(needs)
-    assert [found[title] for found in of_two_ranks] == ["ran", "ran"]
+@pytest.mark.parametrize("title", CASES)
+def test_a_block_of_the_guide_does_what_it_says(title: str, of_two_ranks: list[list[str]]) -> None:
+    if is_missing(title):
+        pytest.skip(f"{NEEDS[title]} is not installed")
+    assert all(title in found for found in of_two_ranks)
 
 
+@pytest.mark.soak
+def test_the_blocks_that_compile_do_what_they_say(tmp_path: Path) -> None:
+    assert run_ranks(play, 2, list(COMPILED), str(tmp_path)) == [list(COMPILED)] * 2
+
+
+def test_every_block_of_the_guide_is_run() -> None:
+    assert BLOCKS.keys() == {"begin", *CASES, *COMPILED, RESTARTS}
+
+
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun's agent as Linux has it")
 def test_the_script_of_the_guide_is_restarted_by_torchrun_and_loses_nothing(tmp_path: Path) -> None:
     """A rank is killed in its third step; the second start goes on from the second one."""
