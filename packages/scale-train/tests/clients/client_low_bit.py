@@ -81,9 +81,9 @@ def trains_on_blocks(make: Make, dtype: torch.dtype = torch.float32) -> list[str
     return differing(model, plain)
 
 
-def trains_under_oss(cls: type[torch.optim.Optimizer]) -> list[str]:
+def trains_under_oss(cls: type[torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> list[str]:
     """The same with `OSS` over a sharded model, which gives each whole parameter to one rank for the step."""
-    plain, model = network(), fully_shard(network())
+    plain, model = network().to(dtype), fully_shard(network().to(dtype))
     optimizer = OSS(model.parameters(), cls, lr=0.01)
     theirs = cls(plain.parameters(), lr=0.01)
     for number in range(STEPS):
@@ -92,13 +92,13 @@ def trains_under_oss(cls: type[torch.optim.Optimizer]) -> list[str]:
     return differing(model, plain)
 
 
-def is_saved_and_goes_on(make: Make, folder: str) -> list[str]:
+def is_saved_and_goes_on(make: Make, folder: str, dtype: torch.dtype = torch.float32) -> list[str]:
     """A snapshot goes into a model of other weights with a fresh optimizer, which then takes the same step."""
-    model, optimizer = units_of_blocks(make)
+    model, optimizer = units_of_blocks(make, dtype=dtype)
     for number in range(STEPS):
         step(model, optimizer, number)
     snapshot.save(folder, STEPS, {"model": model, "optimizer": optimizer})
-    again, its_optimizer = units_of_blocks(make, seed=2)
+    again, its_optimizer = units_of_blocks(make, seed=2, dtype=dtype)
     snapshot.load(folder, {"model": again, "optimizer": its_optimizer})
     for each, of_each in ((model, optimizer), (again, its_optimizer)):
         step(each, of_each, STEPS)

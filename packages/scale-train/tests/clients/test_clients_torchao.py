@@ -54,20 +54,23 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def step_all() -> dict[str, list[str]]:
+def step_all(folder: str) -> dict[str, list[str]]:
     torch.compiler.set_stance("force_eager")  # They compile their step, which takes the C++ compiler a minute each.
     wrong = {}
     for name in OPTIMIZERS:
         make: Callable[..., Any] = functools.partial(optimizer_class(name), lr=0.01)
         wrong[f"{name} on blocks"] = low_bit.trains_on_blocks(make)
         wrong[f"{name} under OSS"] = low_bit.trains_under_oss(optimizer_class(name))
-    # As their state has the dtype of the weights where it is not quantised, so this one's is in bf16.
-    wrong["in bf16"] = low_bit.trains_on_blocks(functools.partial(optimizer_class("_AdamW"), lr=0.01), torch.bfloat16)
+    # Where it is not quantised, their state has the dtype of the weights.
+    cls, dtype = optimizer_class("_AdamW"), torch.bfloat16
+    wrong["in bf16 on blocks"] = low_bit.trains_on_blocks(functools.partial(cls, lr=0.01), dtype)
+    wrong["in bf16 under OSS"] = low_bit.trains_under_oss(cls, dtype)
+    wrong["in bf16 in a snapshot"] = low_bit.is_saved_and_goes_on(functools.partial(cls, lr=0.01), folder, dtype)
     return wrong
 
 
-def test_optimizers_of_few_bits_step_on_shards_as_on_one_process() -> None:
-    for found in run_ranks(step_all, 2):
+def test_optimizers_of_few_bits_step_on_shards_as_on_one_process(tmp_path: Path) -> None:
+    for found in run_ranks(step_all, 2, str(tmp_path)):
         assert not any(found.values()), found
 
 
