@@ -106,7 +106,7 @@ def is_saved_and_goes_on(make: Make, folder: str, dtype: torch.dtype = torch.flo
 
 
 def goes_on_from(make: Make, folder: str) -> dict[str, Tensor]:
-    """The weights after one more step from a snapshot, at whatever number of ranks; each rank has the same batch."""
+    """The weights after one more step from a snapshot; at 1, 2 or 4 ranks, as each has the same batch, the same."""
     model, optimizer = units_of_blocks(make, seed=3)
     snapshot.load(folder, {"model": model, "optimizer": optimizer})
     loss_of(model, 0, STEPS).backward()
