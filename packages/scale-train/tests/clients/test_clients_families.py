@@ -20,7 +20,7 @@ SOME_CELLS = {
     "Qwen3": PARALLELIZE,
     "Gemma": SHARD,
     "Mixtral": SHARDED_DDP,
-    "Qwen3-MoE": PARALLELIZE,
+    "Qwen3-MoE": SHARD,
     "T5": CHECKPOINT,
     "BERT": SHARD,
     "ViT": SHARDED_DDP,
