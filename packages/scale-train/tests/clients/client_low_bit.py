@@ -24,13 +24,13 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def network(seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
-    wide, narrow = nn.Linear(96, 256, bias=False), nn.Linear(256, 18, bias=False)  # The first is cut, however packed.
+    wide, narrow = nn.Linear(160, 256, bias=False), nn.Linear(256, 18, bias=False)  # The first is cut, however packed.
     return nn.Sequential(wide, nn.Tanh(), narrow, nn.Tanh(), nn.Linear(18, 7))
 
 
 def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
     """The loss of one rank in one step, a scalar."""
-    data = torch.randn(4, 96, generator=torch.Generator().manual_seed(10 * number + rank))
+    data = torch.randn(4, 160, generator=torch.Generator().manual_seed(10 * number + rank))
     result: Tensor = model(data.to(next(model.parameters()).dtype)).square().mean()
     return result
 
@@ -65,7 +65,7 @@ def units_of_blocks(
     model = fully_shard(network(seed).to(dtype), atom=BlockAtom(BLOCK))
     first = next(model.parameters())
     shard = shard_of(first)
-    assert shard is not None and shard.start % BLOCK == 0 and (group_of().size == 1 or first.numel() < 96 * 256)
+    assert shard is not None and shard.start % BLOCK == 0 and (group_of().size == 1 or first.numel() < 160 * 256)
     assert first.numel() >= 4096
     return model, make(model.parameters())
 

@@ -51,7 +51,7 @@ class Momentum8bit(torch.optim.Optimizer):
 
 
 def goes_on_from_rows(folder: str) -> str:
-    """Cut between rows of 96 elements, the state can't be read."""
+    """Cut between rows of 160 elements, the state can't be read."""
     model = fully_shard(low_bit.network())
     optimizer = Momentum8bit(model.parameters())
     with pytest.raises(snapshot.SnapshotError) as refused:
