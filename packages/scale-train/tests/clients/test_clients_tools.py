@@ -26,8 +26,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from scale_core.shard import shard_of
 from scale_core.testing import faults, run_ranks
 
-# The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    # The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata calls it
+]
 
 GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "tools.md").read_text(encoding="utf-8")
 BLOCKS: dict[str, str] = dict(re.findall(r'^```python title="([^"\n]*)"\n(.*?)^```$', GUIDE, re.MULTILINE | re.DOTALL))
