@@ -183,6 +183,24 @@ def build(session: nox.Session) -> None:
         session.run(python, "-m", "doctest", str(ROOT / "packages/scale-fsdp/README.md"), external=True, env=ONE_THREAD)
 
 
+@nox.session(python="3.11")
+@nox.parametrize("client", [nox.param(name, id=name) for name in ("fairseq", "tango")])
+def fairscale_clients(session: nox.Session, client: str) -> None:
+    """Run programs that are written for FairScale, unmodified: `nox -s "fairscale_clients(tango)"` for one of them."""
+    ours = [f"torch=={TORCH_DEFAULT}", "pytest>=8", *editable(edges("scale-fairscale"))]
+    if client == "tango":  # Its extras ask for an old torch.
+        session.install(*ours, "ai2-tango==1.3.2", "numpy<2", "setuptools<81")
+    else:  # Only an old pip takes the metadata of omegaconf 2.0.6; fairseq is built where there is no torch.
+        session.install(
+            *ours, "pip==23.2.1", "numpy<2", "setuptools<81", "sacrebleu==2.3.1", "regex", "tqdm", "bitarray", "cffi"
+        )
+        pip = ("python", "-m", "pip", "install", "--quiet")
+        session.run(*pip, "hydra-core==1.0.7", "omegaconf==2.0.6")
+        session.run(*pip, "--no-deps", "fairseq==0.12.2")
+    where = f"packages/scale-fairscale/tests/clients/test_{client}_client.py"
+    session.run("pytest", "-p", "no:hydra_pytest", where, *session.posargs)  # hydra's plugin needs an old Python
+
+
 @nox.session
 def benchmarks(session: nox.Session) -> None:
     """Run every benchmark in its smallest form; `nox -s benchmarks -- data_parallel --turns 5` runs one as it is."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.compat import graph_task_id, next_node_number, queue_callback
@@ -271,4 +271,5 @@ def _ignoring_the_gradient(callback: Callable[[], None]) -> Callable[[Tensor], N
     def hook(_: Tensor) -> None:
         callback()
 
+    unserializable_hook(hook)  # Who saves the tensor is not warned of it.
     return hook

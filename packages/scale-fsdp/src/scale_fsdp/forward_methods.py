@@ -48,7 +48,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         AttributeError: The module has no such method.
         TypeError: What has that name can't be called, or is a generator or a coroutine.
     """
-    module = module.module if isinstance(module, FullyShardedDataParallel) else module
+    module = module.sharded_module if isinstance(module, FullyShardedDataParallel) else module
     unit = unit_of(module)
     title = type(module).__name__
     if unit is None:

@@ -212,7 +212,7 @@ def shard_modules(
                 )
         buffers, slots = _make_buffers(own, ShardGroups(ranks.shard, ranks.replicas), options, on_meta=True)
     else:
-        if ranks.whole.size > 1:
+        if ranks.whole.size > 1 and sync:  # Else nothing is sent here, and all is compared when the model first runs.
             kind = ", ".join(type(module).__name__ for module in modules)
             lines = [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
             contract = Contract(ranks.whole, options.limit_seconds)

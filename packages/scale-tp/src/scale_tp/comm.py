@@ -31,7 +31,7 @@ from scale_core.comm.group import Group
 from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
 from scale_core.errors import TransferError
-from scale_tp.failed_forward import add_explanation
+from scale_tp.failed_pass import add_explanation
 from scale_tp.split import even_sizes
 
 

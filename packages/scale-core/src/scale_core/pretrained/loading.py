@@ -101,7 +101,8 @@ def load_pretrained(
         warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=2)
     reads = together.each_rank(lambda: _plan(inner, files, fits))
     overwriting = CollectiveCall(ranks, f"loading {path}, which has overwritten a part of the model,", SnapshotError)
-    overwriting.each_rank(lambda: _read(reads, progress or partial(_log, path, ranks.rank)))
+    tell = progress or partial(_log, path, ranks.rank)
+    overwriting.all_ranks_with_progress(lambda still_working: _read(reads, tell, still_working))
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,10 @@ class _SavedParts:
     chunks: Mapping[str, list[SavedChunk]]
 
 
-def _read(reads: Sequence[Read], progress: Progress) -> None:
+def _read(reads: Sequence[Read], progress: Progress, still_working: Callable[[int], None]) -> None:
     total, done = sum(_num_bytes(read) for read in reads), 0
     for batch in _batches(sorted(reads, key=lambda read: (read.file, read.span))):
-        read_tensors(Path(), batch)
+        read_tensors(Path(), batch, still_working)
         done += sum(_num_bytes(read) for read in batch)
         progress(done, total)
 

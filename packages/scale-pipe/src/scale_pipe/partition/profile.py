@@ -125,9 +125,14 @@ def _measure_layers(
         results = []
         for name, layer in module.named_children():
             with _noting_errors(f"layer {name!r}", layer):
-                result, inputs = measure(copy.deepcopy(layer).to(place).train(), inputs, place)
+                result, inputs = measure(training_copy(layer, place), inputs, place)
             results.append(result)
     return results
+
+
+def training_copy(layer: nn.Module, device: torch.device) -> nn.Module:
+    """Returns a copy of a layer on a device in training mode, to be measured in its place."""
+    return copy.deepcopy(layer).to(device).train()
 
 
 @contextmanager

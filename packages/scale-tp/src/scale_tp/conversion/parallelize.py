@@ -34,7 +34,7 @@ from scale_tp.conversion.modules import (
 from scale_tp.conversion.replica_check import check_first_forward
 from scale_tp.conversion.sequence_region import SequenceRegion, find_sequence_region, install_sequence_region
 from scale_tp.conversion.styles import Plan, Style, check_model_plan, resolve_styles
-from scale_tp.failed_forward import FailedForward
+from scale_tp.failed_pass import FailedPass
 from scale_tp.layers.base import ParamSharding
 from scale_tp.layers.linear_ops import SharedInput
 from scale_tp.layers.module_swap import local_parameter, swap_class
@@ -216,7 +216,7 @@ class _ConversionPlan:
             install_sequence_region(self.model, self.region, self.group, self.overlap_pieces)
         check_first_forward(self.model, self.group)
         if self.group.backend != "fake":
-            self.model.register_forward_hook(FailedForward(self.group), always_call=True)
+            self.model.register_forward_hook(FailedPass(self.group), always_call=True)
         # What is left is the same on all ranks, which norms of gradients and checkpoints have to know.
         for param in self.model.parameters():
             if shard_of(param) is None:

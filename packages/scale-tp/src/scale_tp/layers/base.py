@@ -70,6 +70,7 @@ class ParallelModule(nn.Module):
 
     group: Group
     shardings: dict[str, ParamSharding]
+    _saves_whole = True  # False: `state_dict()` has this rank's part, as FairScale's layers have it.
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -164,6 +165,8 @@ class ParallelModule(nn.Module):
         if is_filled_again:  # What was given to an earlier call, `state_dict(destination=...)`.
             _full_tensors.clear()
         asked = torch_request() or (StateDictRequest() if saved_by_torch() else None)
+        if asked is None and not self._saves_whole:
+            return
         for name, sharding in self.shardings.items():
             param = self._parameters.get(name)
             if param is None or sharding.split is None or unit_shard_of(param) is not None:

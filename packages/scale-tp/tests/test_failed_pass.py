@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scale_core.comm.group import group_of
+from scale_core.errors import TransferError
+from scale_core.testing import run_ranks
+from scale_tp import failed_pass, parallelize
+
+LIMIT_SECONDS = 300  # Nobody waits for it.
+
+
+def build(group: Any = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3)]
+    return cast(
+        nn.Sequential, parallelize(nn.Sequential(*blocks), {"*.0": "colwise", "*.2": "rowwise"}, group or group_of())
+    )
+
+
+def raise_before(block: nn.Module, *ranks: int) -> Any:
+    def hook(module: nn.Module, args: Any) -> None:
+        if dist.get_rank() in ranks:
+            raise ValueError(f"no such token\n(seen by rank {dist.get_rank()})")
+
+    return block.register_forward_pre_hook(hook)
+
+
+class FailsInBackward(torch.autograd.Function):
+    """The identity; its backward fails on these ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if dist.get_rank() in ctx.ranks:
+            raise ValueError("no such gradient")
+        return grad, None
+
+
+def fail_in_backward(block: nn.Module, *ranks: int) -> Any:
+    return block.register_forward_hook(lambda module, args, output: FailsInBackward.apply(output, ranks))
+
+
+def one_rank_fails(num_block: int, let_fail: Callable[..., Any]) -> tuple[str, str, float]:
+    model = build(dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS)))
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    hook = let_fail(model[num_block], 1)
+    began, texts = time.monotonic(), []
+    try:
+        for _ in range(2):  # The others may be in a backward pass, and then in the next forward.
+            model(x).sum().backward()
+    except (ValueError, TransferError) as error:
+        texts = [f"{type(error).__name__}: {error}", " ".join(getattr(error, "__notes__", []))]
+    seconds = time.monotonic() - began
+    hook.remove()
+    if dist.get_rank() == 1:
+        with pytest.raises(TransferError, match="closed its connections"):  # And sends nothing that they could take.
+            model(x)
+    return texts[0], texts[1], seconds
+
+
+each_block = pytest.mark.parametrize("num_block", [1, pytest.param(0, marks=pytest.mark.soak)])
+
+
+@each_block
+def test_the_others_hear_at_once_of_a_rank_that_fails_in_its_forward(num_block: int) -> None:
+    told = run_ranks(one_rank_fails, 3, num_block, raise_before)
+    assert told[1][0].startswith("ValueError: no such token")
+    assert "are in the middle of this pass" in told[1][1] and "start from the last checkpoint" in told[1][1]
+    for rank in (0, 2):
+        text, notes, seconds = told[rank]
+        assert text.startswith("TransferError: ") and "\n  rank 1: raised ValueError: no such token" in text, text
+        assert seconds < LIMIT_SECONDS / 2 and "in a sum of [2, 4]" in notes
+
+
+@each_block
+def test_they_hear_at_once_of_one_that_fails_in_its_backward(num_block: int) -> None:
+    told = run_ranks(one_rank_fails, 3, num_block, fail_in_backward)
+    assert told[1][0] == "ValueError: no such gradient"
+    for rank in (0, 2):
+        text, notes, seconds = told[rank]
+        assert text.startswith("TransferError: ") and "\n  rank 1: its backward pass failed, with an" in text, text
+        assert seconds < LIMIT_SECONDS / 2 and "in a sum of [2, 4]" in notes
+
+
+def all_ranks_fail() -> list[Tensor]:
+    model = build()
+    found = [model(torch.ones(2, 4))]
+    for _ in range(2):
+        hook = raise_before(model[1], 0, 1)
+        with pytest.raises(ValueError, match="no such token") as raised:
+            model(torch.ones(2, 4))
+        assert not getattr(raised.value, "__notes__", [])
+        hook.remove()
+        hook = fail_in_backward(model[1], 0, 1)
+        with pytest.raises(ValueError, match="no such gradient"):
+            model(torch.ones(2, 4)).sum().backward()
+        hook.remove()
+        found.append(model(torch.ones(2, 4)))
+        found[-1].sum().backward()
+    return found
+
+
+def test_where_all_of_them_fail_they_go_on() -> None:
+    for first, *later in run_ranks(all_ranks_fail, 2):
+        for found in later:
+            assert torch.equal(first, found)
+
+
+class Nothing(nn.Module):
+    def forward(self) -> None:
+        return None
+
+
+def asks() -> int:
+    """How often the other ranks are asked whether they have failed: never here."""
+    asked: list[object] = []
+    failed_pass.exchange = lambda *args, **options: asked.append(args)  # type: ignore[assignment,misc]
+    model = build()
+    for use_reentrant in (False, True):
+        checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+    nothing = Nothing()
+    nothing.register_forward_hook(failed_pass.FailedPass(group_of()), always_call=True)
+    try:
+        raise KeyError
+    except KeyError:
+        assert sys.exception() is not None
+        nothing()
+    return len(asked)
+
+
+def test_what_is_no_failure_of_the_pass_asks_nobody() -> None:
+    assert run_ranks(asks, 2) == [0, 0]
