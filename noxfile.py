@@ -29,6 +29,16 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 TORCH_DEFAULT = "2.13.0"
 TORCH_VERSIONS = [version.strip() for version in os.environ.get("SCALE_TORCH", TORCH_DEFAULT).split(",")]
+# Programs of others that stand on ours: what each needs beside a package's own edges, and the tests that it has.
+CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
+    "transformers": ("scale-train", [], ["clients/test_clients_families.py", "test_transformers_trainer.py"]),
+    "peft": ("scale-train", [], ["clients/test_clients_adapters.py"]),
+    "bitsandbytes": ("scale-train", ["bitsandbytes>=0.50"], ["clients/test_clients_bitsandbytes.py"]),
+    "torchao": ("scale-train", ["torchao>=0.18"], ["clients/test_clients_torchao.py"]),
+    "tools": ("scale-train", ["torchmetrics>=1.9", "torchdata>=0.11"], ["clients/test_clients_tools.py"]),
+    "trl": ("scale-train", ["trl>=1.16"], ["test_transformers_trainer.py"]),
+    "lightning": ("scale-lightning", [], ["."]),
+}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores of one machine: a thread each
 # Ranks wait for each other, so that one test at a time leaves cores idle: each core runs tests of its own.
 IN_PARALLEL = ["-n", str(max(2, os.cpu_count() or 1)), "--dist", "worksteal"]
@@ -106,6 +116,16 @@ def tests(session: nox.Session, package: str, torch: str) -> None:
         *where,
         env=ONE_THREAD,
     )
+
+
+@nox.session
+@nox.parametrize("client", [nox.param(name, id=name) for name in CLIENTS])
+def clients(session: nox.Session, client: str) -> None:
+    """Test one program that stands on ours, all cases of it: `nox -s "clients(transformers)"`."""
+    package, needs, tests_of_client = CLIENTS[client]
+    session.install(f"torch=={TORCH_DEFAULT}", *editable(edges(package)), *test_group([package]), *needs)
+    where = [f"packages/{package}/tests/{name}" for name in tests_of_client]
+    session.run("pytest", "-m", "soak or not soak", *(session.posargs or where), env=ONE_THREAD)
 
 
 @nox.session

@@ -278,8 +278,8 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
         kind = type(param.data)
         if kind not in compat.plain_tensor_types():
             raise TypeError(
-                f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: shard the modules beside the "
-                "one that holds it, and none around that, or convert the parameter to a plain tensor first"
+                f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: keep it whole on each rank, "
+                "fully_shard(..., ignored_params={...}), or convert the parameter to a plain tensor first"
             )
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(

@@ -233,7 +233,8 @@ def fully_shard_modules(
     """
     names = [*(name for name in plan_units(module, policy) if name), ""]
     units = [module.get_submodule(name) for name in names]
-    check_parameters(split_owned_and_shared(list(managed_params(module)))[0])
+    left = set(kwargs.get("ignored_params") or ())
+    check_parameters([own for own in split_owned_and_shared(list(managed_params(module)))[0] if own.param not in left])
     _check_initializable([module], units, kwargs)
     for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
         fully_shard(unit, **{**kwargs, **_wrapper_config(unit)})
