@@ -404,21 +404,46 @@ def test_public_names_live_where_they_are_imported_from(package: str) -> None:
             assert value.__module__ in homes, f"{name} says that it lives in {value.__module__}"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+STATE_DICTS = {
+    *("state_dict", "load_state_dict"),  # as of torch: whole, or of this rank where an optimizer steps on shards
+    *("full_state_dict", "load_full_state_dict"),  # whole tensors
+    *("full_optim_state_dict", "shard_optim_state_dict"),  # the same of an optimizer, and what a rank takes of it
+    *("sharded_state_dict", "load_sharded_state_dict", "target_state_dict"),  # each rank its part, for files
+    *("local_state_dict", "load_local_state_dict"),  # this rank's part alone
+    *("gather_full_optim_state_dict", "get_shard_from_optim_state_dict", "consolidate_state_dict"),  # FairScale's
+}
+"""What functions that give or take a state are called in all packages."""
+
+
+@each_package
 def test_one_thing_has_one_name_in_all_packages(package: str) -> None:
     """Ranks are given as `process_group=` or as a mesh, as torch's wrappers are, and each wait has `limit_seconds=`.
 
-    Functions of scale_core that carry out one operation take `group`, as those of torch.distributed do.
+    Functions of scale_core that carry out one operation take `group`, as those of torch.distributed do. What clips is
+    `clip_grad_norm_`, and what has a state `STATE_DICTS` say.
     """
-    module, wrong = importlib.import_module(import_name(package)), []
-    for name in public_names(module):
-        of_it = getattr(module, name)
+    homes = [path for path in sources(package) if path.name == "__init__.py" and "__all__" in path.read_text("utf-8")]
+    modules, wrong = [importlib.import_module(module_name(path)) for path in homes], []
+    offered = {id(value): value for module in modules for value in (getattr(module, n) for n in public_names(module))}
+    for of_it in offered.values():
         members = [of_it, *(vars(of_it).values() if isinstance(of_it, type) else ())]
+        bases = of_it.__mro__ if isinstance(of_it, type) else ()
+        given = {name for base in bases if not base.__module__.startswith("scale_") for name in vars(base)} - {
+            "__init__"
+        }
         for function in filter(inspect.isfunction, members):
+            name = function.__name__
+            public = name == "__init__" or not name.startswith("_")
+            if name in given or not public or not function.__module__.startswith("scale_"):
+                continue
+            if "clip" in name and "norm" in name and name != "clip_grad_norm_":
+                wrong.append(f"{function.__qualname__}, for clip_grad_norm_")
+            if "state_dict" in name and not name.startswith("register") and name not in STATE_DICTS:
+                wrong.append(f"{function.__qualname__}, for one of STATE_DICTS")
             for parameter in inspect.signature(function).parameters.values():
-                ranks = "GroupLike" in str(parameter.annotation)
+                ranks = "GroupLike" in str(parameter.annotation) or parameter.annotation == "Group | None"
                 named_well = parameter.name.endswith(("process_group", "mesh", "_parallel_group"))
-                if (ranks and not named_well) or parameter.name == "timeout":
+                if (ranks and not named_well) or parameter.name in ("timeout", "timeout_seconds"):
                     wrong.append(f"{function.__qualname__}({parameter.name}=)")
     assert wrong == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 from scale_core import snapshot
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import full_optim_state_dict, fully_shard
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 16, 8, 2, 6
 
@@ -91,8 +93,17 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
-def parallel(model: Llama, mesh: DeviceMesh) -> Llama:
-    """torch's plan of tensor and sequence parallelism for such a model."""
+def parallel(model: Llama, mesh: DeviceMesh, plan: str = "sequence") -> Llama:
+    """torch's plan of tensor and sequence parallelism for such a model; or others, whose norms are no DTensors."""
+    if plan != "sequence":
+        layout = {"use_local_output": False, "output_layouts": Shard(-1)} if plan == "loss" else {}
+        parallelize_module(model, mesh, {"output": ColwiseParallel(**(layout or {"output_layouts": Replicate()}))})
+        names = {name: ColwiseParallel() for name in ("wq", "wk", "wv", "w1", "w3")}
+        for layer in model.layers:
+            for half in (layer.attention, layer.feed_forward):
+                styles = {**names, "wo": RowwiseParallel(), "w2": RowwiseParallel()}
+                parallelize_module(half, mesh, {name: styles[name] for name, _ in half.named_children()})
+        return model
     outer = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -115,8 +126,8 @@ def parallel(model: Llama, mesh: DeviceMesh) -> Llama:
     return model
 
 
-def sharded(mesh: DeviceMesh, **kwargs: Any) -> Llama:
-    model = parallel(Llama(**kwargs), mesh["tp"])
+def sharded(mesh: DeviceMesh, plan: str = "sequence", **kwargs: Any) -> Llama:
+    model = parallel(Llama(**kwargs), mesh["tp"], plan)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard([model.norm, model.output], mesh=mesh["dp"])
@@ -196,6 +207,39 @@ def train_beside(folder: str, checkpointing: bool) -> list[str]:
 def test_a_llama_under_torch_s_plan_trains_is_saved_and_loaded_as_on_one_process(checkpointing: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert run_ranks(train_beside, 4, folder, checkpointing) == [[]] * 4
+
+
+def train_other_plans() -> list[str]:
+    """Plans that leave norms and embeddings plain; one whose loss takes logits that are divided by the vocabulary."""
+    mesh, wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    for plan in ("plain norms", "loss"):
+        plain, model = Llama(), sharded(mesh, plan)
+        optimizers = adamw(plain), adamw(model)
+        expected = train(plain, optimizers[0], None, range(3))
+        with loss_parallel() if plan == "loss" else nullcontext():
+            norms = train(model, optimizers[1], mesh, range(3))
+        if norms != pytest.approx(expected, rel=1e-5):
+            wrong.append(f"{plan}: norms {norms} for {expected}")
+        wrong += [f"{plan}: {name}" for name in differences(model.state_dict(), plain.state_dict())]
+        # Whole states of the optimizer: gathered over both axes, and cut along them.
+        full = model.gather_full_optim_state_dict(optimizers[1], recipient_rank=None)
+        of_plain = full_optim_state_dict(plain, optimizers[0])
+        for key in ("exp_avg", "exp_avg_sq"):
+            found, whole = ({name: slots[key] for name, slots in each["state"].items()} for each in (full, of_plain))
+            wrong += [f"{plan}: {key} of {name}" for name in differences(found, whole)]
+        other = sharded(mesh, plan, seed=5)
+        other.load_state_dict(plain.state_dict())
+        fresh = adamw(other)
+        fresh.load_state_dict(other.get_shard_from_optim_state_dict(of_plain, fresh))
+        train(plain, optimizers[0], None, range(3, 4))
+        with loss_parallel() if plan == "loss" else nullcontext():
+            train(other, fresh, mesh, range(3, 4))
+        wrong += [f"{plan}: resumed {name}" for name in differences(other.state_dict(), plain.state_dict())]
+    return wrong
+
+
+def test_plans_with_plain_norms_and_with_a_divided_loss_train_and_resume_as_one_process() -> None:
+    assert run_ranks(train_other_plans, 4) == [[]] * 4
 
 
 def clip_mixed() -> list[str]:

@@ -10,8 +10,8 @@ from scale_fsdp import FullyShardedDataParallel, fully_shard
 from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.state_dict.naming import (
     all_names,
+    locations_by_buffer,
     model_group,
-    names_by_buffer,
     param_locations,
     plain_order,
     slices_in,
@@ -83,7 +83,7 @@ def test_a_module_in_two_places_has_two_names() -> None:
 
 def test_each_buffer_comes_with_its_unit_and_the_numbers_in_it() -> None:
     model = Layout(wrapping="units").shard(Awkward())
-    found = {unit.name: names for unit, _, names in names_by_buffer(model) if names}
+    found = {unit.name: {each.name: each.index for each in its} for unit, _, its in locations_by_buffer(model) if its}
     assert found["embed"] == {"embed.weight": 0}
     assert found["body.0"] == {"body.0.weight": 0, "body.0.bias": 1}
     assert model_group(model).size == model_group(nn.Linear(1, 1)).size == 1

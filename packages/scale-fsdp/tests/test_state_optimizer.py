@@ -291,13 +291,10 @@ def test_what_could_not_be_sharded_again_by_name_is_refused(value: Any, kind: st
         full_optim_state_dict(model, optimizer)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_parameter_that_its_layer_divides_is_refused(sharded: bool) -> None:
+def test_a_parameter_that_its_layer_divides_outside_of_any_unit_is_refused() -> None:
     model = nn.Linear(2, 2, bias=False)
     axis = Axis(Group(rank=0, size=2), Placement.SHARD)
     set_shard(model.weight, Shard("weight", (4, 2), 0, 4, (axis,), gathered=False))
-    if sharded:
-        fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(ValueError, match=r"'weight' is divided by its layer.*sharded_state_dict\(model, optimizer\)"):
         full_optim_state_dict(model, optimizer)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from fsdp_beside import noise
 from torch import Tensor, nn
@@ -15,9 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core.comm.group import group_of
@@ -127,6 +133,82 @@ def test_so_does_one_in_bf16_to_the_bit() -> None:
     for (theirs, their_state), (ours, our_state) in run_ranks(run_both, 2, True, False):
         assert ours == theirs
         assert all(torch.equal(our_state[name], whole) for name, whole in their_state.items())
+
+
+class AppState(Stateful):
+    """What the recipes for torch.distributed.checkpoint give it: both states, under the names of the model."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = {"model_state_dict": state_dict["model"], "optim_state_dict": state_dict["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **states)
+
+
+def built(api: Any, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Transformer(layers=1)
+    api.fully_shard(model.layers[0])
+    api.fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + group_of().rank)
+        tokens = torch.randint(17, (2, 7), generator=generator)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save_and_train_on(api: Any, folder: str) -> list[float]:
+    """Saves the two states after two steps, in each of the ways of torch's recipes; returns the losses that follow."""
+    model, optimizer = built(api)
+    steps_of(model, optimizer, range(2))
+    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(states, checkpoint_id=f"{folder}/states")
+    app, beside = AppState(model, optimizer), torch.distributed.new_group()  # The writing thread talks to the others.
+    saving = dcp.async_save({"app": app}, checkpoint_id=f"{folder}/app", process_group=beside)
+    after = steps_of(model, optimizer, range(2, 4))  # Beside the writing, which has copied what it writes.
+    saving.result()
+    return after
+
+
+def load_and_train(api: Any, states_in: str, app_in: str) -> tuple[list[float], list[float]]:
+    model, optimizer = built(api, seed=1)
+    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(states, checkpoint_id=f"{states_in}/states")
+    set_model_state_dict(model, states["model"])
+    set_optimizer_state_dict(model, optimizer, states["optimizer"])
+    after_states = steps_of(model, optimizer, range(2, 4))
+    model, optimizer = built(api, seed=2)
+    dcp.load({"app": AppState(model, optimizer)}, checkpoint_id=f"{app_in}/app")
+    return after_states, steps_of(model, optimizer, range(2, 4))
+
+
+def save_and_load_both(folder: str) -> tuple[list[float], ...]:
+    theirs, ours = map(importlib.import_module, ("torch.distributed.fsdp", "scale_fsdp"))
+    saved = save_and_train_on(theirs, f"{folder}/theirs"), save_and_train_on(ours, f"{folder}/ours")
+    # Each loads the states that the other has saved, and its own of the other form.
+    loaded = load_and_train(theirs, f"{folder}/ours", f"{folder}/theirs")
+    return *saved, *loaded, *load_and_train(ours, f"{folder}/theirs", f"{folder}/ours")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed.checkpoint")
+def test_recipes_of_distributed_checkpoint_save_and_load_by_either_import_what_either_has_saved(tmp_path: Path) -> None:
+    for found in run_ranks(save_and_load_both, 2, str(tmp_path)):
+        for losses in found:
+            assert losses == pytest.approx(found[0], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -288,10 +370,39 @@ def test_gradients_are_divided_by_the_factor_that_was_set() -> None:
     assert run_ranks(divide_by_another_factor, 2) == [[], []]
 
 
-def test_fsdp2_s_methods_are_there_and_those_that_can_t_be_say_what_to_do() -> None:
-    from torch.distributed.fsdp import FSDPModule as Theirs
+DIFFERENCES = Path(__file__).parents[3] / "docs/guides/fsdp2-differences.md"
+REFUSED_ARGUMENTS = {"shard_placement_fn", "dp_mesh_dims"}  # the first with what to write, tested above
 
-    assert [name for name in vars(Theirs) if not name.startswith("_") and not hasattr(FSDPModule, name)] == []
+
+def test_whatever_fsdp2_has_is_here_with_its_arguments_and_in_the_table_of_differences() -> None:
+    theirs: Any = importlib.import_module("torch.distributed.fsdp")
+    ours, table = importlib.import_module("scale_fsdp"), DIFFERENCES.read_text(encoding="utf-8")
+    pairs = {
+        name: (value, getattr(ours, name))
+        for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx", "UnshardHandle")
+        if (value := getattr(theirs, name, None)) is not None  # torch 2.8 has fewer
+    }
+    methods = {name: value for name, value in vars(theirs.FSDPModule).items() if not name.startswith("_")}
+    pairs |= {name: (value, getattr(FSDPModule, name, None)) for name, value in methods.items()}
+    wrong = [f"{name} is not in the table" for name in pairs if name not in table]
+    for name, (their, our) in pairs.items():
+        if our is None:
+            wrong.append(f"{name} is not here")
+        elif inspect.isfunction(their):
+            taken = inspect.signature(our).parameters
+            for argument, parameter in inspect.signature(their).parameters.items():
+                if "kwargs" in taken or argument in REFUSED_ARGUMENTS:
+                    continue
+                if argument not in taken or taken[argument].kind < parameter.kind < taken[argument].KEYWORD_ONLY:
+                    wrong.append(f"{name} does not take {argument}=")
+                elif parameter.default in (None, True, False) and taken[argument].default is not parameter.default:
+                    wrong.append(f"{name} takes another default for {argument}=")
+    arguments = list(inspect.signature(theirs.fully_shard).parameters)[1:]
+    wrong += [f"fully_shard's {name}= is not in the table" for name in arguments if f"{name}=" not in table]
+    assert wrong == []
+
+
+def test_fsdp2_s_methods_are_there_and_those_that_can_t_be_say_what_to_do() -> None:
     model = fully_shard(nn.Linear(2, 2))
     model.set_requires_all_reduce(False)  # Without replicas nothing is left to switch off.
     model.set_reduce_scatter_unused_params(True)

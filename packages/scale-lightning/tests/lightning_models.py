@@ -68,17 +68,15 @@ def environment() -> TorchElasticEnvironment:
 
 
 def trainer(strategy: Any, epochs: int = 1, **options: Any) -> Trainer:
+    plugins = [environment(), *options.pop("plugins", [])]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy,
         max_epochs=epochs,
-        plugins=[environment(), *options.pop("plugins", [])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
+        plugins=plugins,
+        **{**quiet, "enable_model_summary": False, **options},
     )
 
 

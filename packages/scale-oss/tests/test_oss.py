@@ -9,6 +9,7 @@ import pytest
 import torch
 from oss_cases import Distance, Lamb, differing, plain_params, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -284,6 +285,19 @@ def test_a_parameter_that_was_moved_to_another_dtype_is_refused_and_one_that_was
 def test_only_an_optimizer_class_is_taken() -> None:
     with pytest.raises(TypeError, match=r"expected optim to be a class of optimizers"):
         OSS(layers().parameters(), torch.optim.SGD(layers().parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
+def build_over_a_dtensor() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    layer = nn.Linear(2, 2)
+    parallelize_module(layer, init_device_mesh("cpu", (1,)), ColwiseParallel())
+    OSS(layer.named_parameters(), torch.optim.SGD, lr=0.1)
+
+
+def test_a_dtensor_is_refused_with_what_shards_it() -> None:
+    with pytest.raises(TypeError, match=r"OSS: 'weight' is a DTensor.*call fully_shard\(model, mesh=mesh"):
+        run_ranks(build_over_a_dtensor, 1)
 
 
 def test_a_filter_chooses_whose_norm_is_meant() -> None:

@@ -6,6 +6,7 @@ from rich.console import Console
 from torch import nn
 
 import scale_train
+from scale_core import load_pretrained, save_pretrained
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules
@@ -50,6 +51,17 @@ def test_the_other_ranks_show_nothing(capsys):
 
 def test_it_is_public():
     assert scale_train.initialisation_bar.__module__ == "scale_train"
+
+
+def test_weights_that_are_loaded_are_shown_in_bytes(tmp_path, capsys):
+    model, screen = nn.Linear(100, 50, bias=False), io.StringIO()
+    save_pretrained(model, tmp_path / "weights")
+    with scale_train.loading_bar(console=Console(file=screen, force_terminal=True, width=100)) as progress:
+        load_pretrained(model, tmp_path / "weights", progress=progress)
+    assert "loading" in screen.getvalue() and "20.0/20.0 kB" in screen.getvalue()
+    with scale_train.loading_bar(shown=False) as progress:
+        load_pretrained(model, tmp_path / "weights", progress=progress)
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("tied", [True, False])

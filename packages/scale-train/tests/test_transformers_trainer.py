@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from safetensors.torch import load_file
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from scale_core.testing import ranks as testing
 from scale_core.testing import run_ranks
@@ -91,6 +102,7 @@ def assert_equal(found: Any, expected: Any, tolerance: float = TOLERANCE) -> Non
 SHARDINGS = ["fsdp", "sharded_ddp", "oss"]
 SETTINGS: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
+    "label_smoothing_factor": 0.1,  # Its loss goes by the class of the model, which a wrapper hides.
     "lr_scheduler_type": "cosine",
     "eval_strategy": "steps",
     "eval_steps": 2,
@@ -178,6 +190,126 @@ def test_autocast_and_recomputation_are_as_those_of_the_plain_trainer(tmp_path: 
     for runs in run_ranks(play_in_bf16, 2, str(tmp_path), [*SHARDINGS]):
         for found in runs.values():
             assert_equal(found, expected["None"], tolerance=2e-2)
+
+
+def trainer_of(folder: str, sharding: str | None, model: Any = None, **more: Any) -> Any:
+    options = {"max_steps": STEPS, "optim": "adamw_torch", "learning_rate": 1e-2, "adam_epsilon": 1e-3, **more}
+    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    size = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True, "ddp_backend": "gloo"}
+    callbacks, count = options.pop("callbacks", None), options.pop("count", 40)
+    args = TrainingArguments(folder, **{**quiet, **size, **options})
+    cls: Any = Trainer if sharding is None else partial(ScaleTrainer, sharding=sharding)
+    data = {"train_dataset": samples(1, count), "eval_dataset": samples(2, 7), "callbacks": callbacks}
+    return cls(model or build(), args, **data)
+
+
+def history_of(trainer: Any) -> list[list[float]]:
+    keys = ("loss", "grad_norm", "eval_loss", "learning_rate")
+    return [[line[key] for key in keys if key in line] for line in trainer.state.log_history]
+
+
+def after(**options: Any) -> Callable[[str, str | None], Any]:
+    def run(folder: str, sharding: str | None) -> Any:
+        trainer = trainer_of(folder, sharding, **{k: v() if k == "callbacks" else v for k, v in options.items()})
+        trainer.train()
+        return history_of(trainer), trainer._train_batch_size, trainer.state.global_step
+
+    return run
+
+
+class OutOfMemoryOnce(TrainerCallback):
+    """As the first batch size would be on every rank."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.train_batch_size == 2:
+            raise RuntimeError("CUDA out of memory.")
+
+
+def train_adapters(folder: str, sharding: str | None) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> Any:
+        model: Any = build()
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+    kept = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    trainer = trainer_of(folder, sharding, adapted(), **kept, **best)
+    trainer.train()
+    trainer.save_model(f"{folder}/adapter")
+    torch.distributed.barrier()
+    saved = load_file(f"{folder}/adapter/adapter_model.safetensors")
+    resumed = trainer_of(folder, sharding, adapted())
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return history_of(trainer), history_of(resumed), [[name, saved[name].tolist()] for name in sorted(saved)]
+
+
+def train_compiled_blocks_twice(folder: str, sharding: str | None) -> Any:
+    model: Any = build()
+    for block in model.model.layers:
+        block.compile(backend="eager")
+    trainer = trainer_of(folder, sharding, model)
+    trainer.train()
+    before = history_of(trainer)
+    trainer.train()
+    return before, history_of(trainer)
+
+
+def only_predict(folder: str, sharding: str | None) -> Any:
+    trainer = trainer_of(folder, sharding)
+    predicted = trainer.predict(samples(3, 7))
+    return [predicted.metrics["test_loss"], trainer.evaluate()["eval_loss"], predicted.predictions.tolist()]
+
+
+STOPS: dict[str, Any] = {
+    "max_steps": 20,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+}
+EPOCHS: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "count": 27}
+FEATURES: dict[str, Callable[[str, str | None], Any]] = {
+    "an uneven last batch": after(**EPOCHS, gradient_accumulation_steps=2),
+    "without the last batch": after(**EPOCHS, dataloader_drop_last=True, eval_strategy="epoch"),
+    "by length": after(train_sampling_strategy="group_by_length"),
+    "stopped early": after(**STOPS, callbacks=lambda: [EarlyStoppingCallback(1, 1e3)]),
+    "a batch size that fits": after(auto_find_batch_size=True, callbacks=lambda: [OutOfMemoryOnce()]),
+    "Adagrad, which has a state before it steps": after(optim="adagrad"),
+    "adapters": train_adapters,
+    "compiled blocks, trained twice": train_compiled_blocks_twice,
+    "predictions alone": only_predict,
+}
+
+
+def play_features(folder: str) -> dict[str, dict[str, Any]]:
+    set_environment()
+    return {
+        name: {str(sharding): run(f"{folder}/{name}/{sharding}", sharding) for sharding in [None, *SHARDINGS]}
+        for name, run in FEATURES.items()
+    }
+
+
+def numbers_in(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [leaf for each in value for leaf in numbers_in(each)]
+    return [value]
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of transformers, about its own options
+def test_what_programs_ask_of_a_trainer_is_as_of_the_plain_one_on_as_many_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(play_features, 2, str(tmp_path), limit_seconds=600):
+        for name, by_sharding in found.items():
+            expected = numbers_in(by_sharding.pop("None"))
+            for sharding, its in by_sharding.items():
+                for got, wanted in zip(numbers_in(its), expected, strict=True):
+                    is_number = isinstance(wanted, float)
+                    assert got == (pytest.approx(wanted, rel=1e-5, abs=2e-6) if is_number else wanted), (name, sharding)
 
 
 def train_sft(folder: str, shards: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typing
 
 from scale_core.errors import StepError
 from scale_fsdp.forward_methods import register_fsdp_forward_method
-from scale_fsdp.fsdp_module import FSDPModule, UnshardHandle
+from scale_fsdp.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel
 from scale_fsdp.shard_module import fully_shard
 from scale_fsdp.state_dict.full import full_state_dict
@@ -77,6 +77,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "reshard_to",
     "shard_optim_state_dict",
+    "share_comm_ctx",
     "size_policy",
     "wrap",
 ]

@@ -347,6 +347,16 @@ class FSDPModule(ConversionMethods):
             register_owner(unit)
 
 
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Takes FSDP2's call for the stages of a pipeline, which changes nothing: collectives run on their group's stream.
+
+    Raises:
+        ValueError: A module is not sharded.
+    """
+    for module in modules:
+        _unit_at(module, "share_comm_ctx")
+
+
 # FSDP2's methods that tune its own machinery, on which no result depends.
 _WITHOUT_EFFECT = (
     "set_unshard_in_backward",

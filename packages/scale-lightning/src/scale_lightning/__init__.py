@@ -1,7 +1,8 @@
 """Strategies for Lightning's Trainer and for Fabric, by instance or by the names that importing this registers.
 
 Begin with `trainer`; `fabric` has the same three for Fabric. Below them: `optimizers` makes an `OSS` of a plain
-optimizer and whole states of sharded ones, `checkpoints` saves and loads folders of which each rank writes its part.
+optimizer and whole states of sharded ones, `checkpoints` saves and loads folders of which each rank writes its part,
+and `options` has the constructors.
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY as _FABRIC_REGISTRY

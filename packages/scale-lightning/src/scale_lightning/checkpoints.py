@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -70,19 +69,10 @@ def load_sharded(path: Path, objects: Mapping[str, Any], *, weights_only: bool |
     where a model is only tested.
 
     Raises:
-        SnapshotError: There is no whole snapshot, or it is that of another model.
-        ValueError: Something that is given was not saved, or not all of the model fits, unless not `strict`.
+        SnapshotError: There is no whole snapshot; or something that is given was not saved, or does not fit, unless not
+            `strict`. Nothing has been loaded then.
     """
     remainder = Remainder(weights_only=weights_only)
     given = {**objects, "lightning": snapshot.FromRank0(remainder)}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        snapshot.load(path, given, strict=False)
-    for warning in caught:
-        told = str(warning.message)
-        if told.startswith("the snapshot has the objects") and "(not saved: none;" in told:
-            continue
-        if strict:
-            raise ValueError(f"{path}: {told}")
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    snapshot.load(path, given, strict=strict, only_given=True)
     return remainder.value

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from scale_fsdp import full_state_dict
-from scale_lightning.checkpoints import StateDictType, check_state_dict_type, load_sharded, save_sharded
+from scale_lightning.checkpoints import load_sharded, save_sharded
 from scale_lightning.optimizers import (
     as_oss,
     load_whole_optimizer_state,
@@ -22,7 +22,8 @@ from scale_lightning.optimizers import (
     use_sharded_scaler,
     whole_optimizer_state,
 )
-from scale_lightning.trainer import check_not_flat, move_to, shard, split_options
+from scale_lightning.options import CheckpointOptions, FSDPOptions, OSSOptions, ShardedDDPOptions
+from scale_lightning.trainer import move_to, shard
 from scale_oss import ShardedDataParallel
 
 
@@ -34,13 +35,11 @@ class _NoSync(_BackwardSyncControl):
         return context
 
 
-class _FabricShardedCheckpoints(DDPStrategy):
+class _FabricShardedCheckpoints(CheckpointOptions, DDPStrategy):
     """Whole checkpoints of rank 0, or folders that all ranks write; see `trainer` for the same of the Trainer."""
 
-    def __init__(self, state_dict_type: StateDictType, **options: Any) -> None:
-        check_state_dict_type(state_dict_type)
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._state_dict_type = state_dict_type
         self._backward_sync_control = _NoSync()
         self._modules: list[nn.Module] = []  # That were set up: an optimizer's state is saved by their names.
 
@@ -124,28 +123,12 @@ class _FabricShardedCheckpoints(DDPStrategy):
         )
 
 
-class FabricScaleFSDPStrategy(_FabricShardedCheckpoints, _Sharded):
+class FabricScaleFSDPStrategy(FSDPOptions, _FabricShardedCheckpoints, _Sharded):
     """Fully sharded data parallelism for Fabric.
 
     `fabric.setup(model, optimizer)` shards the model and gives the optimizer its shards; an optimizer may as well be
     built after `fabric.setup_module(model)`.
-
-    Args:
-        auto_wrap_policy: As in `ScaleFSDPStrategy`.
-        state_dict_type: As in `ScaleFSDPStrategy`, for `fabric.save` and `fabric.load`.
-        **options: Of Fabric's `DDPStrategy`, such as `timeout`; all others are those of `fully_shard`.
-
-    Raises:
-        ValueError: An unknown `state_dict_type`, or `flatten_parameters`.
     """
-
-    def __init__(
-        self, auto_wrap_policy: Any = None, *, state_dict_type: StateDictType = "full", **options: Any
-    ) -> None:
-        lightnings, self._shard_options = split_options(options, "precision")
-        super().__init__(state_dict_type, **lightnings)
-        check_not_flat(self._shard_options)
-        self._policy = auto_wrap_policy
 
     def module_to_device(self, module: nn.Module) -> None:
         move_to(module, self.root_device)
@@ -185,27 +168,8 @@ class FabricScaleFSDPStrategy(_FabricShardedCheckpoints, _Sharded):
         return full_state_dict(module, rank_0_only=True, device="cpu")
 
 
-class FabricScaleOSSStrategy(_FabricShardedCheckpoints):
-    """Optimizer state sharding for Fabric: `DistributedDataParallel` averages, and `OSS` steps (ZeRO-1).
-
-    Args:
-        state_dict_type: As in `ScaleFSDPStrategy`.
-        oss_options: Arguments of `OSS`.
-        **options: Of Fabric's `DDPStrategy` and so of `DistributedDataParallel`.
-
-    Raises:
-        ValueError: An unknown `state_dict_type`.
-    """
-
-    def __init__(
-        self,
-        *,
-        state_dict_type: StateDictType = "full",
-        oss_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(state_dict_type, **options)
-        self._oss_options = dict(oss_options or {})
+class FabricScaleOSSStrategy(OSSOptions, _FabricShardedCheckpoints):
+    """Optimizer state sharding for Fabric: `DistributedDataParallel` averages, and `OSS` steps (ZeRO-1)."""
 
     def setup_module(self, module: nn.Module) -> Any:
         self._modules.append(module)
@@ -226,29 +190,11 @@ class FabricScaleOSSStrategy(_FabricShardedCheckpoints):
         return list(replaced.values())
 
 
-class FabricScaleShardedDDPStrategy(FabricScaleOSSStrategy):
+class FabricScaleShardedDDPStrategy(ShardedDDPOptions, FabricScaleOSSStrategy):
     """`ShardedDataParallel` and `OSS` for Fabric: gradients and optimizer state are sharded (ZeRO-2).
 
-    Args:
-        state_dict_type: As in `ScaleFSDPStrategy`.
-        oss_options: Arguments of `OSS`.
-        **options: Of Fabric's `DDPStrategy`, such as `timeout`; all others are those of `ShardedDataParallel`.
-
-    Raises:
-        ValueError: An unknown `state_dict_type`.
-        RuntimeError: The module and its optimizer are not set up together.
+    The module and its optimizer are set up together.
     """
-
-    def __init__(
-        self,
-        *,
-        state_dict_type: StateDictType = "full",
-        oss_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        lightnings, wrapper_options = split_options(options, "precision")
-        super().__init__(state_dict_type=state_dict_type, oss_options=oss_options, **lightnings)
-        self._wrapper_options = {"overlap_gather": False, **wrapper_options}
 
     def setup_module(self, module: nn.Module) -> Any:
         """The module as it is, to be evaluated; one that trains is set up with its optimizer."""

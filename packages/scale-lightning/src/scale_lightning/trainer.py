@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,7 +28,7 @@ from scale_fsdp import (
     get_fsdp_instances,
     register_fsdp_forward_method,
 )
-from scale_lightning.checkpoints import StateDictType, check_state_dict_type, load_sharded, save_sharded
+from scale_lightning.checkpoints import load_sharded, save_sharded
 from scale_lightning.optimizers import (
     as_oss,
     load_whole_optimizer_state,
@@ -34,33 +36,14 @@ from scale_lightning.optimizers import (
     use_sharded_scaler,
     whole_optimizer_state,
 )
+from scale_lightning.options import CheckpointOptions, FSDPOptions, OSSOptions, ShardedDDPOptions
 from scale_oss import ShardedDataParallel
 
-DDP_OPTIONS = (
-    "parallel_devices",
-    "cluster_environment",
-    "accelerator",
-    "checkpoint_io",
-    "process_group_backend",
-    "timeout",
-    "start_method",
-)
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def split_options(options: Mapping[str, Any], *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the options of Lightning's `DDPStrategy`, and the others."""
-    lightnings = {key: value for key, value in options.items() if key in (*DDP_OPTIONS, *more)}
-    return lightnings, {key: value for key, value in options.items() if key not in lightnings}
-
-
-class _ShardedCheckpoints(DDPStrategy):
+class _ShardedCheckpoints(CheckpointOptions, DDPStrategy):
     """Whole checkpoints of rank 0, as Lightning's own strategies have them, or folders that all ranks write."""
-
-    def __init__(self, state_dict_type: StateDictType, **options: Any) -> None:
-        check_state_dict_type(state_dict_type)
-        super().__init__(**options)
-        self._state_dict_type = state_dict_type
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -148,35 +131,22 @@ class _ShardedCheckpoints(DDPStrategy):
         self.checkpoint_io.teardown()
 
 
-class ScaleFSDPStrategy(_ShardedCheckpoints):
+class ScaleFSDPStrategy(FSDPOptions, _ShardedCheckpoints):
     """Fully sharded data parallelism for the Trainer: each rank holds a shard of parameters, gradients and state.
 
     The LightningModule becomes the outermost unit, and the modules that `auto_wrap_policy` selects units inside of it.
     A `configure_model` that calls `fully_shard` itself chooses its own units; what it builds on the meta device is
     initialized unit by unit. Gradients are clipped by the norm over all ranks, also by value, as `Trainer` is told.
-
-    Args:
-        auto_wrap_policy: As `fully_shard_modules` takes it: `class_policy(Block)`, `size_policy(...)`, or a collection
-            of module classes. None makes one unit of what `configure_model` has left unsharded.
-        state_dict_type: "full" saves one file of whole tensors, which `load_from_checkpoint`, one process and every
-            strategy load; "sharded" a folder into which each rank writes its part. Either loads at another number of
-            ranks.
-        **options: Of Lightning's `DDPStrategy`, such as `timeout` and `process_group_backend`; all others are those of
-            `fully_shard`.
-
-    Raises:
-        ValueError: An unknown `state_dict_type`, or `flatten_parameters`, whose optimizer has no parameters to name.
     """
 
-    def __init__(
-        self, auto_wrap_policy: Any = None, *, state_dict_type: StateDictType = "full", **options: Any
-    ) -> None:
-        lightnings, self._shard_options = split_options(options)
-        super().__init__(state_dict_type, **lightnings)
-        check_not_flat(self._shard_options)
-        self._policy = auto_wrap_policy
-
     def setup(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning gives it to each instance
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"{type(callback).__name__} copies the model before it is sharded, and averages whole parameters: "
+                    "keep a scale_fsdp.ShardedEMA(module) in a callback of your own, made in on_fit_start and updated "
+                    "in on_train_batch_end; or take strategy='scale_sharded_ddp'"
+                )
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
@@ -201,30 +171,28 @@ class ScaleFSDPStrategy(_ShardedCheckpoints):
         return full_state_dict(self._module, rank_0_only=True, device="cpu")
 
 
-class ScaleOSSStrategy(_ShardedCheckpoints):
+class ScaleOSSStrategy(OSSOptions, _ShardedCheckpoints):
     """Optimizer state sharding for the Trainer: `DistributedDataParallel` averages, and `OSS` steps (ZeRO-1).
 
     The optimizers of `configure_optimizers` become `OSS` of the same class, groups and settings, in schedulers too; one
     that is an `OSS` already stays as it is.
-
-    Args:
-        state_dict_type: As in `ScaleFSDPStrategy`.
-        oss_options: Arguments of `OSS`, such as `elementwise` or `broadcast_fp16`.
-        **options: Of Lightning's `DDPStrategy` and so of `DistributedDataParallel`.
-
-    Raises:
-        ValueError: An unknown `state_dict_type`.
     """
 
-    def __init__(
-        self,
-        *,
-        state_dict_type: StateDictType = "full",
-        oss_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(state_dict_type, **options)
-        self._oss_options = dict(oss_options or {})
+    _frozen: Mapping[str, nn.Parameter] = MappingProxyType({})  # When DistributedDataParallel was built
+
+    def configure_ddp(self) -> None:
+        self._frozen = {name: param for name, param in self._module.named_parameters() if not param.requires_grad}
+        super().configure_ddp()
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for name, param in self._frozen.items():
+            if param.requires_grad:
+                raise ValueError(
+                    f"'{name}' was frozen when DistributedDataParallel was built around it, which averages no gradient "
+                    "of it: take strategy='scale_sharded_ddp', which goes by what requires a gradient now, or freeze "
+                    "it in on_fit_start, after the wrapper is built"
+                )
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -233,29 +201,11 @@ class ScaleOSSStrategy(_ShardedCheckpoints):
         self.optimizers = list(replaced.values())
 
 
-class ScaleShardedDDPStrategy(ScaleOSSStrategy):
+class ScaleShardedDDPStrategy(ShardedDDPOptions, ScaleOSSStrategy):
     """`ShardedDataParallel` and `OSS` for the Trainer: gradients and optimizer state are sharded (ZeRO-2).
 
-    Args:
-        state_dict_type: As in `ScaleFSDPStrategy`.
-        oss_options: Arguments of `OSS`.
-        **options: Of Lightning's `DDPStrategy`, such as `timeout`; all others are those of `ShardedDataParallel`. Here
-            `overlap_gather` is False unless it is given: callbacks read parameters past the wrapper after a step.
-
-    Raises:
-        ValueError: An unknown `state_dict_type`; a LightningModule that optimizes by itself.
+    A LightningModule that optimizes by itself is refused.
     """
-
-    def __init__(
-        self,
-        *,
-        state_dict_type: StateDictType = "full",
-        oss_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        lightnings, wrapper_options = split_options(options)
-        super().__init__(state_dict_type=state_dict_type, oss_options=oss_options, **lightnings)
-        self._wrapper_options = {"overlap_gather": False, **wrapper_options}
 
     def configure_ddp(self) -> None:
         """Nothing yet: the wrapper needs the optimizers."""
@@ -268,6 +218,10 @@ class ScaleShardedDDPStrategy(ScaleOSSStrategy):
             )
         super().setup_optimizers(trainer)
         self.model = ShardedDataParallel(self._module, self.optimizers, **self._wrapper_options)
+
+    def on_train_end(self) -> None:
+        assert isinstance(self.model, ShardedDataParallel)
+        self.model.wait()  # With `overlap_gather`, what the last step has sent is still on its way.
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -292,11 +246,3 @@ def move_to(module: nn.Module, device: torch.device) -> None:
         return tensor if tensor.is_meta else tensor.to(device)
 
     module._apply(move)
-
-
-def check_not_flat(options: Mapping[str, Any]) -> None:
-    """Refuses the one option of `fully_shard` with which an optimizer's state has no names of parameters."""
-    if options.get("flatten_parameters"):
-        raise ValueError(
-            "flatten_parameters=True leaves the optimizer without the parameters that a checkpoint names: leave it out"
-        )

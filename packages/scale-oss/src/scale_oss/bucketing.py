@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
+from scale_core.dtensor import is_dtensor
 from scale_core.shard import check_undivided, is_divided, unit_shard_of
 from scale_oss.bucket import Bucket, InPlaceBucket
 from scale_oss.full_param_bucket import FullParamBucket
@@ -210,8 +211,14 @@ def _is_dense(tensor: Tensor) -> bool:
 def check_no_layer_shards(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int = 0) -> None:
     """Checks that no parameter is sharded by its layer between ranks of this group, whose parts would be mixed."""
     for number, group in enumerate(groups, first):
-        params = group["params"]
-        named = ((param_name(group, number, index), param) for index, param in enumerate(params))
+        named = [(param_name(group, number, index), param) for index, param in enumerate(group["params"])]
+        for name, param in named:
+            if is_dtensor(param):
+                raise TypeError(
+                    f"OSS: '{name}' is a DTensor, as parallelize_module makes of a parameter, and OSS sends plain ones "
+                    'in one buffer: call fully_shard(model, mesh=mesh["dp"]), which shards these too, and step with a '
+                    "plain optimizer; or divide the layers by scale_tp.parallelize"
+                )
         check_undivided(named, ranks, "OSS")
 
 

@@ -89,7 +89,8 @@ def sharding_group(shard: Shard, within: Group | None) -> Group:
     if len(groups) > 1:
         raise ValueError(
             f"OSS: '{shard.name}' is divided along {len(groups)} axes of a mesh, between ranks "
-            f"{' and '.join(str(list(group.ranks)) for group in groups)}: expected one"
+            f"{' and '.join(str(list(group.ranks)) for group in groups)}: expected one. Step with a plain optimizer on "
+            "model.parameters(), whose state is sharded as they are"
         )
     if not groups:
         return Group()

@@ -4,13 +4,13 @@ import logging
 import typing
 
 if typing.TYPE_CHECKING:
-    from scale_train.training.reporters import initialisation_bar
+    from scale_train.training.reporters import initialisation_bar, loading_bar
     from scale_train.wrapped_modules import with_wrapped_modules
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
-__all__ = ["initialisation_bar", "with_wrapped_modules"]
+__all__ = ["initialisation_bar", "loading_bar", "with_wrapped_modules"]
 
 
 def __getattr__(name: str) -> typing.Any:
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> typing.Any:
     from scale_train import wrapped_modules
     from scale_train.training import reporters
 
-    value = getattr(reporters if name == "initialisation_bar" else wrapped_modules, name)
+    value = getattr(wrapped_modules if name == "with_wrapped_modules" else reporters, name)
     value.__module__ = __name__  # Tracebacks and documentation show the path by which people import.
     globals()[name] = value
     return value

@@ -66,6 +66,18 @@ class ScaleTrainerMixin(_Base):
         super().__init__(*args, **kwargs)
         self._check_arguments()
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Builds the accelerator, which finds the model in our wrapper, too: losses depend on its class."""
+        super().create_accelerator_and_postprocess()
+        unwrap_model = self.accelerator.unwrap_model
+
+        def unwrap(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            inner = model.module if isinstance(model, ShardedDataParallel) else model
+            unwrapped: nn.Module = unwrap_model(inner, *args, **kwargs)
+            return unwrapped
+
+        self.accelerator.unwrap_model = unwrap
+
     def _check_arguments(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             what = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
@@ -99,6 +111,8 @@ class ScaleTrainerMixin(_Base):
             if cls is not OSS:  # as in the second of several trainings, each with a model of its own
                 self.optimizer_cls_and_kwargs = (OSS, {"optim": cls, **self.sharding_options, **kwargs})
         optimizer: Optimizer = super().create_optimizer(model)
+        if isinstance(optimizer, OSS) and optimizer.state:
+            optimizer.consolidate_state_dict(-1)  # accelerate reads what an optimizer has before its first step.
         return optimizer
 
     def _shard_model(self) -> None:

@@ -165,10 +165,12 @@ class Objects:
 
     # Loading.
 
-    def target(self, saved: Mapping[str, Any], group: Group, *, strict: bool) -> dict[str, Any]:
+    def target(
+        self, saved: Mapping[str, Any], group: Group, *, strict: bool, only_given: bool = False
+    ) -> dict[str, Any]:
         """What to read into, for all that was saved and this rank needs."""
         index = _index_of(saved)
-        self._compare(index, saved, strict=strict)
+        self._compare(index, saved, strict=strict, only_given=only_given)
         for name in [name for name in self.without_params if name in index or len(self.models) == 1]:
             home = self.models.get(str(index.get(name, {}).get("of"))) or next(iter(self.models.values()), None)
             if home is not None:
@@ -189,7 +191,7 @@ class Objects:
                 target[name] = saved[name]
         if INDEX in saved:
             target[INDEX] = saved[INDEX]
-        if not strict:  # What is not given; what does not fit is left to the comparison of all ranks.
+        if only_given or not strict:  # What is not given; what does not fit is left to the comparison of all ranks.
             given = tuple(f"{name}{sign}" for name in [*self._kinds(), *self.values] for sign in ".@")
             others = (key for key in saved if key not in target and not key.startswith(given))
             target.update({key: unread(saved[key]) for key in others})
@@ -223,7 +225,7 @@ class Objects:
         of = tuple(f"{name}@" for name in self.models)
         return {name: part for name, part in self.extra_states.items() if name.startswith(of)}
 
-    def _compare(self, index: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:
+    def _compare(self, index: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool, only_given: bool) -> None:
         """Compares the objects that were saved with those given; unless strict, leaves out what was not saved."""
         kinds = self._kinds()
         index = {name: entry for name, entry in index.items() if entry.get("kind") != KIND}
@@ -238,7 +240,7 @@ class Objects:
                 "load what was saved"
             )
         lacking = [name for name in kinds if index and name not in index] if strict else self._not_saved(index, saved)
-        unknown = [name for name in index if name not in kinds]
+        unknown = [] if only_given else [name for name in index if name not in kinds]
         if not lacking and not unknown:
             return
         differing = (
@@ -246,7 +248,10 @@ class Objects:
             f"(not saved: {', '.join(lacking) or 'none'}; not given: {', '.join(unknown) or 'none'})"
         )
         if strict:
-            raise StateMismatch(f"{differing}: give the objects that were saved, or strict=False for those in both")
+            raise StateMismatch(
+                f"{differing}: give the objects that were saved, only_given=True if the others are "
+                "not needed, or strict=False for those in both"
+            )
         warnings.warn(f"{differing}; only what is in both is loaded", stacklevel=2)
         for name in lacking:
             for table in (self.models, self.stateful, self.values, self.without_params):

@@ -152,6 +152,7 @@ def load(
     step: int | None = None,
     process_group: GroupLike = None,
     strict: bool = True,
+    only_given: bool = False,
     cast: bool = False,
 ) -> Snapshot:
     """Loads the newest whole snapshot of a directory into objects that are built already; optimizers may be fresh.
@@ -168,6 +169,8 @@ def load(
         strict: False loads what was saved and fits what is given, and warns of the rest, which stays as it is. An
             optimizer's state of a parameter is loaded if all of it and the parameter fit; that of another kind of
             optimizer is left out as a whole.
+        only_given: Whether objects that were saved may be left out, as the optimizer where a model is only evaluated;
+            what is given has to fit nevertheless, as `strict` says.
         cast: Whether floating-point numbers and integers are converted to the dtypes of the parameters and buffers.
 
     Returns:
@@ -184,7 +187,7 @@ def load(
 
     def target(saved: Mapping[str, Any]) -> dict[str, Any]:
         parts[:] = [Objects(objects)]  # Anew for each snapshot, if one is passed over.
-        return parts[0].target(saved, own, strict=strict)
+        return parts[0].target(saved, own, strict=strict, only_given=only_given)
 
     snapshot = load_snapshot(directory, target, own, step=step, strict=strict, cast=cast)
     together = CollectiveCall(own, f"loading {snapshot.path}", SnapshotError)

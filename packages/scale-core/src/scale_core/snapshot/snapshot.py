@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_core import fault_points
-from scale_core.comm.group import Group, group_of
+from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall, Progress
 from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, ScaleError, SnapshotError, set_last_snapshot
 from scale_core.snapshot.foreign import Format, recognize
@@ -71,7 +71,7 @@ class Snapshot:
 
 
 def save_snapshot(
-    directory: str | os.PathLike[str], step: int, state: State, group: Group | None = None, extra: JSON = None
+    directory: str | os.PathLike[str], step: int, state: State, process_group: GroupLike = None, extra: JSON = None
 ) -> Path:
     """Saves a state as `directory/step-<step>`, which is there in the end as a whole, or not at all.
 
@@ -82,7 +82,7 @@ def save_snapshot(
         step: The training step, at least 0. A step that is saved already is not replaced.
         state: As `sharded_state_dict` returns it, with more keys if you like: `LocalShard`s, tensors (the lowest rank's
             of those that have the key) and values that JSON knows (the same on each rank that has the key).
-        group: The ranks that hold the state together; the default group if None.
+        process_group: The ranks that hold the state together; the default group if None.
         extra: Anything that JSON knows, of rank 0: position in the data, schedule, random states.
 
     Returns:
@@ -92,7 +92,7 @@ def save_snapshot(
         SnapshotError: On every rank, whichever failed: the disk is full, the step is there already, a value is none
             that JSON knows. The snapshots that were there still are.
     """
-    return write_state(directory, step, lambda: state, group_of(group), extra)
+    return write_state(directory, step, lambda: state, group_of(process_group), extra)
 
 
 def write_state(
@@ -132,7 +132,7 @@ def write_state(
 def load_snapshot(
     directory: str | os.PathLike[str],
     state: State | Callable[[State], State],
-    group: Group | None = None,
+    process_group: GroupLike = None,
     *,
     step: int | None = None,
     strict: bool = True,
@@ -149,7 +149,7 @@ def load_snapshot(
         state: What to read into: `LocalShard`s and tensors are overwritten in place, other values are returned. Or a
             function that returns it when it is given, for each saved key, a `SavedTensor` or the saved value; it is
             called again for the next snapshot where one is passed over.
-        group: The ranks that hold the state together; the default group if None.
+        process_group: The ranks that hold the state together; the default group if None.
         step: This snapshot and no other.
         strict: False loads what fits, leaves the rest as it is, and warns with a list of what does not.
         cast: Whether floating-point numbers and integers are converted to the dtypes of `state`.
@@ -164,7 +164,7 @@ def load_snapshot(
             another model (`StateMismatch` is the cause; it lists all that differs); or the ranks were given different
             arguments.
     """
-    group = group_of(group)
+    group = group_of(process_group)
     _check_arguments(group, "load_snapshot", directory=os.fspath(directory), step=step, strict=strict, cast=cast)
     folder, rules = Path(directory), (strict, cast)
     looking = CollectiveCall(group, f"loading from {folder}", SnapshotError)

@@ -175,8 +175,8 @@ def _group_of_slice(holding: ParamSlice) -> Group:
     if len(groups) > 1:
         raise RuntimeError(
             f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and can't be made "
-            "whole here: take scale_core.state.sharded_state_dict(model, optimizer) for "
-            "torch.distributed.checkpoint.save"
+            "whole here: call model.gather_full_optim_state_dict(optimizer) for whole tensors, or take "
+            "scale_core.state.sharded_state_dict(model, optimizer) for torch.distributed.checkpoint.save"
         )
     return groups[0] if groups else Group()
 

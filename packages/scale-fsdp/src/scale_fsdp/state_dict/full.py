@@ -44,7 +44,7 @@ class _StateDictCall:
         if wanted:
             params, device = unit.gather_full_params(buffer), self.form.device or buffer.shard.device
             for index in wanted:
-                full = _gather_other_axis(params[index], buffer, index, unit.options.limit_seconds)
+                full = gather_other_axis(params[index], buffer, index, unit.options.limit_seconds)
                 self.full_tensors[buffer, index] = full.to(device, copy=True) if self.keeps else None
 
     def finish(self, module: nn.Module, state: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -153,8 +153,8 @@ def _call_state_dict(
     return destination
 
 
-def _gather_other_axis(param: Tensor, buffer: FlatBuffer, index: int, limit_seconds: float | None) -> Tensor:
-    """The full parameter, also where its layer divides it along another axis and `param` is this rank's part."""
+def gather_other_axis(piece: Tensor, buffer: FlatBuffer, index: int, limit_seconds: float | None) -> Tensor:
+    """Returns the whole tensor where its layer divides the parameter along another axis, and otherwise the piece."""
     shard = None if buffer.flatten else shard_of(buffer.sharded_params[index])
     for axis in () if shard is None else shard.axes:
         if axis.placement is Placement.SHARD and axis.group.size > 1 and axis.group != buffer.group:
@@ -162,9 +162,9 @@ def _gather_other_axis(param: Tensor, buffer: FlatBuffer, index: int, limit_seco
 
             assert shard is not None
             start = shard.start - buffer.spans[index].start
-            part = replace(shard, start=start, stop=start + param.numel())
-            return gather_full_param(param, part, axis.group, limit_seconds)
-    return param
+            part = replace(shard, start=start, stop=start + piece.numel())
+            return gather_full_param(piece, part, axis.group, limit_seconds)
+    return piece
 
 
 def _has_flat_params(module: nn.Module) -> bool:

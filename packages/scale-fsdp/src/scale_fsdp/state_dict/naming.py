@@ -7,7 +7,7 @@ still where they were, so the names are read off the slots of the units, and the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import unit_title
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import LayoutEntry, ShardSpan
+from scale_core.shard import shard_of
 from scale_core.state.param_ownership import ParamSlice, param_slices
 from scale_fsdp.runtime.unit import ParamSlot, Unit, units_in
 
@@ -37,6 +38,12 @@ class ParamLocation:
     def entry(self) -> LayoutEntry:
         """Its entry in the full buffer's layout."""
         return self.buffer.layout.entries[self.index]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the unit gathers a piece, and ranks along another axis have the others."""
+        shard = None if self.buffer.flatten else shard_of(self.owner)
+        return shard is not None and shard.shape != self.entry.shape
 
     @property
     def span(self) -> ShardSpan:
@@ -147,15 +154,24 @@ def slices_in(model: nn.Module) -> dict[Tensor, list[ParamSlice]]:
     """
     held: dict[int, list[ParamSlice]] = {}
     for name, location in param_locations(model).items():
-        owner, flat, span = location.owner, location.buffer.flatten, location.span
-        elements = (location.entry.shape, span.start, span.stop, span.shard_offset if flat else 0, span.shape)
-        held.setdefault(id(owner), []).append(ParamSlice(name, owner, *elements, shares_owner=flat))
+        if location.is_divided:
+            slices = [replace(each, name=name) for each in param_slices(location.owner, name)]
+        else:
+            slices = [slice_in_unit(location)]
+        held.setdefault(id(location.owner), []).extend(slices)
     return {param: held.get(id(param)) or list(param_slices(param, name)) for name, param in model.named_parameters()}
 
 
-def names_by_buffer(model: nn.Module) -> Iterator[tuple[Unit, FlatBuffer, dict[str, int]]]:
-    """Yields every flat buffer of a model with its unit, and the index of each parameter by name."""
+def slice_in_unit(location: ParamLocation) -> ParamSlice:
+    """What this rank holds of what its unit gathers: of a parameter, or of the piece that its layer has of one."""
+    flat, span = location.buffer.flatten, location.span
+    elements = (location.entry.shape, span.start, span.stop, span.shard_offset if flat else 0, span.shape)
+    return ParamSlice(location.name, location.owner, *elements, shares_owner=flat)
+
+
+def locations_by_buffer(model: nn.Module) -> Iterator[tuple[Unit, FlatBuffer, list[ParamLocation]]]:
+    """Yields every flat buffer of a model with its unit, and where its parameters are."""
     locations = list(param_locations(model).values())
     for unit in units_in(model):
         for buffer in unit.buffers:
-            yield unit, buffer, {each.name: each.index for each in locations if each.buffer is buffer}
+            yield unit, buffer, [each for each in locations if each.buffer is buffer]

@@ -19,15 +19,26 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from scale_core.comm.collectives import HOST
 from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.flat.layout import ShardSpan
-from scale_core.shard import shard_of, unit_shard_of
+from scale_core.shard import unit_shard_of
 from scale_core.state.param_groups import NAMES, REGROUP
 from scale_core.state.param_ownership import ParamSlice, check_known
 from scale_core.state.torch_state_dict import SHARDS, install_hooks
+from scale_core.tree import map_tensors
 from scale_fsdp.runtime.unit import units_in
-from scale_fsdp.state_dict.naming import check_same_ranks, model_group, names_by_buffer, plain_order, slices_in
+from scale_fsdp.state_dict.full import gather_other_axis
+from scale_fsdp.state_dict.naming import (
+    ParamLocation,
+    check_same_ranks,
+    locations_by_buffer,
+    model_group,
+    plain_order,
+    slice_in_unit,
+    slices_in,
+)
 
 
 class OptimizerLike(Protocol):
@@ -90,21 +101,24 @@ def full_optim_state_dict(
     owners, contract = slices_in(model), _contract_of(model)
     params = [param for each in optimizer.param_groups for param in each["params"]]
     values = dict(zip(params, _state_by_position(given), strict=True))
-    buffers = list(names_by_buffer(model))
-    gatherable = {name for _, _, names in buffers for name in names}
+    buffers = list(locations_by_buffer(model))
+    gatherable = {each.name for _, _, its in buffers for each in its}
     call_on_all_ranks(lambda: _check_gatherable(optimizer, owners, values, gatherable), "optimizer state", contract)
-    slices = {held.name: held for its_slices in owners.values() for held in its_slices}
     keeps = recipient_rank in (None, group.rank)
     gathered: dict[str, dict[str, Any]] = {}
-    for _, buffer, names in buffers:
-        states = []
-        for name, index in names.items():
-            spans = [buffer.layout.span(index, rank) for rank in range(buffer.group.size)]
-            parts = [Part(span.start, span.stop) for span in spans]
-            own = values.get(slices[name].owner, {})
-            states.append(ParamState(slices[name], buffer.group, parts, buffer.compute_device, own))
-        whole = gather_optim_states(states, contract, keeps=keeps, compared_over=group)
-        gathered.update(zip(names, whole, strict=False))
+    for unit, buffer, locations in buffers:
+        for divided in (False, True):  # A piece is sent along the other axis from where it was computed with.
+            its = [each for each in locations if each.is_divided == divided]
+            states = []
+            for each in its:
+                spans = [buffer.layout.span(each.index, rank) for rank in range(buffer.group.size)]
+                parts = [Part(span.start, span.stop) for span in spans]
+                own = values.get(each.owner, {})
+                states.append(ParamState(slice_in_unit(each), buffer.group, parts, buffer.compute_device, own))
+            device = None if divided else HOST
+            whole = gather_optim_states(states, contract, keeps=keeps, compared_over=group, device=device)
+            for each, slots in zip(its, whole, strict=False):
+                gathered[each.name] = _whole_slots(slots, each, unit.options.limit_seconds) if divided else slots
     if not keeps:
         return None
     state: dict[str, dict[str, Any]] = {}
@@ -162,6 +176,17 @@ def shard_optim_state_dict(
     return {"state": state, "param_groups": packed, **extra}
 
 
+def _whole_slots(slots: Mapping[str, Any], piece: ParamLocation, limit_seconds: float | None) -> dict[str, Any]:
+    """The state of a parameter from that of the pieces that the ranks along another axis have; on the host."""
+
+    def whole(value: Tensor) -> Tensor:
+        if tuple(value.shape) == piece.entry.shape:
+            value = gather_other_axis(value, piece.buffer, piece.index, limit_seconds)
+        return value.to(HOST)
+
+    return {key: map_tensors(whole, value) for key, value in slots.items()}
+
+
 def _check_gatherable(
     optimizer: OptimizerLike,
     owners: Mapping[Tensor, Sequence[ParamSlice]],
@@ -171,7 +196,7 @@ def _check_gatherable(
     """Checks that what an optimizer keeps can be gathered, and sharded again by the names of parameters."""
     check_known(optimizer, owners)
     for param, state in values.items():
-        held, shard = owners[param][0], shard_of(param)
+        held = owners[param][0]
         if not held.is_shard:
             continue
         if held.name not in gatherable and unit_shard_of(param) is not None:
@@ -179,7 +204,7 @@ def _check_gatherable(
                 f"'{held.name}' is shared with a unit outside of this model, which has its shards: pass the module "
                 "that holds both units"
             )
-        if held.name not in gatherable or (shard and not held.shares_owner and shard.shape != held.shape):
+        if held.name not in gatherable:
             raise ValueError(
                 f"'{held.name}' is divided by its layer, whose other parts are not gathered here: save "
                 "scale_core.state.sharded_state_dict(model, optimizer)"

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from scale_train.errors import reason_of
 from scale_train.memory import format_bytes
@@ -329,14 +337,9 @@ def initialisation_bar(*, shown: bool = True, console: Console | None = None) ->
     if not shown:
         yield lambda done, total, name: None
         return
-    bar = Progress(
-        TextColumn("initialising"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=console or Console(stderr=True, highlight=False),
-    )
+    columns = (TextColumn("initialising"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    where = console or Console(stderr=True, highlight=False)
+    bar = Progress(*columns, TextColumn("{task.description}", markup=False), console=where)
     task = bar.add_task("", total=None)
 
     def update(done: int, total: int, name: str) -> None:
@@ -344,3 +347,23 @@ def initialisation_bar(*, shown: bool = True, console: Console | None = None) ->
 
     with bar:
         yield update
+
+
+@contextmanager
+def loading_bar(*, shown: bool = True, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Shows how many bytes of a folder of weights this rank has read; gives what `load_pretrained` takes as `progress`.
+
+        with loading_bar(shown=rank == 0) as progress:
+            load_pretrained(model, folder, progress=progress)
+
+    Args:
+        shown: Whether this rank shows anything; one of them is enough.
+        console: As of `initialisation_bar`.
+    """
+    if not shown:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("loading"), BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True, highlight=False)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

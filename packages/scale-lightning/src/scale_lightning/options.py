@@ -1,0 +1,133 @@
+"""What the strategies of the Trainer and of Fabric are made with: one constructor for both of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from scale_lightning.checkpoints import StateDictType, check_state_dict_type
+
+if TYPE_CHECKING:
+
+    class _Base:
+        """Either of Lightning's two `DDPStrategy`."""
+
+        def __init__(self, **options: Any) -> None: ...
+
+else:
+    _Base = object
+
+# Of Lightning's two `DDPStrategy`, where all others go to what shards.
+_DDP_OPTIONS = frozenset(
+    {
+        "accelerator",
+        "checkpoint_io",
+        "cluster_environment",
+        "parallel_devices",
+        "precision",
+        "precision_plugin",
+        "process_group_backend",
+        "start_method",
+        "timeout",
+    }
+)
+
+
+def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the options of Lightning's `DDPStrategy`, and the others."""
+    lightnings = {key: value for key, value in options.items() if key in _DDP_OPTIONS}
+    return lightnings, {key: value for key, value in options.items() if key not in lightnings}
+
+
+class CheckpointOptions(_Base):
+    """Whole checkpoints of rank 0, or folders into which each rank writes its part."""
+
+    def __init__(self, *, state_dict_type: StateDictType = "full", **options: Any) -> None:
+        """Says what is sharded, how, and what a checkpoint is.
+
+        Args:
+            state_dict_type: "full" saves one file of whole tensors, which one process and Lightning's own strategies
+                load; "sharded" a folder into which each rank writes its part. Either loads at another number of ranks.
+            **options: Of Lightning's `DDPStrategy`, and so of `DistributedDataParallel`.
+
+        Raises:
+            ValueError: An unknown `state_dict_type`.
+        """
+        check_state_dict_type(state_dict_type)
+        super().__init__(**options)
+        self._state_dict_type = state_dict_type
+
+
+class FSDPOptions(CheckpointOptions):
+    """Options of `fully_shard`."""
+
+    def __init__(
+        self, auto_wrap_policy: Any = None, *, state_dict_type: StateDictType = "full", **options: Any
+    ) -> None:
+        """Says what is sharded, how, and what a checkpoint is.
+
+        Args:
+            auto_wrap_policy: As `fully_shard_modules` takes it: `class_policy(Block)`, `size_policy(...)`. None makes
+                one unit of what is not sharded yet.
+            state_dict_type: "full" saves one file of whole tensors, which one process and Lightning's own strategies
+                load; "sharded" a folder into which each rank writes its part. Either loads at another number of ranks.
+            **options: Of Lightning's `DDPStrategy`, such as `timeout` and `process_group_backend`; all others are
+                those of `fully_shard`.
+
+        Raises:
+            ValueError: An unknown `state_dict_type`, or `flatten_parameters`, whose optimizer has no names.
+        """
+        lightnings, self._shard_options = _split(options)
+        if self._shard_options.get("flatten_parameters"):
+            raise ValueError(
+                "flatten_parameters=True leaves the optimizer without the parameters that a checkpoint names: leave it "
+                "out"
+            )
+        super().__init__(state_dict_type=state_dict_type, **lightnings)
+        self._policy = auto_wrap_policy
+
+
+class OSSOptions(CheckpointOptions):
+    """Options of `OSS`."""
+
+    def __init__(self, *, oss_options: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Says what is sharded, how, and what a checkpoint is.
+
+        Args:
+            state_dict_type: "full" saves one file of whole tensors, which one process and Lightning's own strategies
+                load; "sharded" a folder into which each rank writes its part. Either loads at another number of ranks.
+            oss_options: Arguments of `OSS`, such as `elementwise` or `broadcast_fp16`.
+            **options: Of Lightning's `DDPStrategy` and so of `DistributedDataParallel`.
+
+        Raises:
+            ValueError: An unknown `state_dict_type`.
+        """
+        super().__init__(**options)
+        self._oss_options = dict(oss_options or {})
+
+
+class ShardedDDPOptions(OSSOptions):
+    """Options of `ShardedDataParallel` and of `OSS`."""
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: StateDictType = "full",
+        oss_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Says what is sharded, how, and what a checkpoint is.
+
+        Args:
+            state_dict_type: "full" saves one file of whole tensors, which one process and Lightning's own strategies
+                load; "sharded" a folder into which each rank writes its part. Either loads at another number of ranks.
+            oss_options: Arguments of `OSS`, such as `elementwise` or `broadcast_fp16`.
+            **options: Of Lightning's `DDPStrategy`, such as `timeout`; all others are those of `ShardedDataParallel`.
+                Here `overlap_gather` is False unless it is given: callbacks read parameters past the wrapper.
+
+        Raises:
+            ValueError: An unknown `state_dict_type`.
+        """
+        lightnings, wrapper_options = _split(options)
+        super().__init__(state_dict_type=state_dict_type, oss_options=oss_options, **lightnings)
+        self._wrapper_options = {"overlap_gather": False, **wrapper_options}
