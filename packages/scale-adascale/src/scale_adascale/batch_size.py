@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar, cast
 
 from scale_adascale.gain import check_scale
 from scale_adascale.noise_scale import NoiseScale, efficiency
+from scale_core.arguments import checked_arguments
 from scale_core.tree import map_tensors, tensors_in
 
 
@@ -46,6 +47,7 @@ class Suggestion(NamedTuple):
     efficiency: float
 
 
+@checked_arguments
 def fit_speed(seconds: Mapping[int, float]) -> Speed:
     """Fits a line with the least sum of squared relative errors, both parts of which are at least 0.
 
@@ -74,6 +76,7 @@ def fit_speed(seconds: Mapping[int, float]) -> Speed:
     return Speed(0.0, y / yy)
 
 
+@checked_arguments
 def suggest_batch_size(
     seconds: Mapping[int, float],
     noise: float | NoiseScale,
@@ -113,6 +116,7 @@ def suggest_batch_size(
 Batch = TypeVar("Batch")
 
 
+@checked_arguments
 def halves(batch: Batch) -> Iterator[Batch]:
     """Yields the first half of a batch and the second, for two backward passes in place of one.
 
@@ -151,6 +155,7 @@ def halves(batch: Batch) -> Iterator[Batch]:
 #     AdaScale        the gain, measured at each step      until the gains sum up to T
 
 
+@checked_arguments
 def linear(scale: float) -> float:
     """The factor of linear scaling, the scale itself.
 
@@ -161,6 +166,7 @@ def linear(scale: float) -> float:
     return scale
 
 
+@checked_arguments
 def square_root(scale: float) -> float:
     """The factor of square root scaling.
 
@@ -171,6 +177,7 @@ def square_root(scale: float) -> float:
     return math.sqrt(scale)
 
 
+@checked_arguments
 def legw(scale: float, epoch: float, base_warmup_epochs: float) -> float:
     """The factor of "linear-epoch gradual warm-up": the square root, reached over a longer warm-up.
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_fsdp.api import (
     AtomChoice,
@@ -190,6 +191,7 @@ class FullyShardedDataParallel(nn.Module):
             module that is sharded already.
     """
 
+    @checked_arguments
     def __init__(
         self,
         module: nn.Module,
@@ -336,6 +338,7 @@ def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name in known}
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class FSDPConfig:
     """Arguments of `FullyShardedDataParallel` as one value, as a configuration file holds them.

@@ -8,6 +8,7 @@
 
 import logging
 
+from scale_core.arguments import checked_arguments as _checked
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.context_parallel.load_balance import join_sequence, position_ids, split_sequence
@@ -149,6 +150,8 @@ __all__ = [
 ]
 
 for _name in __all__:
+    if _name.endswith("_region"):  # The layers call them where they are, in every forward.
+        globals()[_name] = _checked(globals()[_name])
     if hasattr(globals()[_name], "__qualname__"):  # Tracebacks and documentation show the path that people write.
         globals()[_name].__module__ = __name__
 del _name

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.errors import SnapshotError
@@ -40,6 +41,7 @@ _BATCH_BYTES = 64 << 20  # After so many bytes the progress is told.
 _COMPARED_BYTES = 16 << 20
 
 
+@checked_arguments
 def load_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_core import fault_points
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, ScaleError, SnapshotError, set_last_snapshot
@@ -70,6 +71,7 @@ class Snapshot:
     left_out: frozenset[str] = frozenset()
 
 
+@checked_arguments
 def save_snapshot(
     directory: str | os.PathLike[str], step: int, state: State, group: Group | None = None, extra: JSON = None
 ) -> Path:
@@ -126,6 +128,7 @@ def write_state(
     return place
 
 
+@checked_arguments
 def load_snapshot(
     directory: str | os.PathLike[str],
     state: State | Callable[[State], State],
@@ -248,6 +251,7 @@ def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
     return "No older snapshot is whole"
 
 
+@checked_arguments
 def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
     """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.part_hooks import is_for_each_part
 from scale_pipe.module_split.collected_outputs import install_collectors
 from scale_pipe.module_split.cut_plan import CutPlan, plan_cuts
@@ -31,6 +32,7 @@ _STATE_HOOKS = (
 )
 
 
+@checked_arguments
 def split(
     model: nn.Module,
     cuts: Sequence[str],
@@ -184,6 +186,7 @@ def _set_placeholder(module: nn.Module, key: str, tensor: Any, origin: str) -> N
     vars(module)[key] = PlaceholderTensor(to_meta(tensor), origin, tensor.device)
 
 
+@checked_arguments
 def shared_parameters(stages: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
     """Returns the parameters that are one tensor and are on several stages, of `split` or any modules.
 
