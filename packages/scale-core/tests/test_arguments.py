@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Optimizer
 
+import scale_core
+from scale_core import snapshot
 from scale_core.arguments import checked_arguments
+from scale_core.testing import faults
 
 if TYPE_CHECKING:
     from nowhere import Unknown
@@ -100,7 +103,7 @@ WRONG = [
     ("params", None, TypeError, "expected params to be a collection, got None"),
     ("costs", ("1",), TypeError, "a sequence of float, got a tuple of str"),
     ("state", [1], TypeError, "a mapping or None, got a list of int"),
-    ("cls", layers(), TypeError, "a class, got a Sequential"),
+    ("cls", layers(), TypeError, "a class, got a Sequential; write Sequential for the class itself"),
     ("call", 3, TypeError, "a function or None, got 3 (int)"),
     ("duck", 3, TypeError, "a HasStep or None, got 3 (int)"),
     ("flag_or_number", "yes", TypeError, "a bool, an int or None, got 'yes' (str); write flag_or_number=True"),
@@ -239,3 +242,35 @@ def test_torch_compile_traces_through() -> None:
 
     compiled = torch.compile(lambda x: scaled(x, where="out") + 1, fullgraph=True, backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
+
+
+def test_functions_of_scale_core_tell_of_wrong_arguments_before_anything_is_written(tmp_path: Path) -> None:
+    model = layers()
+    wrong: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+        (snapshot.save, (tmp_path, 1, {"model": model}), {"keep": True}, "save: expected keep to be an int or None"),
+        (snapshot.save, (tmp_path, 1, model), {}, "save: expected objects to be a mapping, got a Sequential"),
+        (snapshot.save_snapshot, (tmp_path, "1", {}), {}, "save_snapshot: expected step to be an int, got '1'"),
+        (scale_core.ShardedGradScaler, (), {"enabled": "false"}, "; write enabled=False"),
+        (scale_core.reduce_scatter, (torch.ones(2), scale_core.Group()), {"average": "no"}, "; write average=False"),
+        (scale_core.all_reduce, (torch.ones(2), Mock()), {}, "all_reduce: expected group to be a Group, got a Mock"),
+        (scale_core.clip_grad_norm_, (model.parameters(), None), {}, "expected max_norm to be a float, got None"),
+        (scale_core.join, ("text",), {}, "join: expected batches to be a collection, got 'text'"),
+        (faults.kill_at, ("all_gather", -1), {}, "ranks and seconds are not negative, got rank=-1"),
+    ]
+    for call, args, kwargs, text in wrong:
+        with pytest.raises((TypeError, ValueError), match=text):
+            call(*args, **kwargs)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_of_another_program_is_still_taken() -> None:
+    class Ranks:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 1
+
+    assert scale_core.group_of(Ranks()).size == 1
+    for group in (Ranks(), Mock(rank=lambda: 0, size=lambda: 1)):
+        assert list(scale_core.join([1, 2], group)) == [1, 2]

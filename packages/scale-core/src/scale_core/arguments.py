@@ -26,7 +26,6 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 _BOOLS = {"bool", "bool_", "SymBool"}  # Python's, NumPy's in its versions, and torch's while it traces.
-_TEXT = (str, bytes)
 
 
 def checked_arguments(function: F) -> F:
@@ -105,13 +104,17 @@ class _Signature(NamedTuple):
         if name in self.defaults and value is self.defaults[name]:
             return
         kind = self.kinds[name]
-        hint = f"; leave {name} out for the default, {self.defaults[name]!r:.40}" if name in self.defaults else ""
+        hint = ""
         if isinstance(value, str) and "bool" in kind.name and value.lower() in ("true", "false", "yes", "no"):
             hint = f"; write {name}={value.lower() in ('true', 'yes')}"
-        elif isinstance(value, type):
-            hint = f"; write {value.__name__}(...) for an object of it"
         elif isinstance(value, str) and " of str" in kind.name:
             hint = f"; write [{value!r:.60}]"
+        elif isinstance(value, type):
+            hint = f"; write {value.__name__}(...) for an object of it"
+        elif kind.name.startswith("class"):
+            hint = f"; write {type(value).__name__} for the class itself"
+        elif isinstance(self.defaults.get(name, ...), bool | int | float | str | None):
+            hint = f"; leave {name} out for the default, {self.defaults[name]!r}"
         is_choice = isinstance(value, str) and ("'" in kind.name or "device" in kind.name)
         is_nan = isinstance(value, float) and math.isnan(value)
         error = ValueError if is_choice or is_nan else TypeError
@@ -140,15 +143,15 @@ def _came(value: Any) -> str:
 # Annotations.
 
 
-def _read(hint: Any, known: Mapping[str, Any]) -> Any:
+def _read(hint: Any, known: dict[str, Any]) -> Any:
     """An annotation of an object that was written as text; itself, where there is no such name here."""
     try:
-        return eval(getattr(hint, "__forward_arg__", hint), dict(known))
+        return eval(getattr(hint, "__forward_arg__", hint), known)
     except Exception:  # It is no text, or has a name for type checkers alone.
         return hint
 
 
-def _kind(hint: Any, known: Mapping[str, Any]) -> _Kind | None:
+def _kind(hint: Any, known: dict[str, Any]) -> _Kind | None:
     """What an annotation asks for; None where it tells nothing that can be compared."""
     if isinstance(hint, TypeVar):
         return None if hint.__bound__ is None else _kind(_read(hint.__bound__, known), known)
@@ -160,8 +163,8 @@ def _kind(hint: Any, known: Mapping[str, Any]) -> _Kind | None:
         return _union([_kind(each, known) for each in arguments])
     if origin is typing.Literal:
         return _Kind("|".join(map(repr, arguments)), functools.partial(_is_choice, arguments))
-    if origin is type:
-        return _class_of(arguments[0])
+    if origin is type:  # Of which other one is for the function to say.
+        return _Kind("class", lambda value: isinstance(value, type))
     if (origin or hint) in _SIMPLE:
         return _SIMPLE[origin or hint]
     if not isinstance(origin or hint, type) or hint in (Any, object, inspect.Parameter.empty):
@@ -173,12 +176,11 @@ def _union(kinds: list[_Kind | None]) -> _Kind | None:
     told = [kind for kind in kinds if kind is not None]
     if len(told) < len(kinds):
         return None
-    checks = [kind.fits for kind in told]
-    types = frozenset().union(*(kind.types for kind in told))
-    return _Kind("|".join(kind.name for kind in told), lambda value: any(fits(value) for fits in checks), types)
+    always = frozenset[type]().union(*(kind.types for kind in told))
+    return _Kind("|".join(kind.name for kind in told), lambda value: any(kind.fits(value) for kind in told), always)
 
 
-def _container(kind: Any, arguments: tuple[Any, ...], known: Mapping[str, Any]) -> _Kind:
+def _container(kind: Any, arguments: tuple[Any, ...], known: dict[str, Any]) -> _Kind:
     """A class, or a container of items."""
     if kind is collections.abc.Callable:
         return _Kind("function", callable)
@@ -196,16 +198,12 @@ def _container(kind: Any, arguments: tuple[Any, ...], known: Mapping[str, Any]) 
     return _Kind(name, lambda value: isinstance(value, kind), frozenset({kind}))
 
 
-def _class_of(base: Any) -> _Kind | None:
-    """A class itself; of which other one is for the function to say, since factories that act like classes may do."""
-    return _Kind("class", lambda value: isinstance(value, type)) if isinstance(base, type) else None
-
-
 def _holds(item: _Kind | None) -> Callable[[Any], bool]:
     """Whether a value is a container, and no text; its items are looked at where that does not use them up."""
 
     def fits(value: Any) -> bool:
-        if isinstance(value, _TEXT) or not any(_has(value, way) for way in ("__iter__", "__getitem__", "__contains__")):
+        ways = ("__iter__", "__getitem__", "__contains__")
+        if isinstance(value, str | bytes) or not any(_has(value, way) for way in ways):
             return False
         return item is None or not isinstance(value, list | tuple | set) or all(map(item.fits, value))
 
@@ -227,7 +225,7 @@ def _is_tensor(value: Any) -> bool:
 def _is_bool(value: Any) -> bool:
     if type(value).__name__ in _BOOLS or _is_tensor(value):
         return True
-    return isinstance(value, SupportsIndex) and operator.index(value) in (0, 1)
+    return isinstance(value, SupportsIndex) and not _has(value, "__len__") and operator.index(value) in (0, 1)
 
 
 def _is_int(value: Any) -> bool:
@@ -247,7 +245,7 @@ def _is_device(value: Any) -> bool:
         return isinstance(value, torch.device)
     try:
         torch.device(value)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return False
     return True
 

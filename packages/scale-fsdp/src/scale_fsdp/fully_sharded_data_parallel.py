@@ -334,7 +334,7 @@ def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise TypeError(f"FullyShardedDataParallel: unexpected argument '{unknown[0]}'{hint}")
     if ignored:
-        warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=3)
+        warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=4)
     return {name: value for name, value in kwargs.items() if name in known}
 
 

@@ -100,7 +100,7 @@ def load_pretrained(
     fits = {name: part for name, part in found.parts.items() if name not in differences.keys}
     together.each_rank(lambda: _allocate(inner, fits, device, init, ranks))
     if differences and ranks.rank == 0:
-        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=2)
+        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=3)
     reads = together.each_rank(lambda: _plan(inner, files, fits))
     overwriting = CollectiveCall(ranks, f"loading {path}, which has overwritten a part of the model,", SnapshotError)
     overwriting.each_rank(lambda: _read(reads, progress or partial(_log, path, ranks.rank)))

@@ -180,7 +180,7 @@ def load_snapshot(
             return _load(path, state, group, *rules)
         except DamagedSnapshotError as error:
             if group.rank == 0:
-                warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
+                warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=3)
     missing = FileNotFoundError(f"there is no whole snapshot in {folder}")
     raise SnapshotError(f"{looking.doing} failed: {missing}") from missing
 
@@ -215,7 +215,7 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
 
     _verify(together, path, manifest, together.all_ranks(plan))
     if differences and group.rank == 0:
-        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=3)
+        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=4)
     overwriting = CollectiveCall(group, f"loading {path}, which has overwritten a part of the state,", SnapshotError)
     overwriting.each_rank(lambda: read_tensors(path, reads))
     values = {key: value for key, value in manifest.values.items() if key in fits}
@@ -268,11 +268,11 @@ def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) 
         try:
             verify_snapshot(path) if verify else read_manifest(path)
         except DamagedSnapshotError as error:
-            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
+            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=3)
         else:
             return path
     if not paths and (found := recognize(directory)) is not None and found.is_foreign:
-        warnings.warn(found.advice(), stacklevel=2)
+        warnings.warn(found.advice(), stacklevel=3)
     return None
 
 

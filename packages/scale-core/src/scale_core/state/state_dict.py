@@ -149,7 +149,7 @@ def load_sharded_state_dict(
     """
     differences = load_what_fits(state, model, optimizer, copy=copy, strict=strict)
     if differences:
-        warnings.warn(f"the state is loaded in part, as strict=False says: {differences}", stacklevel=2)
+        warnings.warn(f"the state is loaded in part, as strict=False says: {differences}", stacklevel=3)
 
 
 def load_what_fits(

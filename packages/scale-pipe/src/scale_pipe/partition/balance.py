@@ -90,7 +90,7 @@ def balance_by_size(
     chunks = check_chunks(chunks)
     if not param_scale >= 0:
         raise ValueError(f"param_scale must not be negative, but is {param_scale}")
-    sizes = layer_bytes(module, scatter_each(input, chunks, stacklevel=3)[0], device)
+    sizes = layer_bytes(module, scatter_each(input, chunks, stacklevel=4)[0], device)
     return block_partition([size.activations + size.parameters * param_scale for size in sizes], partitions)
 
 
