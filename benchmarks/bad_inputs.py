@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import os
 import re
 import signal
 import sys
@@ -120,6 +121,11 @@ def sharded() -> nn.Module:
 def sharded_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = sharded()
     return model, torch.optim.AdamW(model.parameters())
+
+
+def sgd_and_model() -> Arguments:
+    model = layers()
+    return {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
 
 
 def oss(model: nn.Module | None = None) -> Any:
@@ -309,6 +315,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_fsdp.wrap": lambda: {"module": layers()},
     "scale_oss.OSS": lambda: {"params": params(), "optim": SGD, "lr": 0.1},
     "scale_oss.ShardedDataParallel": lambda: optim_and_params(),
+    "scale_oss.LocalSGD": lambda: {**sgd_and_model(), "sync_every": 2},
     "scale_oss.SplitOptimizer": lambda: _split_optimizer(),
     "scale_oss.split_by": lambda: {"model": layers(), "matrix": spec(), "other": spec()},
     "scale_pipe.Costs": lambda: {"forward": (1.0,), "input_gradient": (1.0,), "weight_gradient": (1.0,), "link": ()},
@@ -660,19 +667,36 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "seed": ("below zero",),
     "padding_idx": ("below zero",),  # As torch's: from the end.
     "ignore_index": ("below zero",),
+    "normalized_shape": ("empty",),  # As torch's: of a number.
+    "scale_tp.ring_attention.scale": ("below zero",),  # As torch's attention.
+    "scale_fsdp.FullyShardedDataParallel.mixed_precision": ("None",),  # As FSDP1's, whose default it is.
+    "broadcast_buffer_size": ("below zero",),  # FairScale's, without an effect; -1 is its default.
+    "reduce_buffer_size": ("below zero",),  # The same.
+    "scale_core.check_replicas.step": ("below zero",),  # It is only told.
+    "scale_core.testing.faults.begin_step.step": ("below zero",),  # The same.
+    "scale_adascale.until_steps.first_epoch": ("below zero",),  # It is passed to `set_epoch`.
     "link": ("empty",),  # Of one stage.
     "params": ("empty",),  # Of a rank without any.
     "batches": ("empty",),
     "text": ("empty",),
+    "directory": ("empty",),  # The current folder, as for `pathlib`.
+    "path": ("empty",),
+    "destination": ("empty",),
+    "scale_core.snapshot.save.objects": ("empty",),  # A snapshot of `extra` alone.
+    "scale_core.snapshot.async_save.objects": ("empty",),
+    "scale_core.snapshot.save_snapshot.state": ("empty",),
     "scale_core.check_replicas.model": ("empty",),
     "scale_core.launch.format_exit_code.code": ("below zero",),  # A signal.
     "scale_checkpoint.checkpoint_modules.select": ("empty",),
+    "blocks": ("empty",),  # None is planned.
     "scale_fsdp.auto_wrap_bn.fsdp_config": ("empty",),
     "scale_pipe.shared_parameters.stages": ("empty",),
     "scale_pipe.split.cuts": ("empty",),  # One stage.
     "scale_pipe.split.hold": ("empty",),
     "scale_pipe.split.pass_on": ("empty",),
     "scale_pipe.verify_skippables.module": ("empty",),
+    "scale_tp.gather_linear.weights": ("empty",),  # No product.
+    "scale_train.with_wrapped_modules.modules_to_wrap": ("empty",),
 }
 """Sorts of wrong values that are right for a parameter, by its name or by its callable and name."""
 
@@ -707,6 +731,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="the whole")
     parser.add_argument("--date", help="writes results/DATE-bad_inputs.json and .md")
     options = parser.parse_args(arguments)
+    os.chdir(_TEMPORARY.name)  # An empty path is the current folder.
     found: list[Outcome] = []
     broken = []
     for name in CALLS:

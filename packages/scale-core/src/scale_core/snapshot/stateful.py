@@ -50,7 +50,6 @@ class PerRank:
     resize: Resize | None = None
 
 
-@checked_arguments
 @dataclass(frozen=True)
 class FromRank0:
     """Marks an object whose state differs between ranks, and is saved as rank 0 has it and loaded by all ranks.

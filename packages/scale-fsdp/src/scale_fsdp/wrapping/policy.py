@@ -156,7 +156,6 @@ class _ClassPolicy(Policy):
         )
 
 
-@checked_arguments
 def class_policy(*classes: type[nn.Module] | str) -> Policy:
     """Units are the modules of these classes or of subclasses of them.
 
@@ -227,7 +226,6 @@ class _NamePolicy(Policy):
                 )
 
 
-@checked_arguments
 def name_policy(*patterns: str) -> Policy:
     r"""Units are the modules whose whole qualified name matches a regular expression, as `r"layers\.\d+"`.
 
