@@ -18,10 +18,10 @@ def test_a_wrong_argument_is_told_by_name_before_the_optimizer_is_touched() -> N
             AdaScaleWrapper,
             (model.parameters(),),
             {"optim_cls": optimizer},
-            "expected optim_cls to be a class, got a SGD; write SGD for",
+            "expected optim_cls to be a class, got SGD; write SGD for",
         ),
         (until_steps, ("text", AdaScale(optimizer), 1), {}, "until_steps: expected batches to be a collection"),
-        (fit_speed, ([0.1],), {}, "fit_speed: expected seconds to be a mapping, got a list of float"),
+        (fit_speed, ([0.1],), {}, "fit_speed: expected seconds to be a mapping, got list of float"),
     ]
     for call, args, kwargs, text in wrong:
         with pytest.raises(TypeError, match=text):

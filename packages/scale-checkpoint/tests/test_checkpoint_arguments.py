@@ -12,7 +12,7 @@ def test_a_wrong_argument_is_told_by_name_before_the_module_is_touched() -> None
     profile = profile_memory(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), torch.ones(1, 2), blocks=["0"], repeats=1)
     wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         (checkpoint_wrapper, (model,), {"offload_to_cpu": "false"}, "; write offload_to_cpu=False"),
-        (checkpoint_wrapper, (model,), {"min_bytes": "3"}, "checkpoint_wrapper: expected min_bytes to be an int"),
+        (checkpoint_wrapper, (model,), {"min_bytes": "3"}, "checkpoint_wrapper: expected min_bytes to be an integer"),
         (checkpoint_modules, (nn.Linear, ["0"]), {}, "expected model to be a Module, got the class Linear"),
         (checkpoint_modules, (model, 3), {}, "checkpoint_modules: expected select to be"),
         (check_recomputation, (None,), {}, "check_recomputation: expected model to be a Module, got None"),

@@ -13,10 +13,10 @@ from scale_fsdp import FSDPModule, FullyShardedDataParallel, OffloadOptimizer, f
         (
             fully_shard,
             {"reshard_after_forward": "yes"},
-            "fully_shard: expected reshard_after_forward to be a bool, an int",
+            "fully_shard: expected reshard_after_forward to be a bool",
         ),
         (fully_shard, {"sync_module_states": None}, "expected sync_module_states to be a bool, got None"),
-        (fully_shard, {"limit_seconds": "60"}, r"expected limit_seconds to be a float or None, got '60' \(str\)"),
+        (fully_shard, {"limit_seconds": "60"}, r"expected limit_seconds to be a number or None, got '60' \(str\)"),
         (fully_shard, {"compute_device": "gpu"}, "expected compute_device to be a torch.device or its name"),
         (FullyShardedDataParallel, {"flatten_parameters": "false"}, "; write flatten_parameters=False"),
     ],

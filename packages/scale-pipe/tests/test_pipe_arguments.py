@@ -19,8 +19,13 @@ def test_a_wrong_argument_is_told_by_name_before_anything_is_built() -> None:
             "Pipe: expected deferred_batch_norm to be a bo",
         ),
         (split, (model, "1"), {}, r"split: expected cuts to be a sequence of str, got '1' \(str\); write \['1'\]"),
-        (Costs, (1.0, (1.0,), (1.0,), ()), {}, r"Costs: expected forward to be a sequence of float, got 1.0 \(float\)"),
-        (DeferredBatchNorm, (4,), {"eps": "1e-5"}, "DeferredBatchNorm: expected eps to be a float"),
+        (
+            Costs,
+            (1.0, (1.0,), (1.0,), ()),
+            {},
+            r"Costs: expected forward to be a sequence of number, got 1.0 \(float\)",
+        ),
+        (DeferredBatchNorm, (4,), {"eps": "1e-5"}, "DeferredBatchNorm: expected eps to be a number"),
     ]
     for call, args, kwargs, text in wrong:
         with pytest.raises((TypeError, ValueError), match=text):

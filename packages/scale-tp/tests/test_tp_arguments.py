@@ -18,14 +18,19 @@ def test_a_wrong_argument_is_told_by_name_before_anything_has_changed() -> None:
             ColumnParallelLinear,
             (4, "4"),
             {},
-            r"ColumnParallelLinear: expected out_features to be an int, got '4' \(str",
+            r"ColumnParallelLinear: expected out_features to be an integer, got '4' \(str",
         ),
-        (ParallelEmbedding, (4, 4), {"max_norm": "1"}, "ParallelEmbedding: expected max_norm to be a float or None"),
+        (ParallelEmbedding, (4, 4), {"max_norm": "1"}, "ParallelEmbedding: expected max_norm to be a number or None"),
         (parallelize, (model, plan), {"check_inputs": "no"}, "; write check_inputs=False"),
         (parallelize, (nn.Linear, plan), {}, r"expected model to be a Module, got the class Linear; write Linear\("),
         (ring_attention, (heads, heads, heads), {"is_causal": "false"}, "expected is_causal to be a bool"),
-        (ring_attention, (heads, [1.0], heads), {}, "expected key to be a torch.Tensor, got a list of float"),
-        (scale_tp.gather_from_model_parallel_region, (heads,), {"sizes": 3}, "expected sizes to be a sequence of int"),
+        (ring_attention, (heads, [1.0], heads), {}, "expected key to be a tensor, got list of float"),
+        (
+            scale_tp.gather_from_model_parallel_region,
+            (heads,),
+            {"sizes": 3},
+            "expected sizes to be a sequence of integer",
+        ),
         (scale_tp.initialize_model_parallel, (1,), {"limit_seconds": -3}, "expected limit_seconds above 0"),
     ]
     for call, args, kwargs, text in wrong:

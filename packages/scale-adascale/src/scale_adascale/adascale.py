@@ -89,7 +89,7 @@ class AdaScale(Optimizer):
 
     listens_to_gradients = True  # OSS refuses a class that has this: no backward brings gradients to its pieces.
 
-    @checked_arguments
+    @checked_arguments(own="optimizer scale smoothing power num_gradients_to_accumulate")
     def __init__(
         self,
         optimizer: Optimizer,
@@ -490,7 +490,7 @@ class AdaScaleWrapper(AdaScale):
         **additional_optim_args: For the optimizer. All others, and errors, are those of `AdaScale`.
     """
 
-    @checked_arguments
+    @checked_arguments(own="scale smoothing power num_gradients_to_accumulate")
     def __init__(
         self,
         params: Any,

@@ -116,7 +116,6 @@ def suggest_batch_size(
 Batch = TypeVar("Batch")
 
 
-@checked_arguments
 def halves(batch: Batch) -> Iterator[Batch]:
     """Yields the first half of a batch and the second, for two backward passes in place of one.
 
@@ -155,7 +154,6 @@ def halves(batch: Batch) -> Iterator[Batch]:
 #     AdaScale        the gain, measured at each step      until the gains sum up to T
 
 
-@checked_arguments
 def linear(scale: float) -> float:
     """The factor of linear scaling, the scale itself.
 
@@ -166,7 +164,6 @@ def linear(scale: float) -> float:
     return scale
 
 
-@checked_arguments
 def square_root(scale: float) -> float:
     """The factor of square root scaling.
 

@@ -32,7 +32,7 @@ How: TypeAlias = Literal["keep", "recompute", "offload", "selective"] | Operator
 expensive operators ("selective"), of these operators, or of those that a policy names."""
 
 
-@checked_arguments
+@checked_arguments(own="module")
 def checkpoint_wrapper(
     module: M,
     offload_to_cpu: bool = False,
@@ -84,7 +84,7 @@ def checkpoint_wrapper(
     return module
 
 
-@checked_arguments
+@checked_arguments(own="module")
 def apply_checkpointing(
     module: M,
     how: How,
@@ -178,7 +178,7 @@ ModulePolicy: TypeAlias = Callable[[str, nn.Module], How | None]
 """Called with a module's qualified name and the module; returns what is done with it, or None for nothing."""
 
 
-@checked_arguments
+@checked_arguments(own="select")
 def checkpoint_modules(
     model: nn.Module,
     select: Collection[str] | type[nn.Module] | ModulePolicy,

@@ -17,7 +17,7 @@ import operator
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeVar
 
@@ -28,12 +28,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BOOLS = {"bool", "bool_", "SymBool"}  # Python's, NumPy's in its versions, and torch's while it traces.
 
 
-def checked_arguments(function: F) -> F:
+@typing.overload
+def checked_arguments(function: F, /) -> F: ...
+
+
+@typing.overload
+def checked_arguments(*, own: str) -> Callable[[F], F]: ...
+
+
+def checked_arguments(function: Any = None, *, own: str = "") -> Any:
     """Makes a function, or a class when it is constructed, refuse arguments that their annotations rule out.
 
     The signature stays as it is. Annotations are read at the first call; one that can't be read (a name that is
     imported for type checkers alone, an alias in quotes) is not compared with anything. Nothing is checked while
-    torch.compile traces.
+    torch.compile traces. `own` names parameters that the function compares itself, as it has more to say of them.
 
     >>> @checked_arguments
     ... def average(values: list[float], weighted: bool = False) -> float:
@@ -44,17 +52,18 @@ def checked_arguments(function: F) -> F:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: A word that is no choice, a device that torch does not know, or NaN.
+        ValueError: A device that torch does not know.
     """
-    if isinstance(function, type):
-        construct: Any = function.__init__  # type: ignore[misc]
-        function.__init__ = _checked(construct, function.__qualname__)  # type: ignore[misc]
-        return function
-    return typing.cast(F, _checked(function, function.__qualname__.removesuffix(".__init__")))
+    if function is None:
+        return functools.partial(checked_arguments, own=own)
+    if not isinstance(function, type):
+        return _checked(function, function.__qualname__.removesuffix(".__init__"), own.split())
+    function.__init__ = _checked(function.__init__, function.__qualname__, own.split())  # type: ignore[misc]
+    return function
 
 
-def _checked(function: Callable[..., Any], title: str) -> Callable[..., Any]:
-    signature = functools.cache(lambda: _Signature.of(function))
+def _checked(function: Callable[..., Any], title: str, own: Sequence[str]) -> Callable[..., Any]:
+    signature = functools.cache(lambda: _Signature.of(function, own))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -85,14 +94,13 @@ class _Signature(NamedTuple):
     defaults: dict[str, Any]
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> _Signature:
+    def of(cls, function: Callable[..., Any], own: Sequence[str]) -> _Signature:
         known = inspect.unwrap(function).__globals__
         parameters = inspect.signature(function).parameters.values()
         placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        kinds = {
-            each.name: _kind(_read(each.annotation, known), known) for each in parameters if each.kind not in several
-        }
+        compared = [each for each in parameters if each.kind not in several and each.name not in own]
+        kinds = {each.name: _kind(_read(each.annotation, known), known) for each in compared}
         return cls(
             tuple(each.name for each in parameters if each.kind in placed),
             {name: kind for name, kind in kinds.items() if kind is not None},
@@ -115,15 +123,14 @@ class _Signature(NamedTuple):
             hint = f"; write {type(value).__name__} for the class itself"
         elif isinstance(self.defaults.get(name, ...), bool | int | float | str | None):
             hint = f"; leave {name} out for the default, {self.defaults[name]!r}"
-        is_choice = isinstance(value, str) and ("'" in kind.name or "device" in kind.name)
-        is_nan = isinstance(value, float) and math.isnan(value)
-        error = ValueError if is_choice or is_nan else TypeError
-        raise error(f"{title}: expected {name} to be {_with_article(kind.name)}, got {_came(value)}{hint}")
+        error = ValueError if isinstance(value, str) and "device" in kind.name else TypeError
+        raise error(f"{title}: expected {name} to be {_with_articles(kind.name)}, got {_came(value)}{hint}")
 
 
-def _with_article(name: str) -> str:
+def _with_articles(name: str) -> str:
     words = [
-        word if word[0] in "'N" else f"a{'n' if word[0] in 'aeiouAEIO' else ''} {word}" for word in name.split("|")
+        word if word[0] == "'" or word in ("None", "False") else f"a{'n' if word[0] in 'aeiouAEIO' else ''} {word}"
+        for word in name.split("|")
     ]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
@@ -136,8 +143,8 @@ def _came(value: Any) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, list | tuple | set):
         kinds = ", ".join(sorted({type(item).__name__ for item in value}))
-        return f"a {type(value).__name__} of {kinds}" if kinds else f"an empty {type(value).__name__}"
-    return _with_article(type(value).__name__)
+        return f"{type(value).__name__} of {kinds}" if kinds else f"an empty {type(value).__name__}"
+    return type(value).__name__
 
 
 # Annotations.
@@ -162,7 +169,8 @@ def _kind(hint: Any, known: dict[str, Any]) -> _Kind | None:
             arguments = tuple(each for each in arguments if each not in (str, int))
         return _union([_kind(each, known) for each in arguments])
     if origin is typing.Literal:
-        return _Kind("|".join(map(repr, arguments)), functools.partial(_is_choice, arguments))
+        sorts = tuple({type(choice) for choice in arguments})  # Which words there are is for the function to say.
+        return _Kind("|".join(map(repr, arguments)), lambda value: isinstance(value, sorts), frozenset(sorts))
     if origin is type:  # Of which other one is for the function to say.
         return _Kind("class", lambda value: isinstance(value, type))
     if (origin or hint) in _SIMPLE:
@@ -214,10 +222,6 @@ def _has(value: Any, *names: str) -> bool:
     return all(hasattr(type(value), name) for name in names)
 
 
-def _is_choice(choices: tuple[Any, ...], value: Any) -> bool:
-    return isinstance(value, tuple({type(choice) for choice in choices})) and value in choices
-
-
 def _is_tensor(value: Any) -> bool:
     return _has(value, "__torch_function__")  # What stands for one while torch.fx traces has it as well.
 
@@ -235,8 +239,6 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    if isinstance(value, float):
-        return not math.isnan(value)
     return isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, bool)
 
 
@@ -255,9 +257,9 @@ _SIMPLE: dict[Any, _Kind] = {
     None: _NONE,
     types.NoneType: _NONE,
     bool: _Kind("bool", _is_bool, frozenset({bool})),
-    int: _Kind("int", _is_int, frozenset({int})),
-    float: _Kind("float", _is_float, frozenset({int})),
-    torch.Tensor: _Kind("torch.Tensor", _is_tensor, frozenset({torch.Tensor, torch.nn.Parameter})),
+    int: _Kind("integer", _is_int, frozenset({int})),
+    float: _Kind("number", _is_float, frozenset({int, float})),
+    torch.Tensor: _Kind("tensor", _is_tensor, frozenset({torch.Tensor, torch.nn.Parameter})),
     str: _Kind("str", lambda value: isinstance(value, str), frozenset({str})),
     torch.device: _Kind("torch.device or its name", _is_device),
     os.PathLike: _Kind("path", lambda value: isinstance(value, os.PathLike)),

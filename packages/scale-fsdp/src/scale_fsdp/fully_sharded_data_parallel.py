@@ -338,7 +338,6 @@ def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name in known}
 
 
-@checked_arguments
 @dataclass(frozen=True)
 class FSDPConfig:
     """Arguments of `FullyShardedDataParallel` as one value, as a configuration file holds them.

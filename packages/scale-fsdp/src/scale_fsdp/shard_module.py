@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
-@checked_arguments
+@checked_arguments(own="module reshard_after_forward error_if_nonfinite init")
 @renamed_arguments(
     process_group="mesh=, which takes a DeviceMesh or a process group",
     mixed_precision="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",

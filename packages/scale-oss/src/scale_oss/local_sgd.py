@@ -83,7 +83,7 @@ class LocalSGD:
             different parts; a `ContractError`: ranks differ.
     """
 
-    @checked_arguments
+    @checked_arguments(own="sync_every")
     def __init__(
         self,
         model: nn.Module,

@@ -95,7 +95,7 @@ class OSS(OSSStateDictMixin):
             parameters are a `ContractError`.
     """
 
-    @checked_arguments
+    @checked_arguments(own="optim")
     @renamed_arguments(group="process_group=")
     def __init__(
         self,

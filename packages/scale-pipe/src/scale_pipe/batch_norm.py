@@ -56,7 +56,7 @@ class DeferredBatchNorm(_BatchNorm):
         ValueError: `chunks` is not positive.
     """
 
-    @checked_arguments
+    @checked_arguments(own="chunks")
     def __init__(
         self,
         num_features: int,

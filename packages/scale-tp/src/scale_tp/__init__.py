@@ -151,7 +151,7 @@ __all__ = [
 
 for _name in __all__:
     if _name.endswith("_region"):  # The layers call them where they are, in every forward.
-        globals()[_name] = _checked(globals()[_name])
+        globals()[_name] = _checked(own="input_")(globals()[_name])
     if hasattr(globals()[_name], "__qualname__"):  # Tracebacks and documentation show the path that people write.
         globals()[_name].__module__ = __name__
 del _name

@@ -110,7 +110,7 @@ class MemoryPlan:
         return f"{head}\n\n{body}\n\n{bar_chart(step, self.budget_bytes)}"
 
 
-@checked_arguments
+@checked_arguments(own="budget_bytes other_bytes")
 def plan_memory(
     model: nn.Module,
     sample_input: Any,
@@ -150,7 +150,7 @@ def plan_memory(
     return best_plan(profile, budget_bytes, other_bytes=other_bytes)
 
 
-@checked_arguments
+@checked_arguments(own="budget_bytes other_bytes")
 def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0) -> MemoryPlan:
     """Returns the fastest plan that fits a budget; needs no model.
 

@@ -61,7 +61,7 @@ class ShardedGradScaler(GradScaler):
         TypeError: `process_group` is none, or `device` is no device.
     """
 
-    @checked_arguments
+    @checked_arguments(own="device")
     def __init__(
         self,
         device: torch.device | str | None = None,

@@ -152,7 +152,7 @@ class _RankState(NamedTuple):
     metadata: Mapping[str, Any]
 
 
-@checked_arguments
+@checked_arguments(own="shard_metadata")
 def consolidate_shard_weights(
     shard_weights: Sequence[Mapping[str, Any]],
     shard_metadata: Sequence[Mapping[str, Any]],

@@ -97,7 +97,7 @@ class DistributedPipe(StageModuleView):
         ContractError: The ranks have built different models, splits or schedules.
     """
 
-    @checked_arguments
+    @checked_arguments(own="module")
     def __init__(
         self,
         module: nn.Module | Sequence[nn.Module],

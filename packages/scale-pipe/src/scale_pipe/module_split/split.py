@@ -32,7 +32,7 @@ _STATE_HOOKS = (
 )
 
 
-@checked_arguments
+@checked_arguments(own="cuts")
 def split(
     model: nn.Module,
     cuts: Sequence[str],

@@ -129,7 +129,7 @@ class Pipe(nn.Module):
 
     partitions: nn.ModuleList
 
-    @checked_arguments
+    @checked_arguments(own="module")
     def __init__(
         self,
         module: nn.Sequential,

@@ -27,7 +27,7 @@ _MAX_BALANCES = 1000
 _SOLVER_VISITS = 30_000
 
 
-@checked_arguments
+@checked_arguments(own="partitions")
 def balance_by_time(
     partitions: int, module: nn.Sequential, sample: Any, *, seconds: float = 1.0, device: Device = None
 ) -> list[int]:
@@ -60,7 +60,7 @@ def balance_by_time(
     return block_partition([sum(times) for times in layer_times(module, sample, seconds, device)], partitions)
 
 
-@checked_arguments
+@checked_arguments(own="partitions")
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
@@ -94,7 +94,7 @@ def balance_by_size(
     return block_partition([size.activations + size.parameters * param_scale for size in sizes], partitions)
 
 
-@checked_arguments
+@checked_arguments(own="partitions")
 def balance_by_makespan(
     partitions: int,
     module: nn.Sequential,

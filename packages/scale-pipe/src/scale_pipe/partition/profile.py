@@ -52,7 +52,7 @@ class _Inputs(NamedTuple):
     skips: Mapping[SkipKey, Any]
 
 
-@checked_arguments
+@checked_arguments(own="stages")
 def profile_stages(
     stages: Sequence[nn.Module], *args: Any, seconds: float = 1.0, link: float | Sequence[float] = 0.0, **kwargs: Any
 ) -> Costs:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from scale_core.arguments import checked_arguments
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import Action, backward, forward
 from scale_pipe.schedules.lowering import build_schedule
@@ -19,7 +18,6 @@ from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import Schedule
 
 
-@checked_arguments
 def gpipe(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:
     """GPipe: all forwards, then all backwards in the reverse order. Holds all micro-batches.
 
@@ -42,7 +40,6 @@ def gpipe(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> S
     return build_schedule("GPipe", placement, num_micro_batches, orders)
 
 
-@checked_arguments
 def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule:
     """1F1B: as few forwards as fill the pipeline, then a backward after each forward.
 
@@ -65,7 +62,6 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
     return build_schedule("1F1B", placement, num_micro_batches, orders)
 
 
-@checked_arguments
 def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B with several stages per rank, in a loop: the pipeline fills in stages, which are shorter than ranks.
 
@@ -90,7 +86,6 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: in
     return build_schedule("Interleaved 1F1B", placement, num_micro_batches, orders)
 
 
-@checked_arguments
 def looped_breadth_first(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2) -> Schedule:
     """All micro-batches through one stage before the next stage of the rank's loop; backwards likewise.
 

@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import inf
 
-from scale_core.arguments import checked_arguments
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import Action, Kind, forward, input_gradient, weight_gradient
 from scale_pipe.schedules.cost_model import Costs
@@ -47,7 +46,6 @@ ASSUMED_TIMES = (
 """Times of forward, input and weight gradient that list scheduling assumes; the order that follows depends on them."""
 
 
-@checked_arguments
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Returns ZB-H1 for P ranks and M micro-batches: one stage per rank, P micro-batches live.
 
@@ -68,7 +66,6 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     return build_schedule("ZB-H1", StagePlacement.loop(num_ranks), num_micro_batches, orders)
 
 
-@checked_arguments
 def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Returns ZB-V for P ranks and M micro-batches: two stages per rank in a V, P micro-batches live.
 
@@ -79,7 +76,6 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     return _best_list_schedule("ZB-V", num_ranks, num_micro_batches, 2 * num_ranks)
 
 
-@checked_arguments
 def v_half(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Returns V-Half for P ranks and M micro-batches: two stages per rank in a V, P/2 + 1 micro-batches live.
 
@@ -90,7 +86,6 @@ def v_half(num_ranks: int, num_micro_batches: int) -> Schedule:
     return _best_list_schedule("V-Half", num_ranks, num_micro_batches, 2 * ((num_ranks + 2) // 2))
 
 
-@checked_arguments
 def v_min(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Returns V-Min for P ranks and M micro-batches: two stages per rank in a V, (P + 4) / 3 micro-batches live.
 
@@ -161,7 +156,6 @@ def _best_list_schedule(name: str, num_ranks: int, num_micro_batches: int, cap: 
 # Source: the DualPipe repository's description, and "DualPipe could be better without the dual" (2025).
 
 
-@checked_arguments
 def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Returns DualPipe-V for P ranks and M micro-batches: two stages per rank in a V, P + 1/2 micro-batches live.
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import untraced
@@ -31,7 +30,6 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 @untraced
-@checked_arguments
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,

@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from scale_core.arguments import checked_arguments
 from scale_core.compat import active_fake_mode
 from scale_tp.layers.base import ParallelModule
 from scale_tp.weight_init import FullWeightProxy
@@ -16,7 +15,6 @@ from scale_tp.weight_init import FullWeightProxy
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-@checked_arguments
 @torch.no_grad()
 def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Module:
     """Has a function initialise a divided module as if it were not; each rank keeps its part of the values.

@@ -129,7 +129,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     _dim = 0
 
-    @checked_arguments
+    @checked_arguments(own="split init_method overlap_pieces")
     def __init__(
         self,
         in_features: int,
@@ -232,7 +232,7 @@ class RowParallelLinear(_ParallelLinear):
 
     _dim = 1
 
-    @checked_arguments
+    @checked_arguments(own="split init_method overlap_pieces")
     def __init__(
         self,
         in_features: int,

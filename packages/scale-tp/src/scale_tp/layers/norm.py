@@ -70,7 +70,6 @@ class ParallelRMSNorm(nn.RMSNorm):
         register_grad_all_reduce(self, ranks)
 
 
-@checked_arguments
 def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None) -> nn.Module:
     """Has the gradients of a module's own parameters all-reduced over the ranks, each of which has a part of its input.
 
