@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import scale_oss
 from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.comm.group import group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
