@@ -10,6 +10,8 @@ from scale_adascale import AdaScale, AdaScaleWrapper, fit_speed, until_steps
 def test_a_wrong_argument_is_told_by_name_before_the_optimizer_is_touched() -> None:
     model = nn.Linear(2, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
+    before = set(vars(optimizer))
+    scaled = AdaScale(SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         (AdaScale, (optimizer,), {"is_scaled_loss": "false"}, "; write is_scaled_loss=False"),
         (AdaScale, (optimizer,), {"debias_ewma": None}, "AdaScale: expected debias_ewma to be a bool, got None"),
@@ -20,11 +22,11 @@ def test_a_wrong_argument_is_told_by_name_before_the_optimizer_is_touched() -> N
             {"optim_cls": optimizer},
             "expected optim_cls to be a class, got SGD; write SGD for",
         ),
-        (until_steps, ("text", AdaScale(optimizer), 1), {}, "until_steps: expected batches to be a collection"),
+        (until_steps, ("text", scaled, 1), {}, "until_steps: expected batches to be a collection"),
         (fit_speed, ([0.1],), {}, "fit_speed: expected seconds to be a mapping, got list of float"),
     ]
     for call, args, kwargs, text in wrong:
         with pytest.raises(TypeError, match=text):
             call(*args, **kwargs)
-    assert "step" not in vars(optimizer) or optimizer.step.__self__ is optimizer
-    assert AdaScale(AdamW(model.parameters()), num_gradients_to_accumulate=2, preconditioned=0)  # type: ignore[arg-type]
+    assert vars(optimizer).keys() == before and not any(param._backward_hooks for param in model.parameters())
+    assert AdaScale(AdamW(model.parameters()), preconditioned=0).gain() >= 1  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from scale_core.arguments import checked_arguments
 from scale_core.testing import faults
 
 if TYPE_CHECKING:
-    from nowhere import Unknown
+    from nowhere import Unknown  # type: ignore[import-not-found]
 
 M = TypeVar("M", bound=nn.Module)
 Quoted: TypeAlias = "int | None"
@@ -115,36 +115,36 @@ def test_a_wrong_argument_is_told_by_name(name: str, value: object, error: type[
     assert text in str(raised.value)
 
 
-def right_values() -> Iterator[tuple[str, object]]:
-    yield from (("flag", value) for value in (True, 0, 1, torch.tensor(True), bool_()))
-    yield from (("number", value) for value in (-3, 5e9, float("inf"), Indexed(), torch.tensor(3)))
-    yield from (("real", value) for value in (-3, 0.5, float("-inf"), Indexed(), Fraction(1, 2), torch.tensor(0.5)))
-    yield from (("real", float("nan")), ("choice", "c"))  # For the function to say.
-    yield from (("path", value) for value in ("", Path(), MagicMock(spec=Path)))
-    yield from (
-        ("module", value) for value in (layers(), Mock(spec=nn.Module), torch.fx.symbolic_trace(nn.ReLU()), None)
-    )
-    yield from (("optimizer", value) for value in (SGD(layers().parameters()), [SGD(layers().parameters())], (), None))
-    yield from (
-        ("tensor", value) for value in (torch.ones(1), nn.Parameter(torch.ones(1)), torch.ones(1, device="meta"))
-    )
-    yield from (("tensor", value) for value in (FakeTensorMode().from_tensor(torch.ones(2)), torch.fx.Proxy(Mock())))
-    yield from (("device", value) for value in ("cpu", "cuda:1", torch.device("meta"), None))
-    yield from (
-        ("sizes", value) for value in ([1], (1, 2), torch.Size([2]), range(3), torch.ones(2), iter([1]), {1, 2})
-    )
-    yield from (("names", value) for value in (["a"], {"a"}, {"a": 1}.keys(), (name for name in "ab"), {"a": 1}))
-    yield from (("params", value) for value in (layers().parameters(), nn.ParameterList(), [{"params": []}], layers()))
-    yield from (("costs", value) for value in ([1, 2.0], (), (torch.tensor(1.0),)))
-    yield from (("state", value) for value in ({}, OrderedDict(), UserDict(), MagicMock(spec=dict)))
-    yield from (("cls", value) for value in (torch.optim.AdamW, Mock))
-    yield from (("call", value) for value in (print, lambda number: number, nn.ReLU(), nn.ReLU, Mock()))
-    yield from (("duck", value) for value in (SGD(layers().parameters()), Mock(), Mock(spec=SGD)))
-    yield from (("flag_or_number", value) for value in (True, 2, None))
-    yield from ((name, object()) for name in ("unknown", "quoted", "anything"))
+def each(name: str, *values: object) -> list[tuple[str, object]]:
+    return [(name, value) for value in values]
 
 
-@pytest.mark.parametrize(("name", "value"), list(right_values()))
+RIGHT = [
+    *each("flag", True, 0, 1, torch.tensor(True), bool_()),
+    *each("number", -3, 5e9, float("inf"), Indexed(), torch.tensor(3)),
+    *each("real", -3, 0.5, float("-inf"), Indexed(), Fraction(1, 2), torch.tensor(0.5)),
+    *each("real", float("nan")),  # Its range is for the function to say, as are
+    *each("choice", "c"),  # the words there are.
+    *each("path", "", Path(), MagicMock(spec=Path)),
+    *each("module", layers(), Mock(spec=nn.Module), torch.fx.symbolic_trace(nn.ReLU()), None),
+    *each("optimizer", SGD(layers().parameters()), [SGD(layers().parameters())], (), None),
+    *each("tensor", torch.ones(1), nn.Parameter(torch.ones(1)), torch.ones(1, device="meta"), torch.fx.Proxy(Mock())),
+    *each("tensor", FakeTensorMode().from_tensor(torch.ones(2))),
+    *each("device", "cpu", "cuda:1", torch.device("meta"), None),
+    *each("sizes", [1], (1, 2), torch.Size([2]), range(3), torch.ones(2), iter([1]), {1, 2}),
+    *each("names", ["a"], {"a"}, {"a": 1}.keys(), (name for name in "ab"), {"a": 1}),
+    *each("params", layers().parameters(), nn.ParameterList(), [{"params": []}], layers()),
+    *each("costs", [1, 2.0], (), (torch.tensor(1.0),)),
+    *each("state", {}, OrderedDict(), UserDict(), MagicMock(spec=dict)),
+    *each("cls", torch.optim.AdamW, Mock),
+    *each("call", print, lambda number: number, nn.ReLU(), nn.ReLU, Mock()),
+    *each("duck", SGD(layers().parameters()), Mock(), Mock(spec=SGD)),
+    *each("flag_or_number", True, 2, None),
+    *((name, object()) for name in ("unknown", "quoted", "anything")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), RIGHT)
 def test_what_is_right_is_taken(name: str, value: object) -> None:
     assert take(**{name: value}) == "taken"  # type: ignore[arg-type]
 
@@ -200,7 +200,7 @@ def test_classes_are_checked_when_they_are_made_and_stay_what_they_are() -> None
     with pytest.raises(TypeError, match=r"^Costs: expected link to be a number, got None"):
         Costs((1.0,), None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^Costs: expected forward to be a sequence of number, got 1.0"):
-        replace(Costs((1.0,)), forward=1.0)
+        replace(Costs((1.0,)), forward=1.0)  # type: ignore[arg-type]
     deeper = Deeper("ab")
     assert list(inspect.signature(Layer).parameters) == ["width", "bias"]
     assert [*copy.deepcopy(deeper).state_dict()] == [*pickle.loads(pickle.dumps(deeper)).state_dict()]
