@@ -91,7 +91,15 @@ def tests(session: nox.Session, package: str, torch: str) -> None:
     home = f"packages/{package}"
     session.install(f"torch=={torch}", *editable(edges(package)), *test_group([package]), "pytest-xdist>=3.6")
     where = session.posargs or [f"{home}/tests", f"{home}/README.md", f"{home}/src"]
-    session.run("pytest", *IN_PARALLEL, "--doctest-modules", "--doctest-glob=README.md", *where, env=ONE_THREAD)
+    session.run(
+        "pytest",
+        *IN_PARALLEL,
+        "--durations=12",
+        "--doctest-modules",
+        "--doctest-glob=README.md",
+        *where,
+        env=ONE_THREAD,
+    )
 
 
 @nox.session

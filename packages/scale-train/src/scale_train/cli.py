@@ -14,12 +14,14 @@ import tyro
 
 from scale_train.interrupts import leave_on_ctrl_c
 from scale_train.options import Options
+from scale_train.plan.options import PlanOptions
 from scale_train.snapshot.options import SnapshotOptions
 from scale_train.why.options import WhyOptions
 
 DESCRIPTION = """The training program of scale.
 
 lm        trains a GPT on the bytes of real text and reports how well it predicts text that it has not seen.
+plan      says which way of training a model fits into the memory of a machine, and what each costs.
 snapshot  lists, verifies, compares, converts and prunes checkpoints.
 why       says in one sentence why a training on several ranks ended, from what the ranks left behind."""
 
@@ -36,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parse(arguments: list[str]) -> Options | SnapshotOptions | WhyOptions:
+def parse(arguments: list[str]) -> Options | PlanOptions | SnapshotOptions | WhyOptions:
     """Parses a command line; a SystemExit for --help (code 0) and unknown options (code 2)."""
-    chosen: Options | SnapshotOptions | WhyOptions = tyro.extras.subcommand_cli_from_dict(
-        {"lm": Options, "snapshot": SnapshotOptions, "why": WhyOptions},
+    chosen: Options | PlanOptions | SnapshotOptions | WhyOptions = tyro.extras.subcommand_cli_from_dict(
+        {"lm": Options, "plan": PlanOptions, "snapshot": SnapshotOptions, "why": WhyOptions},
         prog="scale-train",
         description=DESCRIPTION,
         args=with_bare_flag(arguments),
@@ -59,12 +61,16 @@ def with_bare_flag(arguments: list[str]) -> list[str]:
     return spelled
 
 
-def _command_for(options: Options | SnapshotOptions | WhyOptions) -> Callable[[Any], int]:
+def _command_for(options: Options | PlanOptions | SnapshotOptions | WhyOptions) -> Callable[[Any], int]:
     with leave_on_ctrl_c():
         if isinstance(options, WhyOptions):
             from scale_train.why.command import why
 
             return why
+        if isinstance(options, PlanOptions):
+            from scale_train.plan.command import plan
+
+            return plan
         if isinstance(options, SnapshotOptions):
             from scale_train.snapshot.commands import snapshot
 

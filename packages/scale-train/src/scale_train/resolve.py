@@ -14,6 +14,9 @@ from scale_train.errors import InputError
 from scale_train.model import SIZES, ModelConfig
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 
+# Sizes that nobody means: a typing error would fill the memory before anything is checked.
+_MOST = {"--layers": 10_000, "--width": 1_000_000, "--heads": 100_000}
+
 # Ranks can share a core, slowly; beyond this they mostly wait for each other.
 MAX_RANKS_PER_CORE = 4
 
@@ -51,6 +54,9 @@ def model_config(options: Options) -> ModelConfig:
     shape = SIZES.get(asked.size)
     if shape is None:
         raise InputError(f"--size {asked.size}: no such size; there are {', '.join(SIZES)}")
+    for (flag, most), number in zip(_MOST.items(), (asked.layers, asked.width, asked.heads), strict=True):
+        if number is not None and number > most:
+            raise InputError(f"{flag} {number}: no model has so many; at most {most}")
     try:
         return ModelConfig(
             layers=shape.layers if asked.layers is None else asked.layers,

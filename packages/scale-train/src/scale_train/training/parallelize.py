@@ -45,7 +45,7 @@ PLAN: Plan = {
 
 The embedding of bytes is small, and is replicated."""
 
-_RULE = AttentionRule("scale-train's GPT", fused=("qkv",), heads=("heads",))
+ATTENTION_RULE = AttentionRule("scale-train's GPT", fused=("qkv",), heads=("heads",))
 
 
 class MeshAxes(NamedTuple):
@@ -77,7 +77,7 @@ def parallelize_blocks(
             axes.model,
             sequence_parallel=sequence_parallel,
             overlap_pieces=overlap_pieces,
-            attention_rules=(_RULE,),
+            attention_rules=(ATTENTION_RULE,),
         )
 
 

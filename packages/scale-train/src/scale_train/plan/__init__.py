@@ -1,0 +1,5 @@
+"""`scale-train plan`: which way of training fits into a machine's memory, and what each costs.
+
+Begin with `command`. `model` is what is planned, `strategies` how it can be divided; `estimate` runs the training step
+of one rank on tensors without memory, and `step_time` makes seconds of its bytes and operations.
+"""

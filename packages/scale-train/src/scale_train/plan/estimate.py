@@ -1,0 +1,310 @@
+"""What one rank holds, computes and sends in a step: the real training step on tensors without memory.
+
+The second step is counted, since AdamW makes its state in the first. Of a pipeline the first and the last rank run the
+schedule's own order of computations on their own stages, and the one with the higher peak counts; what they exchange is
+added up from the shapes. DistributedDataParallel itself can't run without data: in its place each gradient is reduced
+as soon as it is there, as in buckets that are views of the gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from scale_checkpoint import apply_checkpointing
+from scale_core.comm.group import Group, group_of
+from scale_core.shard import full_numel
+from scale_core.simulate import Simulation, simulate
+from scale_core.tree import map_tensors, tensors_in
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard_modules, plan_units
+from scale_oss import OSS, ShardedDataParallel
+from scale_pipe import split
+from scale_pipe.schedules.action import Kind
+from scale_pipe.schedules.registry import get_schedule
+from scale_pipe.schedules.simulation import simulate as simulate_schedule
+from scale_tp import parallelize
+from scale_train.errors import InputError
+from scale_train.plan.model import PlannedModel
+from scale_train.plan.options import PlanOptions
+from scale_train.plan.step_time import StepWork
+from scale_train.plan.strategies import Strategy
+from scale_train.training.parallelize import mesh_axes
+
+_COPIED = {"fsdp-offload"}
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+# torch's counter knows the attention kernels of GPUs; these are the same on the host.
+_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one rank needs with a strategy.
+
+    Attributes:
+        strategy: The way to train.
+        peak_by_kind: Bytes of the device at its peak, by what they are for.
+        host_peak_by_kind: Likewise of the host, where something is kept there.
+        bytes_sent: Bytes that the rank sends in a step, by collective.
+        work: What the time of a step follows from.
+        at_least_bytes: What parameters, gradients and optimizer state take, where that is too much by itself and
+            nothing more was looked at.
+        problem: Why the model can't be trained so; "" where it can.
+    """
+
+    strategy: Strategy
+    peak_by_kind: dict[str, int] = field(default_factory=dict)
+    host_peak_by_kind: dict[str, int] = field(default_factory=dict)
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    work: StepWork | None = None
+    at_least_bytes: int = 0
+    problem: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of the device, or what is known to be needed at least."""
+        return sum(self.peak_by_kind.values()) or self.at_least_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes of the host, for one rank."""
+        return sum(self.host_peak_by_kind.values())
+
+
+def least_bytes(strategy: Strategy, num_params: int) -> int:
+    """Returns the bytes of fp32 parameters, gradients and AdamW's state of one rank's device.
+
+    >>> least_bytes(Strategy("ddp", 8), 10**9), least_bytes(Strategy("fsdp", 8), 10**9)
+    (16000000000, 2000000000)
+    """
+    data, model = strategy.data_ranks, strategy.model_ranks
+    match strategy.parallel:
+        case "fsdp-offload":
+            return 0
+        case "fsdp" | "tensor-parallel":
+            return 16 * num_params // strategy.ranks
+        case "sharded-ddp":
+            return 4 * num_params + 12 * num_params // data
+        case "oss":
+            return 8 * num_params + 8 * num_params // data
+    return 16 * num_params // model
+
+
+def estimate(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
+    """Runs two steps of a rank and returns what the second takes; the problem where the model can't be trained so."""
+    try:
+        if strategy.parallel == "pipe":
+            ends = [_estimate_stages(planned, strategy, options, rank) for rank in (0, strategy.model_ranks - 1)]
+            return max(ends, key=lambda found: found.peak_bytes)
+        return _estimate_replica(planned, strategy, options)
+    except InputError:
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return Estimate(strategy, problem=str(error).splitlines()[0])
+
+
+def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
+    """Every technique but the pipeline: this rank has a part of the batch and calls the whole model."""
+    offloads, bf16 = strategy.parallel in _COPIED, options.precision == "bf16"
+    with simulate(world_size=strategy.ranks, device="sim" if offloads else "cpu") as simulation:
+        model, loss = planned.build()  # On the host, where shards that are offloaded stay.
+        _recompute(planned, strategy, model)
+        with simulation.aside():
+            axes = mesh_axes(group_of(), strategy.model_ranks)
+        if axes.model.size > 1:
+            parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
+        called, optimizer, sharded = _sharded(planned, strategy, model, axes.data, simulation.device, bf16)
+        batch = options.batch // strategy.data_ranks
+
+        def step() -> None:
+            tokens = torch.zeros(batch, options.sequence + 1, dtype=torch.int64, device=simulation.device)
+            with nullcontext() if sharded else _autocast(bf16):
+                found = loss(called, tokens[:, :-1], tokens[:, 1:])
+            found.backward()
+            optimizer.step()
+            if isinstance(optimizer, OSS):
+                optimizer.wait()
+            optimizer.zero_grad()
+
+        flops = _two_steps(step, simulation)
+        updated = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+        if isinstance(optimizer, OSS):
+            updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // axes.data.size
+        return _read(strategy, simulation, flops, updated, axes.model)
+
+
+def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
+    """Runs a step whose operations are counted, and one whose memory and traffic are; returns the operations."""
+    with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
+        step()
+    gc.collect()  # The counter keeps tensors of a backward pass in cycles: in the step that is measured there is none.
+    simulation.restart()
+    step()
+    return int(counter.get_total_flops())
+
+
+def _sharded(
+    planned: PlannedModel, strategy: Strategy, model: nn.Module, data: Group, device: torch.device, bf16: bool
+) -> tuple[nn.Module, Optimizer, bool]:
+    """What is called, the optimizer, and whether the model casts by itself."""
+    arguments: dict[str, Any] = {"lr": 1e-3, "foreach": False}
+    if strategy.parallel in ("fsdp", "fsdp-offload") or (strategy.parallel == "tensor-parallel" and data.size > 1):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+        fully_shard_modules(
+            model,
+            planned.blocks(model),
+            mesh=data.process_group,
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy() if strategy.parallel in _COPIED else None,
+            compute_device=device,
+        )
+        return model, AdamW(model.parameters(), **arguments), True
+    if strategy.parallel in ("oss", "sharded-ddp"):
+        optimizer = OSS(model.parameters(), AdamW, data, **arguments)
+        if strategy.parallel == "sharded-ddp":
+            return ShardedDataParallel(model, optimizer), optimizer, False
+        _reduce_gradients(model, data)
+        return model, optimizer, False
+    _reduce_gradients(model, data)
+    return model, AdamW(model.parameters(), **arguments), False
+
+
+def _reduce_gradients(model: nn.Module, data: Group) -> None:
+    """As `DistributedDataParallel(gradient_as_bucket_view=True)`: each gradient is reduced where it is."""
+    if data.size == 1:
+        return
+
+    def reduce(param: Tensor) -> None:
+        dist.all_reduce(param.grad, group=data.process_group)
+
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(reduce)
+
+
+def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> Estimate:
+    """A rank of a pipeline: its stages, in the order of the schedule."""
+    schedule = get_schedule("1f1b", strategy.model_ranks, strategy.chunks, None)
+    bf16, size = options.precision == "bf16", options.batch // strategy.data_ranks // strategy.chunks
+    with simulate(world_size=strategy.ranks) as simulation:
+        with torch.device("meta"):
+            model, _ = planned.build()
+        cuts = planned.cuts(model, strategy.model_ranks)
+        if cuts is None:
+            raise ValueError(f"nothing says where {planned.title} is cut into stages: see scale_pipe.split")
+        _recompute(planned, strategy, model)
+        stages = split(model, cuts)
+        tokens = torch.zeros(size, options.sequence, dtype=torch.int64, device="meta")
+        passed: list[Any] = [(tokens, tokens)]  # What each stage is given.
+        with torch.no_grad():
+            for stage in stages[:-1]:
+                passed.append((stage(*passed[-1]),))
+        mine = stages[rank]
+        _materialize(mine)
+        optimizer = AdamW(mine.parameters(), lr=1e-3, foreach=False)
+        live: dict[int, tuple[Any, Any]] = {}
+
+        def forward(index: int) -> None:
+            given = map_tensors(_stage_input, passed[rank])
+            with _autocast(bf16):
+                live[index] = given, mine(*given)
+
+        def backward(index: int) -> None:
+            _, output = live.pop(index)
+            roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+
+        def step() -> None:
+            for action in schedule.compute_actions()[rank]:
+                (forward if action.kind is Kind.FORWARD else backward)(action.micro_batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        flops = _two_steps(step, simulation)
+        params = sum(param.numel() for param in mine.parameters())
+        found = _read(strategy, simulation, flops, params, Group())
+        neighbours = [passed[place] for place in (rank, rank + 1) if 0 < place < len(stages)]
+        exchanged = strategy.chunks * sum(
+            tensor.nbytes for given in neighbours for tensor in tensors_in(given) if tensor.is_floating_point()
+        )
+        replicas = strategy.data_ranks
+        reduced = 2 * (replicas - 1) * 4 * params // replicas
+        assert found.work is not None
+        work = found.work._replace(
+            overlapped_bytes=exchanged,
+            after_step_bytes=reduced,
+            bubble=simulate_schedule(schedule).bubble,
+        )
+        sent = {"send": exchanged} | ({"all_reduce": reduced} if reduced else {})
+        return Estimate(strategy, found.peak_by_kind, {}, sent, work)
+
+
+def _materialize(stage: nn.Module) -> None:
+    """Gives the parameters and buffers of a stage on the meta device memory; a tied weight stays one tensor."""
+    made: dict[Tensor, Tensor] = {}
+    for module in stage.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                made.setdefault(param, nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad))
+                module.register_parameter(name, made[param])  # type: ignore[arg-type]  # made of parameters alone
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
+
+
+def _stage_input(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.is_floating_point())
+
+
+def _recompute(planned: PlannedModel, strategy: Strategy, model: nn.Module) -> None:
+    for name in plan_units(model, planned.blocks(model)) if strategy.recompute else ():
+        if name:
+            apply_checkpointing(model.get_submodule(name), "recompute")
+
+
+def _autocast(bf16: bool) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext()
+
+
+def _read(strategy: Strategy, simulation: Simulation, flops: int, updated: int, model: Group) -> Estimate:
+    """What the simulation has counted of the second step."""
+    offloads = strategy.parallel in _COPIED
+    inside = overlapped = after = 0
+    for collective in simulation.collectives:
+        if model.size > 1 and collective.ranks == model.ranks:
+            inside += collective.bytes_sent
+        elif collective.phase == "step":
+            after += collective.bytes_sent
+        else:
+            overlapped += collective.bytes_sent
+    # Shards go to the device for the forward and for the backward, gradients to the host.
+    copied = 3 * updated * 4 if offloads else 0
+    work = StepWork(flops, overlapped, inside, after, copied, updated, offloads, 0.0)
+    host = simulation.on("cpu").peak_by_kind if offloads else {}
+    return Estimate(strategy, simulation.peak_by_kind, host, simulation.bytes_sent, work)
+
+
+def count_parameters(planned: PlannedModel) -> int:
+    """Returns the number of elements of the parameters, tied ones once; nothing is allocated."""
+    with torch.device("meta"):
+        return sum(full_numel(param) for param in planned.build().model.parameters())

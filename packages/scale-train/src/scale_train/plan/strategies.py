@@ -1,0 +1,165 @@
+"""The ways to train that a plan compares, each with what to type and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from scale_train.errors import InputError
+from scale_train.plan.options import PlanOptions
+
+Parallel = Literal["none", "ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload", "tensor-parallel", "pipe"]
+
+MAX_MODEL_RANKS = 8
+"""Tensor and pipeline parallelism stay inside a machine of so many devices."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train.
+
+    Attributes:
+        parallel: The technique; "tensor-parallel" has fsdp between its groups, and "fsdp-offload" keeps shards,
+            gradients and optimizer state on the host.
+        ranks: All ranks.
+        model_ranks: Ranks that divide layers, or have the stages of one pipeline.
+        chunks: Micro-batches of a pipeline.
+        recompute: Whether blocks are checkpointed.
+    """
+
+    parallel: Parallel
+    ranks: int
+    model_ranks: int = 1
+    chunks: int = 1
+    recompute: bool = False
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of them, that have a part of the batch each."""
+        return self.ranks // self.model_ranks
+
+    @property
+    def title(self) -> str:
+        name = {"none": "one process", "tensor-parallel": f"tensor-parallel {self.model_ranks} x fsdp"}.get(
+            self.parallel, self.parallel
+        )
+        if self.parallel == "tensor-parallel" and self.data_ranks == 1:
+            name = f"tensor-parallel {self.model_ranks}"
+        if self.parallel == "pipe":
+            name = f"pipe of {self.model_ranks}"
+            name += f" x {self.data_ranks}" if self.data_ranks > 1 else ""
+        return f"{name}, checkpointed" if self.recompute else name
+
+    def command(self, options: PlanOptions, size: str | None) -> str | None:
+        """What to type; None where `scale-train lm` has no such model or option."""
+        if size is None or self.parallel == "fsdp-offload":
+            return None
+        words = ["scale-train lm", f"--size {size}"]
+        for flag, value in (("--layers", options.layers), ("--width", options.width), ("--heads", options.heads)):
+            words += [f"{flag} {value}"] if value is not None else []
+        words += [f"--ranks {self.ranks}"]
+        match self.parallel:
+            case "tensor-parallel":
+                words += [f"--parallel fsdp --tensor-parallel {self.model_ranks}"]
+            case "pipe":
+                words += [f"--parallel pipe --stages {self.model_ranks} --chunks {self.chunks}"]
+            case _:
+                words += [f"--parallel {self.parallel}"]
+        words += [f"--batch {options.batch} --sequence {options.sequence} --precision {options.precision}"]
+        words += [f"--loss-chunk {options.loss_chunk}"] if options.loss_chunk else []
+        words += ["--checkpoint-activations"] if self.recompute else []
+        return " ".join(words)
+
+    def python(self, precision: str) -> list[str]:
+        """What to write around a model, line by line."""
+        lines = ["for block in blocks: scale_checkpoint.apply_checkpointing(block, 'recompute')"] * self.recompute
+        bf16 = precision == "bf16"
+        policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        sharding = [word for word, wanted in ((policy, bf16),) if wanted]
+        autocast = ["with torch.autocast(device.type, torch.bfloat16): loss = loss_of(model, batch)"] * bf16
+        adamw = "optimizer = torch.optim.AdamW(model.parameters(), lr=lr)"
+        ddp = "model = DistributedDataParallel(model, gradient_as_bucket_view=True)"
+        oss = "optimizer = scale_oss.OSS(model.parameters(), torch.optim.AdamW, lr=lr)"
+        match self.parallel:
+            case "none":
+                return [*lines, adamw, *autocast]
+            case "ddp":
+                return [
+                    *lines,
+                    "model = DistributedDataParallel(model, gradient_as_bucket_view=True)",
+                    adamw,
+                    *autocast,
+                ]
+            case "oss":
+                return [*lines, oss, ddp, *autocast]
+            case "sharded-ddp":
+                return [*lines, oss, "model = scale_oss.ShardedDataParallel(model, optimizer)", *autocast]
+            case "pipe":
+                pipe = (
+                    f"pipe = scale_pipe.DistributedPipe(scale_pipe.split(model, cuts), '1f1b', chunks={self.chunks}, "
+                    "process_group=mesh['pipe'].get_group())"
+                )
+                return [*lines, pipe, adamw.replace("model", "pipe"), "loss = pipe.step(tokens, targets)"]
+            case "tensor-parallel":
+                lines += ["scale_tp.parallelize(model, plan, mesh['model'])"]
+                sharding = ["mesh=mesh['data']", *sharding]
+                if self.data_ranks == 1:
+                    return [*lines, adamw, *autocast]
+            case "fsdp-offload":
+                sharding += ["offload_policy=CPUOffloadPolicy()"]
+        units = ", ".join(["model", "scale_fsdp.class_policy(Block)", *sharding])
+        return [*lines, f"scale_fsdp.fully_shard_modules({units})", adamw]
+
+
+def strategies(options: PlanOptions, num_layers: int | None) -> list[Strategy]:
+    """Returns what can be compared: each technique, with blocks kept and with blocks checkpointed.
+
+    Raises:
+        InputError: Nothing is left: the batch divides among none of them, or `only` names none.
+    """
+    names = ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload", "tensor-parallel", "pipe")
+    for name in options.only:
+        if name not in names:
+            raise InputError(f"--only {name}: no such way of training; there are {', '.join(names)}")
+    found = [
+        strategy
+        for strategy in _all(options, num_layers)
+        if not options.only or strategy.parallel in options.only or (strategy.parallel == "none" and not options.only)
+    ]
+    if not found:
+        raise InputError(
+            f"--batch {options.batch} with --ranks {options.ranks}: nothing to compare; take a batch that the ranks "
+            f"divide, such as {options.ranks}"
+        )
+    return found
+
+
+def _all(options: PlanOptions, num_layers: int | None) -> Iterator[Strategy]:
+    ranks, batch = options.ranks, options.batch
+    for recompute in (False, True):
+        if ranks == 1:
+            yield Strategy("none", 1, recompute=recompute)
+            yield Strategy("fsdp-offload", 1, recompute=recompute)
+            continue
+        if batch % ranks == 0:
+            for parallel in ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload"):
+                yield Strategy(parallel, ranks, recompute=recompute)
+        inside = options.ranks_per_host or min(ranks, MAX_MODEL_RANKS)
+        for model_ranks in sorted({2, min(inside, MAX_MODEL_RANKS)}):
+            if model_ranks > 1 and ranks % model_ranks == 0 and batch % (ranks // model_ranks) == 0:
+                yield Strategy("tensor-parallel", ranks, model_ranks, recompute=recompute)
+        if num_layers is not None:
+            stages = largest_divisor(ranks, min(MAX_MODEL_RANKS, num_layers))
+            if stages > 1 and batch % (ranks // stages) == 0:
+                chunks = largest_divisor(batch * stages // ranks, 4 * stages)
+                yield Strategy("pipe", ranks, stages, chunks, recompute)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Returns the largest divisor of a number that is at most `most`.
+
+    >>> largest_divisor(12, 8), largest_divisor(7, 4)
+    (6, 1)
+    """
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)

@@ -1,0 +1,205 @@
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from scale_train.cli import main, parse
+from scale_train.errors import InputError
+from scale_train.model import GPT, ModelConfig
+from scale_train.options import Options
+from scale_train.plan.estimate import Estimate, count_parameters, estimate, least_bytes
+from scale_train.plan.model import planned_model
+from scale_train.plan.options import PlanOptions
+from scale_train.plan.strategies import Strategy, strategies
+from scale_train.resolve import check_options
+
+TINY = PlanOptions(layers=2, width=32, heads=4, size="tiny", ranks=4, batch=8, sequence=16, precision="fp32", jobs=1)
+SHAPE = ["--size", "tiny", "--layers", "2", "--width", "32", "--heads", "4", "--batch", "8", "--sequence", "16"]
+COMMAND = ["plan", *SHAPE, "--ranks", "4", "--precision", "fp32", "--jobs", "1"]
+NUM_PARAMS = sum(param.numel() for param in GPT(ModelConfig(2, 32, 4)).parameters())
+
+
+def found_for(parallel: str, model_ranks: int = 1, options: PlanOptions = TINY, **changes: object) -> Estimate:
+    chunks = 4 if parallel == "pipe" else 1
+    strategy = Strategy(parallel, options.ranks, model_ranks, chunks, **changes)
+    return estimate(planned_model(options), strategy, options)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict:
+    assert main([*COMMAND, "--json", *arguments]) == code
+    content: dict = json.loads(capsys.readouterr().out)
+    return content
+
+
+@pytest.mark.simulation
+def test_state_and_traffic_of_each_technique_are_what_its_formula_says() -> None:
+    assert count_parameters(planned_model(TINY)) == NUM_PARAMS
+    full = 4 * NUM_PARAMS
+    for parallel, params, state, sent in (
+        ("ddp", full, 2 * full, {"all_reduce": 6 * full // 4}),
+        ("oss", full, 2 * full // 4, {"all_reduce": 6 * full // 4, "all_gather": 3 * full // 4}),
+        ("sharded-ddp", full, 2 * full // 4, {"reduce_scatter": 3 * full // 4, "all_gather": 3 * full // 4}),
+    ):
+        found = found_for(parallel)
+        assert found.problem == ""
+        # OSS pads its parts, and buffers of ranges pad theirs.
+        assert found.peak_by_kind["parameters"] == pytest.approx(params, rel=0.02)
+        assert found.peak_by_kind["optimizer state"] == pytest.approx(state, rel=0.05)
+        assert found.bytes_sent == {op: pytest.approx(size, rel=0.02) for op, size in sent.items()}
+    sharded = found_for("fsdp")
+    assert sharded.peak_by_kind["parameters"] == pytest.approx(full / 4, rel=0.02)
+    # The units are gathered in the forward, and those that were released once more in the backward.
+    assert 3 * full / 4 <= sharded.bytes_sent["all_gather"] <= 2.05 * 3 * full / 4
+    assert sharded.bytes_sent["reduce_scatter"] == pytest.approx(3 * full / 4, rel=0.02)
+
+
+@pytest.mark.simulation
+def test_operations_are_those_of_the_matrix_products_and_recomputation_adds_a_forward_of_the_blocks() -> None:
+    options = PlanOptions(**{**vars(TINY), "ranks": 1})
+    kept, recomputed = found_for("none", options=options), found_for("none", options=options, recompute=True)
+    assert kept.work is not None and recomputed.work is not None
+    tokens, width, layers = 8 * 16, 32, 2
+    linear, attention, head = 2 * tokens * width**2, 2 * tokens * 16 * width, 2 * tokens * width * 256
+    # 12 width^2 weights in each block; scores and sums in the forward, and in the backward the scores once more.
+    assert kept.work.flops == layers * (3 * 12 * linear + (2 + 5) * attention) + 3 * head
+    # The last layer's own result is not needed again.
+    assert recomputed.work.flops == kept.work.flops + layers * (8 * linear + 2 * attention)
+    assert kept.bytes_sent == {}
+
+
+@pytest.mark.simulation
+def test_pipelines_and_divided_layers_hold_their_part_and_say_what_they_send() -> None:
+    pipe, divided = found_for("pipe", 2), found_for("tensor-parallel", 2)
+    assert pipe.problem == divided.problem == ""
+    assert pipe.work is not None and divided.work is not None
+    # Two pipelines with 4 micro-batches of one sequence each: activations [1, 16, 32] in fp32, or their gradients.
+    assert pipe.bytes_sent["send"] == 4 * 16 * 32 * 4
+    assert pipe.bytes_sent["all_reduce"] == pipe.work.after_step_bytes > 0
+    assert pipe.work.bubble == pytest.approx(1 / 5)
+    block = 12 * 32**2 + (96 + 32 + 128 + 32) + 4 * 32
+    assert pipe.peak_by_kind["parameters"] == 4 * (block + 256 * 32)  # The first stage has the embedding.
+    activations = 4 * 16 * 32 * 4  # of the 4 sequences of a group, fp32
+    assert divided.work.layer_bytes == 2 * 4 * activations * (2 - 1) // 2 * 2  # 4 all-reduces in each of 2 blocks
+    assert divided.work.overlapped_bytes > 0
+
+
+@pytest.mark.simulation
+def test_what_is_kept_on_the_host_is_not_on_the_device() -> None:
+    found = found_for("fsdp-offload")
+    assert found.problem == "" and found.work is not None and found.work.updates_on_host
+    assert set(found.peak_by_kind).isdisjoint({"parameters", "optimizer state"})
+    assert found.host_peak_by_kind["optimizer state"] == pytest.approx(2 * NUM_PARAMS, rel=0.05)
+    assert found.work.copied_bytes == 3 * found.work.updated_params * 4
+
+
+def test_what_state_alone_makes_too_large_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "--device-memory", "10KB", "--only", "ddp", code=1)
+    (kept, checkpointed) = found["strategies"]
+    assert kept["peak_is_lower_bound"] and kept["peak_bytes"] == 16 * NUM_PARAMS and kept["work"] is None
+    assert not kept["fits"] and not checkpointed["fits"] and found["suggested"] is None
+    assert least_bytes(Strategy("oss", 4), 1000) == 8000 + 2000
+    assert least_bytes(Strategy("pipe", 4, 2), 1000) == 8000
+
+
+@pytest.mark.simulation
+def test_the_suggested_command_is_one_that_the_training_program_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "plan.svg"
+    asked = ["--only", "fsdp", "fsdp-offload", "tensor-parallel", "pipe"]
+    found = run_json(capsys, "--picture", str(picture), *asked)
+    assert picture.read_text(encoding="utf-8").startswith("<?xml")
+    assert found["num_parameters"] == NUM_PARAMS and found["suggested"]
+    commands = [each["command"] for each in found["strategies"] if each["command"]]
+    assert len(commands) == len(found["strategies"]) - 2  # All but those with offload, of which lm has none.
+    for command in commands:
+        program, *words = shlex.split(command)
+        options = parse(words)
+        assert program == "scale-train" and isinstance(options, Options)
+        check_options(options, 4)
+    for each in found["strategies"]:
+        compile("\n".join(each["python"]), "<plan>", "exec")
+    fitting = [each for each in found["strategies"] if each["fits"]]
+    assert min(fitting, key=lambda each: each["step_seconds"])["title"] == found["suggested"]
+
+
+@pytest.mark.simulation
+def test_the_table_names_what_fits_and_the_margin_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--only", "fsdp"]) == 0
+    printed = capsys.readouterr().out
+    assert "The cheapest that fits: fsdp\n" in printed and "--parallel fsdp" in printed
+    peak = found_for("fsdp").peak_bytes
+    run_json(capsys, "--only", "fsdp", "--device-memory", f"{peak}B", "--margin", "0.2", code=1)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten().clamp(max=7))
+
+
+def no_module() -> int:
+    return 3
+
+
+@pytest.mark.simulation
+def test_a_model_of_ones_own_and_one_of_transformers_are_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    found = run_json(capsys, "--factory", f"{__name__}:Blocks", "--only", "fsdp")
+    assert found["num_parameters"] == 50 * 8 + 3 * 72
+    assert all(each["fits"] and each["command"] is None for each in found["strategies"])
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4).save_pretrained(tmp_path)
+    found = run_json(capsys, "--config", str(tmp_path), "--only", "tensor-parallel")
+    assert [each["reason"] for each in found["strategies"]] == [""] * len(found["strategies"])
+
+
+def test_what_cannot_be_planned_is_one_line_and_code_two(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert sys.modules[__name__].no_module() == 3
+    for words, line in (
+        (["--only", "zero"], "--only zero: no such way of training; there are ddp, oss,"),
+        (["--ranks", "0"], "--ranks 0: at least 1 is needed"),
+        (["--ranks", "5", "--only", "fsdp"], "--batch 8 with --ranks 5: nothing to compare; take a batch that"),
+        (["--device-memory", "80"], "--device-memory 80: a size is needed, as 5GB or 2GiB"),
+        (["--tflops", "0"], "--tflops 0: a number above 0 is needed"),
+        (["--margin", "1"], "--margin 1: a part from 0 to below 1 is needed"),
+        (["--config", str(tmp_path)], "no config of transformers: it has no model_type"),
+        (["--config", "nowhere"], "--config nowhere: No such file or directory"),
+        (["--factory", "nowhere"], "--factory nowhere: expected package.module:function, which can be imported"),
+        (["--factory", f"{__name__}:no_module"], "expected a torch.nn.Module, got int"),
+        (["--size", "huge"], "--size huge: no such size"),
+        (["--layers", "1000000"], "--layers 1000000: no model has so many"),
+    ):
+        assert main([*COMMAND, *words]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and line in err, err
+
+
+def test_techniques_are_compared_where_the_batch_divides_among_their_ranks() -> None:
+    found = strategies(PlanOptions(ranks=16, ranks_per_host=8, batch=8), num_layers=12)
+    assert {(each.parallel, each.model_ranks, each.chunks) for each in found} == {
+        ("tensor-parallel", 2, 1),
+        ("tensor-parallel", 8, 1),
+        ("pipe", 8, 4),
+    }
+    assert {each.title for each in found if not each.recompute} == {
+        "tensor-parallel 2 x fsdp",
+        "tensor-parallel 8 x fsdp",
+        "pipe of 8 x 2",
+    }
+    with pytest.raises(InputError, match="nothing to compare"):
+        strategies(PlanOptions(ranks=9, batch=2), num_layers=None)
