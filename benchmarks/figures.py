@@ -127,8 +127,8 @@ def bad_inputs(figures: Figures) -> str:
         "expected and what came. Functions and classes compare their arguments with their annotations "
         "([decision 59](../decisions/0059-arguments-are-compared-with-the-signature.md)).\n"
         f"{_body(Table('', heads, rows))}\n\n"
-        "Taken without a word are numbers below zero of which plain PyTorch's layers think the same, or that have no "
-        f"effect in such a call, on one rank: {', '.join(taken)}."
+        "What is still taken is below zero, NaN or empty, most of it as plain PyTorch's layers take it, or without an "
+        f"effect on one rank: {', '.join(taken)}."
     )
 
 
