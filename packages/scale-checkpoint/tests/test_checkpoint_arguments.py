@@ -14,7 +14,7 @@ def test_a_wrong_argument_is_told_by_name_before_the_module_is_touched() -> None
         (checkpoint_wrapper, (model,), {"offload_to_cpu": "false"}, "; write offload_to_cpu=False"),
         (checkpoint_wrapper, (model,), {"min_bytes": "3"}, "checkpoint_wrapper: expected min_bytes to be an integer"),
         (checkpoint_modules, (nn.Linear, ["0"]), {}, "expected model to be a Module, got the class Linear"),
-        (checkpoint_modules, (model, 3), {}, "checkpoint_modules: expected select to be"),
+        (checkpoint_modules, (model, ["0"]), {"offload_inputs": "no"}, "; write offload_inputs=False"),
         (check_recomputation, (None,), {}, "check_recomputation: expected model to be a Module, got None"),
         (best_plan, (profile, 10**9), {"other_bytes": -3}, "other_bytes: expected what else is on the device"),
     ]

@@ -18,12 +18,12 @@ def test_a_wrong_argument_is_told_by_name_before_anything_is_built() -> None:
             {"bucket_numel": "3", "lr": 0.1},
             "OSS: expected bucket_numel to be an integer",
         ),
-        (OSS, (model.parameters(), plain), {}, "OSS: expected optim to be a class, got SGD; write SGD for"),
+        (OSS, (model.parameters(), plain), {}, "expected optim to be a class of optimizers"),
         (OSS, (None,), {}, "OSS: expected params to be a collection, got None"),
         (ShardedDataParallel, (None, optimizer), {}, "ShardedDataParallel: expected module to be a Module, got None"),
         (ShardedDataParallel, (model, optimizer), {"reduce_fp16": "no"}, "; write reduce_fp16=False"),
         (split_by, (model, (SGD, {}), (SGD, {})), {"other_names": "layers"}, r"; write \['layers'\]"),
-        (LocalSGD, (model, plain), {"sync_every": "10"}, "LocalSGD: expected sync_every to be an integer"),
+        (LocalSGD, (model, plain), {"sync_every": 2, "nesterov": "no"}, "; write nesterov=False"),
     ]
     for call, args, kwargs, text in wrong:
         with pytest.raises(TypeError, match=text):

@@ -22,7 +22,6 @@ def test_a_wrong_argument_is_told_by_name_before_anything_has_changed() -> None:
         ),
         (ParallelEmbedding, (4, 4), {"max_norm": "1"}, "ParallelEmbedding: expected max_norm to be a number or None"),
         (parallelize, (model, plan), {"check_inputs": "no"}, "; write check_inputs=False"),
-        (parallelize, (nn.Linear, plan), {}, r"expected model to be a Module, got the class Linear; write Linear\("),
         (ring_attention, (heads, heads, heads), {"is_causal": "false"}, "expected is_causal to be a bool"),
         (ring_attention, (heads, [1.0], heads), {}, "expected key to be a tensor, got list of float"),
         (

@@ -110,7 +110,7 @@ class OffloadOptimizer(Optimizer):
         ValueError: A fraction below 0 or above 1, or an optimizer that can't be divided.
     """
 
-    @checked_arguments(own="optim_cls host_fraction")
+    @checked_arguments(own="optim_cls host_fraction overlap_step overlap_copies split")
     def __init__(
         self,
         optim_cls: type[Optimizer],

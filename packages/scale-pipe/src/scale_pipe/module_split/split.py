@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +32,6 @@ _STATE_HOOKS = (
 )
 
 
-@checked_arguments(own="cuts")
 def split(
     model: nn.Module,
     cuts: Sequence[str],
@@ -75,7 +74,7 @@ def split(
     plan = plan_cuts(model, cuts, hold)
     if not cuts:
         return [model]
-    if isinstance(pass_on, str):
+    if isinstance(pass_on, str) or not isinstance(pass_on, Iterable | None):
         raise TypeError(f'pass_on is a list of names, as ["labels"], but got {pass_on!r}')
     runs_itself = "forward" in vars(model) or forward_hook_names(model) or hold or any("." in cut for cut in cuts)
     if type(model) is nn.Sequential and not runs_itself:

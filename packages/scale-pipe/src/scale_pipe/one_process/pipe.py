@@ -129,7 +129,7 @@ class Pipe(nn.Module):
 
     partitions: nn.ModuleList
 
-    @checked_arguments(own="module")
+    @checked_arguments(own="module balance devices chunks checkpoint")
     def __init__(
         self,
         module: nn.Sequential,

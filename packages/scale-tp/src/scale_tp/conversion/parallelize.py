@@ -48,7 +48,7 @@ _logger = logging.getLogger(__name__)
 _TAKE_WHOLE_INPUTS = (ColumnParallelMixin, VocabParallelMixin, WidthParallelMixin)
 
 
-@checked_arguments(own="plan")
+@checked_arguments(own="model plan attention_rules")
 def parallelize(
     model: nn.Module,
     plan: Plan | str | Style | None = None,
