@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scale_core.comm.group import Group
-from scale_tp.context_parallel.load_balance import Order, split_sequence
+from scale_tp.attention.load_balance import Order, split_sequence
 
 
 @dataclass(frozen=True)

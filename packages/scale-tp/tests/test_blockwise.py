@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scale_tp.context_parallel import blockwise
-from scale_tp.context_parallel.blockwise import (
+from scale_tp.attention import blockwise
+from scale_tp.attention.blockwise import (
     PartialAttention,
     block_attention,
     block_attention_backward,

@@ -5,7 +5,7 @@ import torch
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.context_parallel.load_balance import (
+from scale_tp.attention.load_balance import (
     join_sequence,
     position_ids,
     rank_positions,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.context_parallel.load_balance import rank_positions
-from scale_tp.context_parallel.ring import blocks, ring_attention
+from scale_tp.attention.load_balance import rank_positions
+from scale_tp.attention.ring import blocks, ring_attention
 
 CASES = [
     Case(),

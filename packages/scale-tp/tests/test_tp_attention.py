@@ -11,7 +11,7 @@ from torch import Tensor
 from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.context_parallel.ring import ring_attention
+from scale_tp.attention.ring import ring_attention
 from scale_tp.layers.attention import ParallelAttention
 from scale_tp.state_dict import full_state_dict
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.context_parallel.load_balance import join_sequence, split_sequence
-from scale_tp.context_parallel.ring import ring_attention
-from scale_tp.context_parallel.ulysses import ulysses_attention
+from scale_tp.attention.load_balance import join_sequence, split_sequence
+from scale_tp.attention.ring import ring_attention
+from scale_tp.attention.ulysses import ulysses_attention
 from scale_tp.parallel_state import destroy_model_parallel, initialize_model_parallel
 
 CASES = [

@@ -29,7 +29,7 @@ from scale_train.training.checkpoint import (
 )
 from scale_train.training.reporters import Reporter, StepRecord
 from scale_train.training.state import TrainState, build_state
-from scale_train.training.trainer import train, train_step
+from scale_train.training.trainer import evaluate, train, train_step
 
 
 class Losses(Reporter):
@@ -40,11 +40,11 @@ class Losses(Reporter):
         self.values[record.step] = record.loss
 
 
-def options_for(text: Path, parallel: str = "none", **model) -> Options:
+def options_for(text: Path, parallel: str = "none", *, context: int = 1, **model) -> Options:
     return Options(
         data=DataOptions(text=(text,), sequence=16, batch=12),
         model=ModelOptions(**{"layers": 1, "width": 16, "heads": 2, **model}),
-        parallel=ParallelOptions(parallel=parallel, device="cpu"),
+        parallel=ParallelOptions(parallel=parallel, device="cpu", context_parallel=context),
         optimizer=OptimizerOptions(steps=6, warmup=2),
         run=RunOptions(log_every=1),
     )
@@ -111,6 +111,28 @@ def test_another_number_of_ranks_goes_on_to_the_same_curve(text, tmp_path):
     for step in by_one:
         assert by_one[step] == pytest.approx(uninterrupted[step], rel=1e-4)
         assert by_three[step] == pytest.approx(uninterrupted[step], rel=1e-4)
+
+
+def evaluated(training: TrainState) -> tuple[dict[int, float], float]:
+    return losses_until_the_end(training), evaluate(training)
+
+
+def divide_and_go_on(text: Path, folder: Path) -> list[tuple[dict[int, float], float]]:
+    """Three steps on two ranks that divide sequences, and the rest on as many and on ranks that do not."""
+    save_half_way(options_for(text, "fsdp", context=2), folder)
+    found = []
+    for context in (2, 1):
+        training = start(options_for(text, "fsdp", context=context), group_of())
+        load(training, folder / "step-00000003")
+        found.append(evaluated(training))
+    return found
+
+
+def test_a_training_of_divided_sequences_goes_on_with_another_number_of_ranks_for_each(text, tmp_path):
+    plain, bits = evaluated(start(options_for(text), Group()))
+    for losses, held_out in run_ranks(divide_and_go_on, 2, text, tmp_path)[0]:
+        assert losses == pytest.approx({step: plain[step] for step in (4, 5, 6)}, rel=1e-5)
+        assert held_out == pytest.approx(bits, rel=1e-5)
 
 
 def test_each_way_to_spread_goes_on_from_every_other_at_any_number_of_ranks(text, tmp_path):

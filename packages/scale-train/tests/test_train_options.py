@@ -115,6 +115,39 @@ def test_layers_that_can_not_be_divided_so_are_refused(parallel, ranks, message)
         check_options(Options(parallel=ParallelOptions(**parallel)), ranks)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"context_parallel": 3}, "--context-parallel 3 does not divide 4 ranks; take 1 or 2 or 4"),
+        (
+            {"context_parallel": 4, "tensor_parallel": 2},
+            "--context-parallel 4 does not divide 2 ranks (of 2 that divide layers each); take 1 or 2",
+        ),
+        ({"context_parallel": 0}, "--context-parallel 0 does not divide 4 ranks"),
+        ({"context_parallel": 2, "parallel": "pipe"}, "the stages of a pipeline see whole sequences; take --parallel"),
+        ({"context_parallel": 4, "parallel": "none"}, "one plain process sees whole sequences; take --parallel fsdp"),
+        (
+            {"context_parallel": 2, "parallel": "ddp", "checkpoint_activations": "budget:1GiB"},
+            "a plan is measured on whole sequences, and --context-parallel 2 divides them",
+        ),
+        ({"context_parallel": 2, "accumulate": 32}, "--batch 32 does not divide into 2 ranks x 32 micro-batches"),
+    ],
+)
+def test_sequences_that_can_not_be_divided_so_are_refused(parallel, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_options(Options(parallel=ParallelOptions(**parallel)), 4)
+
+
+def test_divided_sequences_have_a_length_that_divides_and_gradients_of_their_own():
+    two = ParallelOptions(context_parallel=2)
+    with pytest.raises(InputError, match=r"--sequence 7: --context-parallel 2 needs a multiple of 2.*--sequence 6$"):
+        check_options(Options(data=DataOptions(sequence=7), parallel=two), 2)
+    with pytest.raises(InputError, match=r"take --sequence 4$"):
+        check_options(Options(data=DataOptions(sequence=2), parallel=two), 2)
+    with pytest.raises(InputError, match="--adascale compares gradients of whole sequences"):
+        check_options(Options(parallel=two, optimizer=OptimizerOptions(adascale=True)), 2)
+
+
 def test_ranks_that_divide_layers_share_a_part_of_the_batch():
     check_options(Options(data=DataOptions(batch=3), parallel=ParallelOptions(tensor_parallel=4, parallel="none")), 4)
 
@@ -133,6 +166,11 @@ def test_ranks_that_divide_layers_share_a_part_of_the_batch():
         (
             ParallelOptions(sequence_parallel=True),
             ["--sequence-parallel has no effect without --tensor-parallel 2 or more"],
+        ),
+        (ParallelOptions(context_attention="ulysses", context_parallel=2), []),
+        (
+            ParallelOptions(context_attention="ulysses"),
+            ["--context-attention has no effect without --context-parallel 2 or more"],
         ),
         (ParallelOptions(overlap_pieces=2, tensor_parallel=2), []),
         (

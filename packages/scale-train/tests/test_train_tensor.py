@@ -8,12 +8,22 @@ from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape
 from scale_core.testing import run_ranks
 from scale_train.model import GPT, ModelConfig
-from scale_train.training.parallelize import mesh_axes, parallelize_blocks
+from scale_train.training.parallelize import MeshAxes, mesh_axes, parallelize_blocks
 
 CONFIG = ModelConfig(layers=2, width=12, heads=3)
 
 
+def _context_ranks_are_next_to_those_that_divide_layers() -> None:
+    rank = group_of().rank
+    alone, beside_layers = (mesh_axes(group_of(), num_model, 2) for num_model in (1, 2))
+    assert (alone.data.ranks, alone.context.ranks) == ((0, 1, 2, 3), (rank // 2 * 2, rank // 2 * 2 + 1))
+    assert (alone.num_data, alone.data_rank) == (2, rank // 2)
+    assert beside_layers.context.ranks == beside_layers.data.ranks == (rank % 2, rank % 2 + 2)
+    assert (beside_layers.num_data, beside_layers.data_rank) == (1, 0)
+
+
 def _axes_and_parts() -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, ...]]]:
+    _context_ranks_are_next_to_those_that_divide_layers()
     axes = mesh_axes(group_of(), 2)
     torch.manual_seed(0)
     model = GPT(CONFIG)
@@ -37,8 +47,9 @@ def test_neighbours_divide_layers_and_the_others_see_other_data() -> None:
 
 def test_without_the_other_axis_a_group_is_all_of_one() -> None:
     group = Group(1, 3, None, "fake", (0, 1, 2))
-    assert mesh_axes(group, 1) == (group, Group())
-    assert mesh_axes(group, 3) == (Group(), group)
+    assert mesh_axes(group, 1) == MeshAxes(group, Group())
+    assert mesh_axes(group, 3) == MeshAxes(Group(), group)
+    assert mesh_axes(group, 1, 3) == MeshAxes(group, Group(), group)
 
 
 def test_on_one_rank_a_model_stays_as_it_is() -> None:

@@ -116,6 +116,25 @@ def test_divided_layers_train_as_one_plain_process(text):
             assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
 
 
+def test_divided_sequences_train_as_one_plain_process(text):
+    plain = curve_of(options_for(text, "none", clip=0.5, fused=True), Group())
+    divided = [
+        options_for(text, parallel, clip=0.5, fused=True, **more)
+        for parallel, more in (
+            ("fsdp", {"context_parallel": 2, "accumulate": 3}),
+            ("ddp", {"context_parallel": 4, "context_attention": "ulysses"}),
+            ("sharded-ddp", {"context_parallel": 4, "checkpoint_activations": "all"}),
+            ("oss", {"context_parallel": 2, "context_attention": "ulysses", "checkpoint_activations": "selective"}),
+            ("fsdp", {"context_parallel": 2, "checkpoint_activations": "selective", "offload_activations": True}),
+            ("ddp", {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+        )
+    ]
+    for by_rank in run_ranks(curves, 4, *divided):
+        for curve in by_rank:
+            assert curve.losses == pytest.approx(plain.losses, rel=1e-5)
+            assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
+
+
 def test_bf16_follows_fp32_from_afar(text):
     several = [options_for(text, parallel, precision="bf16") for parallel in ("fsdp", "ddp", "sharded-ddp")]
     exact, *rounded = run_ranks(curves, 2, options_for(text, "fsdp"), *several)[0]

@@ -2,18 +2,20 @@
 
 `layers/` has the layers of Megatron and FairScale, `conversion/` divides those of a model that exists already
 (`parallelize`); begin there. Below them are `mappings` (collectives with gradients) and `comm`; beside them
-`async_tp/` (communication that overlaps with products), `context_parallel/` (ring and Ulysses attention), `random` and
-`state_dict`.
+`async_tp/` (communication that overlaps with products), `attention/` (ring and Ulysses attention, and
+`context_parallel`, which puts them into a model), `random` and `state_dict`.
 """
 
 import logging
 
 from scale_core.arguments import checked_arguments as _checked
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
+from scale_tp.attention.batch import get_batch_on_this_cp_rank, num_tokens_per_rank
+from scale_tp.attention.context_parallel import context_parallel
+from scale_tp.attention.load_balance import join_sequence, position_ids, split_sequence
+from scale_tp.attention.ring import ring_attention
+from scale_tp.attention.ulysses import ulysses_attention
 from scale_tp.attention_heads import AttentionRule
-from scale_tp.context_parallel.load_balance import join_sequence, position_ids, split_sequence
-from scale_tp.context_parallel.ring import ring_attention
-from scale_tp.context_parallel.ulysses import ulysses_attention
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import GPT2_PLAN, Style
 from scale_tp.layers.attention import ParallelAttention
@@ -95,6 +97,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabUtility",
     "checkpoint",
+    "context_parallel",
     "copy_to_model_parallel_region",
     "destroy_model_parallel",
     "divide_and_check_no_remainder",
@@ -103,6 +106,7 @@ __all__ = [
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_linear",
+    "get_batch_on_this_cp_rank",
     "get_context_parallel_group",
     "get_context_parallel_rank",
     "get_context_parallel_ranks",
@@ -133,6 +137,7 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "model_parallel_manual_seed",
+    "num_tokens_per_rank",
     "parallelize",
     "position_ids",
     "record_sequence_lengths",

@@ -84,7 +84,7 @@ SIZES: dict[str, ModelSize] = {
 }
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Turns pairs of features by an angle that grows with the position (arXiv 2104.09864, eq. 15).
 
     The angles are made anew in fp32 at each call: as a buffer they would be rounded where a model is cast to bf16, and
@@ -92,13 +92,15 @@ def rotate(x: Tensor) -> Tensor:
 
     Args:
         x: `[batch, heads, sequence, features]`, with an even number of features.
+        positions: `[sequence]`, int64; None is 0, 1, 2 and so on.
 
     Returns:
         The same shape and dtype.
     """
     sequence, features = x.shape[-2:]
+    if positions is None:
+        positions = torch.arange(sequence, dtype=torch.float32, device=x.device)
     slowness = torch.arange(0, features, 2, dtype=torch.float32, device=x.device) / features
-    positions = torch.arange(sequence, dtype=torch.float32, device=x.device)
     angles = positions.unsqueeze(1) * 10_000.0**-slowness
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     left, right = x.chunk(2, dim=-1)
@@ -114,11 +116,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mixes each position with those before it.
 
         Args:
             x: `[batch, sequence, width]`.
+            positions: As in `rotate`.
 
         Returns:
             `[batch, sequence, width]`.
@@ -128,7 +131,8 @@ class Attention(nn.Module):
             part.view(batch, sequence, self.heads, self.features).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
-        mixed = functional.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        query, key = rotate(query, positions), rotate(key, positions)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, self.heads * self.features))
         return y
 
@@ -145,9 +149,9 @@ class Block(nn.Module):
         self.feed_out = nn.Linear(4 * config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[batch, sequence, width]` to the same shape."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`[batch, sequence, width]` to the same shape; positions as in `rotate`."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions))
         y: Tensor = x + self.dropout(self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x)))))
         return y
 
@@ -191,23 +195,31 @@ class GPT(nn.Module):
             ends_in_stream = path.endswith(("attention.out", "feed_out"))
             param.copy_(drawn.normal_(std=residual_std if ends_in_stream else std, generator=generator))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Predicts the token after each position.
 
         Args:
             tokens: `[batch, sequence]`, int64.
             targets: `[batch, sequence]`, int64, the token after each position; `IGNORED` where none counts.
             reduction: "mean" over all positions, or "sum" over those that count.
+            positions: `[sequence]`, int64, where the tokens are a part of a sequence; None is from 0.
 
         Returns:
             Logits `[batch, sequence, vocabulary]` without targets; otherwise the loss in nats, fp32, a scalar.
         """
         x = self.embedding(tokens)
+        at = () if positions is None else (positions,)
         for block in self.blocks:
             if self.config.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, *at, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, *at)
         x = self.norm(x)
         if targets is None:
             logits: Tensor = self.head(x)

@@ -74,6 +74,11 @@ class ParallelOptions:
     overlap_pieces: int | None = None
     """With --tensor-parallel: send what divided layers exchange in so many pieces, beside their matrix products. It
     is made for links of their own, as between GPUs; where the cores that multiply also send, it gains little."""
+    context_parallel: int = 1
+    """Ranks that divide each sequence between them, where its activations are too large for one; --parallel says what
+    the others do, and averages over all."""
+    context_attention: Literal["ring", "ulysses"] = "ring"
+    """With --context-parallel: ring passes keys and values round, ulysses exchanges the sequence for heads."""
     stages: int | None = None
     """pipe: parts that the model is cut into; by default what the schedule is made for, on all ranks. With more ranks
     than those take there are several pipelines beside each other, each with its part of the batch."""

@@ -129,7 +129,7 @@ def check_options(options: Options, num_ranks: int) -> None:
     _check_adascale(options.optimizer)
     model_config(options)
     _check_activations(options.parallel)
-    num_data = _check_tensor_parallel(options, num_ranks)
+    num_data = _check_context_parallel(options, _check_tensor_parallel(options, num_ranks))
     if options.parallel.parallel == "none" and num_data > 1:
         raise InputError(
             f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, sharded-ddp, oss, ddp, pipe, "
@@ -172,6 +172,40 @@ def _check_tensor_parallel(options: Options, num_ranks: int) -> int:
     if number > heads:
         raise InputError(f"--tensor-parallel {number}: the model has {heads} heads to divide; take at most {heads}")
     return num_ranks // number
+
+
+def _check_context_parallel(options: Options, num_data: int) -> int:
+    """Returns how many of the data-parallel ranks see other sequences."""
+    parallel, number, sequence = options.parallel, options.parallel.context_parallel, options.data.sequence
+    flag = f"--context-parallel {number}"
+    if number < 1 or num_data % number:
+        beside = f" (of {parallel.tensor_parallel} that divide layers each)" if parallel.tensor_parallel > 1 else ""
+        raise InputError(
+            f"{flag} does not divide {num_data} ranks{beside}; take "
+            f"{' or '.join(str(each) for each in range(1, num_data + 1) if num_data % each == 0)}"
+        )
+    if number == 1:
+        return num_data
+    if parallel.parallel in ("pipe", "none"):
+        why = "the stages of a pipeline see" if parallel.parallel == "pipe" else "one plain process sees"
+        raise InputError(f"{flag}: {why} whole sequences; take --parallel fsdp, or --context-parallel 1")
+    if options.optimizer.adascale:
+        raise InputError(
+            f"{flag}: --adascale compares gradients of whole sequences, and here each rank has those of a part; leave "
+            "one of them out"
+        )
+    if budget_bytes(parallel.checkpoint_activations) is not None:
+        raise InputError(
+            f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on whole sequences, and "
+            f"{flag} divides them; take all or selective"
+        )
+    if sequence % number or sequence < 2 * number:
+        nearest = max(2 * number, sequence // number * number)
+        raise InputError(
+            f"--sequence {sequence}: {flag} needs a multiple of {number}, {2 * number} or more; take "
+            f"--sequence {nearest}"
+        )
+    return num_data // number
 
 
 def _check_pipeline(options: Options, num_ranks: int) -> None:
@@ -262,6 +296,8 @@ def options_without_effect(options: Options) -> list[str]:
         lines.append(f"--no-reshard-after-forward has no effect with --parallel {parallel.parallel}")
     if parallel.sequence_parallel and parallel.tensor_parallel == 1:
         lines.append("--sequence-parallel has no effect without --tensor-parallel 2 or more")
+    if parallel.context_attention != ParallelOptions.context_attention and parallel.context_parallel == 1:
+        lines.append("--context-attention has no effect without --context-parallel 2 or more")
     if parallel.overlap_pieces is not None and parallel.tensor_parallel == 1:
         lines.append("--overlap-pieces has no effect without --tensor-parallel 2 or more")
     for flag, is_set in (

@@ -25,6 +25,7 @@ from scale_core.shard import full_shape
 from scale_fsdp import MixedPrecisionPolicy, class_policy, fully_shard_modules
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
+from scale_tp import context_parallel, position_ids, split_sequence
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import Plan, Style
@@ -51,19 +52,39 @@ ATTENTION_RULE = AttentionRule("scale-train's GPT", fused=("qkv",), heads=("head
 class MeshAxes(NamedTuple):
     """The groups of a rank on the axes of a mesh: ranks next to each other share the batch of their data rank."""
 
-    data: Group
+    data: Group  # averages gradients; has the ranks of the context axis in it, next to each other
     model: Group  # divides layers, or has the stages of one pipeline
+    context: Group = Group()  # divides sequences
+
+    @property
+    def num_data(self) -> int:
+        """How many parts the batch has."""
+        return self.data.size // self.context.size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these this rank sees."""
+        return self.data.rank // self.context.size
 
 
-def mesh_axes(group: Group, num_model: int) -> MeshAxes:
-    """Returns the axes of this rank, `num_model` ranks on the model axis; called on all ranks."""
+def mesh_axes(group: Group, num_model: int, num_context: int = 1) -> MeshAxes:
+    """Returns the axes of this rank, so many ranks on the model and the context axis; called on all ranks."""
+    if num_context > 1:
+        axes = mesh_axes(group, num_model)
+        if num_context == axes.data.size:
+            return axes._replace(context=axes.data)
+        by_context = torch.tensor(group.ranks).view(-1, num_context, num_model).transpose(1, 2).reshape(-1, num_context)
+        return axes._replace(context=group_of(_mesh(group, by_context, ("others", "context"))["context"]))
     if num_model == 1:
         return MeshAxes(group, Group())
     if num_model == group.size:
         return MeshAxes(Group(), group)
-    numbers = torch.tensor(group.ranks).view(-1, num_model)
-    mesh = DeviceMesh("cpu" if group.backend == "gloo" else "cuda", numbers, mesh_dim_names=("data", "model"))
+    mesh = _mesh(group, torch.tensor(group.ranks).view(-1, num_model), ("data", "model"))
     return MeshAxes(group_of(mesh["data"]), group_of(mesh["model"]))
+
+
+def _mesh(group: Group, ranks: Tensor, names: tuple[str, str]) -> DeviceMesh:
+    return DeviceMesh("cpu" if group.backend == "gloo" else "cuda", ranks, mesh_dim_names=names)
 
 
 def parallelize_blocks(
@@ -96,7 +117,8 @@ class PipelineEngine(nn.Module):
         shape = pipeline_shape(options, group.size)
         self.replica, self.num_replicas = group.rank // shape.ranks, shape.replicas
         # The ranks with the same stages in all pipelines, and those of this pipeline.
-        self.replicas, self.group = mesh_axes(group, shape.ranks) if shape.replicas > 1 else (Group(), group)
+        axes = mesh_axes(group, shape.ranks) if shape.replicas > 1 else MeshAxes(Group(), group)
+        self.replicas, self.group = axes.data, axes.model
         self.shapes = {name: list(param.shape) for name, param in model.named_parameters()}
         # In a checkpoint a tied parameter is there once.
         first = {param: name for name, param in model.named_parameters()}
@@ -214,6 +236,19 @@ class Engine:
         """The model, if it is a pipeline: then all ranks see the same batch."""
         return self.raw_model if isinstance(self.raw_model, PipelineEngine) else None
 
+    def attention(self) -> AbstractContextManager[object]:
+        """Around each forward and backward: attention over whole sequences, where ranks divide them."""
+        return context_parallel(self.axes.context, attention=self.options.context_attention)
+
+    def part_of(self, tokens: Tensor, targets: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+        """This rank's part of sequences [batch, sequence] on the device, as arguments of the model."""
+        context = self.axes.context
+        if context.size == 1:
+            return (tokens.to(self.device), targets.to(self.device)), {}
+        positions = position_ids(tokens.shape[1], context, device=self.device)
+        tokens, targets = (split_sequence(each, context).to(self.device) for each in (tokens, targets))
+        return (tokens, targets), {"positions": positions}
+
     def autocast(self) -> AbstractContextManager[object]:
         """Around each forward: the precision, where the model does not cast itself."""
         if self.options.precision == "bf16" and self.options.parallel != "fsdp":
@@ -260,7 +295,7 @@ def parallelize_gpt(
         pipeline = PipelineEngine(model, options, group, device)
         optimizer = _make_optimizer(pipeline, options, optimizer_options, group)
         return Engine(pipeline, pipeline, optimizer, options, device, MeshAxes(group, Group()))
-    axes = mesh_axes(group, options.tensor_parallel)
+    axes = mesh_axes(group, options.tensor_parallel, options.context_parallel)
     pieces = options.overlap_pieces
     parallelize_blocks(model, axes, sequence_parallel=options.sequence_parallel, overlap_pieces=pieces)
     group = axes.data

@@ -68,22 +68,22 @@ def train_step(training: TrainState) -> None:
 
 def forward_backward(training: TrainState) -> Tensor:
     """Computes gradients of the global batch's mean loss; returns this rank's part of the loss, a scalar."""
-    data, engine, group = training.options.data, training.engine, training.engine.axes.data
+    data, engine, axes = training.options.data, training.engine, training.engine.axes
     if engine.pipeline is not None:
         replica, replicas = engine.pipeline.replica, engine.pipeline.num_replicas
         (starts,) = slice_of_rank(training.sampler.starts(data.batch), replica, replicas, 1)
         with engine.autocast():
             return engine.pipeline.step(*windows_at(training.text.train, starts, data.sequence))
     accumulate = training.options.parallel.accumulate
-    micro_batches = slice_of_rank(training.sampler.starts(data.batch), group.rank, group.size, accumulate)
+    micro_batches = slice_of_rank(training.sampler.starts(data.batch), axes.data_rank, axes.num_data, accumulate)
     total = torch.zeros((), device=engine.device)
     for index, starts in enumerate(micro_batches):
         if training.options.optimizer.adascale:
             training.microbatch_timer.record_start(index)
-        tokens, targets = windows_at(training.text.train, starts, data.sequence)
-        with engine.gradient_sync(last=index == accumulate - 1):
+        batch, positions = engine.part_of(*windows_at(training.text.train, starts, data.sequence))
+        with engine.gradient_sync(last=index == accumulate - 1), engine.attention():
             with engine.autocast():
-                loss = engine.model(tokens.to(engine.device), targets.to(engine.device))
+                loss = engine.model(*batch, **positions)
             (loss / accumulate).backward()
         total += loss.detach() / accumulate
     return total
@@ -148,7 +148,7 @@ def evaluate(training: TrainState) -> float:
     data, group = training.options.data, training.group
     starts = held_out_starts(len(training.text.held_out), data.sequence, data.held_out_tokens)
     pipeline = training.engine.pipeline
-    parts = training.engine.axes.data.size if pipeline is None else pipeline.num_replicas
+    parts = training.engine.axes.num_data if pipeline is None else pipeline.num_replicas
     micro_batch = data.batch // (parts * training.options.parallel.accumulate)
     bits = bits_per_byte(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
     training.reporter.evaluation(EvaluationRecord(training.step, bits))
@@ -173,7 +173,7 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
     """
     engine.model.eval()
     pipeline, axes = engine.pipeline, engine.axes
-    rank, size, counts = axes.data.rank, axes.data.size, axes.model.rank == 0
+    rank, size, counts = axes.data_rank, axes.num_data, axes.model.rank == 0
     if pipeline is not None:
         rank, size, counts = pipeline.replica, pipeline.num_replicas, pipeline.group.rank == 0
     rounds = math.ceil(len(starts) / (size * micro_batch))
@@ -184,8 +184,9 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
         padding = starts[:1].expand(micro_batch - len(mine))
         tokens, targets = windows_at(text, torch.cat([mine, padding]), sequence)
         targets[len(mine) :] = IGNORED
-        with engine.autocast():
-            loss = engine.model(tokens.to(engine.device), targets.to(engine.device), "sum")
+        batch, positions = engine.part_of(tokens, targets)
+        with engine.attention(), engine.autocast():
+            loss = engine.model(*batch, "sum", **positions)
         nats += loss.item()
     engine.model.train()
     return sum_over_ranks(nats if counts else 0.0, group) / (math.log(2) * len(starts) * sequence)

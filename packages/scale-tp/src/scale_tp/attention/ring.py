@@ -22,15 +22,15 @@ from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import CollectiveWork, all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import Event, message_tag
-from scale_tp.comm import check_same_call, to_accumulation_dtype
-from scale_tp.context_parallel.blockwise import (
+from scale_tp.attention.blockwise import (
     PartialAttention,
     block_attention,
     block_attention_backward,
     check_attention_inputs,
     merge_partial,
 )
-from scale_tp.context_parallel.load_balance import Order, full_length, rank_positions
+from scale_tp.attention.load_balance import Order, full_length, rank_positions
+from scale_tp.comm import check_same_call, to_accumulation_dtype
 from scale_tp.parallel_state import context_parallel_group
 from scale_tp.split import Range, Split
 

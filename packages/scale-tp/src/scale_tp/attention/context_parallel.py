@@ -1,0 +1,243 @@
+"""Context parallelism as a switch: attention over a divided sequence, for models as they are.
+
+Inside of the block the operator `scaled_dot_product_attention` has a kernel of its own. A name that is replaced, as
+torch's own `context_parallel` replaces `torch.nn.functional.scaled_dot_product_attention`, would be missed by whoever
+has imported the function before, and a mode by other threads. What a kernel sees is each call, whoever makes it: a
+model, `nn.MultiheadAttention`, or a checkpoint that computes a block again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Literal, TypeAlias, get_args
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scale_core.autograd_hooks import in_backward
+from scale_core.comm.collectives import exchange
+from scale_core.comm.group import Group, GroupLike
+from scale_core.consistency.execution_order import fingerprint_of
+from scale_tp.attention.model_checks import checked_models
+from scale_tp.attention.ring import ring_attention
+from scale_tp.attention.ulysses import ulysses_attention
+from scale_tp.parallel_state import context_parallel_group
+
+Attention: TypeAlias = Literal["ring", "ulysses"]
+
+_OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
+# The keys that an operator made of others is looked up by, with gradients and in inference mode.
+_DISPATCH_KEYS = tuple(key for device in ("CPU", "CUDA", "XPU") for key in (f"Autograd{device}", device))
+_NUM_COMPARED = 32  # elements of a key and a value
+
+
+@contextmanager
+def context_parallel(process_group: GroupLike = None, *, attention: Attention = "ring") -> Iterator[None]:
+    """Makes `scaled_dot_product_attention` attend over the whole sequence, of which each rank has a part.
+
+    Forward and backward stand in the block, on all ranks of the group. What the model is given is cut before, by
+    `get_batch_on_this_cp_rank` for models of transformers, by `split_sequence` and `position_ids` for others, and its
+    loss is divided by `num_tokens_per_rank`. On one rank the block changes nothing.
+
+    A model that `torch.compile` has compiled runs uncompiled in the block, where torch warns of a hook on all modules.
+
+    Args:
+        process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
+            this process alone.
+        attention: "ring" passes keys and values round (`ring_attention`), "ulysses" exchanges the sequence for heads
+            (`ulysses_attention`), which allows dropout.
+
+    Raises:
+        ValueError: In an attention, for what would not be that of one process: a mask, dropout with "ring", keys of
+            another length than the queries (cross attention, a cache), parts that are the same on all ranks. After the
+            forward of a model of transformers without `position_ids`, or with sliding windows. At the end of the
+            block, where no attention was computed. In a backward pass behind the block, where a checkpoint computes
+            attention again.
+    """
+    ranks = context_parallel_group(process_group)
+    if attention not in get_args(Attention):
+        expected = " or ".join(map(repr, get_args(Attention)))
+        raise ValueError(f"context_parallel: expected attention to be {expected}, got {attention!r}")
+    if ranks.size == 1:
+        yield
+        return
+    block = _Block(ranks, attention)
+    with ExitStack() as stack:
+        stack.callback(_kernel.leave, block)
+        _kernel.enter(block)
+        stack.enter_context(checked_models(ranks.size))
+        # Kernels that compute a whole layer or a compiled graph would not call the operator.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+        if not block.has_attended:
+            raise ValueError(
+                "context_parallel: no scaled_dot_product_attention was called inside of the block, so no attention saw "
+                "more than this rank's part of the sequence: call the model inside, and let it use that function; a "
+                'model of transformers does with from_pretrained(..., attn_implementation="sdpa")'
+            )
+        block.is_complete = True
+
+
+class _Block:
+    """One `with context_parallel(...)`."""
+
+    def __init__(self, ranks: Group, attention: Attention) -> None:
+        self.ranks, self.attention = ranks, attention
+        self.has_attended = False
+        self.has_gone_backward = False
+        self.is_complete = False  # left without an error
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        """Attention over the whole sequence, as the operator computes it; checked before anything is sent."""
+        self.has_attended = True
+        self.has_gone_backward |= in_backward()
+        self._check_is_possible(query, key, value, mask, dropout, enable_gqa)
+        _check_parts_differ(key, value, self.ranks)
+        if self.attention == "ring":
+            output = ring_attention(query, key, value, self.ranks, is_causal=is_causal, scale=scale)
+        else:
+            whole = partial(_OPERATOR.decompose, is_causal=is_causal, scale=scale)
+            output = ulysses_attention(
+                query, key, value, self.ranks, attention=whole, order="zigzag", dropout_p=dropout
+            )
+        if output.requires_grad:
+            output.register_hook(self._note_backward)
+        return output
+
+    def _note_backward(self, gradient: Tensor) -> None:
+        self.has_gone_backward = True
+
+    def _check_is_possible(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, enable_gqa: bool
+    ) -> None:
+        what = "scaled_dot_product_attention inside of context_parallel: expected "
+        kinds = {type(tensor) for tensor in (query, key, value)} - {Tensor, nn.Parameter}
+        if kinds:
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise ValueError(
+                f"{what}plain tensors, got {names}: give local tensors to the model, and compile it, if at all, before "
+                "the block, in which it runs uncompiled"
+            )
+        if mask is not None:
+            raise ValueError(
+                f"{what}no attn_mask, got {list(mask.shape)} {mask.dtype}, which is of this rank's part alone: leave "
+                "it out, and pass is_causal=True where no position looks at a later one. A model of transformers "
+                "makes none when it is called with what scale_tp.get_batch_on_this_cp_rank(batch) returns"
+            )
+        if dropout and self.attention == "ring":
+            raise ValueError(
+                f'{what}dropout_p=0 with attention="ring", got {dropout:g}: set the dropout of the attention to 0, '
+                "such as attention_dropout or attn_pdrop in a config of transformers, or pass "
+                'attention="ulysses"'
+            )
+        if query.dim() != 4 or key.dim() != 4:
+            return  # Refused by the attention itself.
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"{what}as many keys as queries, got {query.shape[2]} queries and {key.shape[2]} keys: cross attention "
+                "and attention to a cache are not divided; call generate() outside of the block, with whole sequences"
+            )
+        if query.shape[2] < 2:
+            raise ValueError(
+                f"{what}2 positions or more on each rank, got {query.shape[2]}: take sequences of "
+                f"{2 * self.ranks.size} positions or more"
+            )
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            raise ValueError(
+                f"{what}as many key-value heads as heads, got {query.shape[1]} heads and {key.shape[1]} key-value "
+                "heads: pass enable_gqa=True where heads share them"
+            )
+
+
+class _Kernel:
+    """The operator's kernel: while a block is open, and as long behind it as a checkpoint may compute again."""
+
+    def __init__(self) -> None:
+        self._blocks: list[_Block] = []
+        self._library: torch.library.Library | None = None
+        self._backward_is_open = False  # The last block was left before its backward pass.
+
+    def enter(self, block: _Block) -> None:
+        self._blocks.append(block)
+        if self._library is None:
+            self._library = torch.library.Library("aten", "IMPL")
+            for key in _DISPATCH_KEYS:
+                self._library.impl("scaled_dot_product_attention", self._compute, key)
+
+    def leave(self, block: _Block) -> None:
+        self._blocks.remove(block)
+        self._backward_is_open = block.is_complete and not block.has_gone_backward and torch.is_grad_enabled()
+        if not self._blocks and not self._backward_is_open and self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def _compute(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if self._blocks:
+            return self._blocks[-1].attend(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if self._backward_is_open and in_backward():
+            raise ValueError(
+                "a checkpoint computes attention again in a backward pass behind the block of context_parallel, and "
+                "would see this rank's part of the sequence alone: call loss.backward() inside of the block"
+            )
+        output: Tensor = _OPERATOR.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return output
+
+
+_kernel = _Kernel()
+
+_checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks had different parts
+
+
+def _check_parts_differ(key: Tensor, value: Tensor, ranks: Group) -> None:
+    """Compares some elements between the ranks, in the first attention of a group: nobody has cut equal parts."""
+    if ranks.process_group is None or ranks.backend == "fake" or ranks.process_group in _checked:
+        return
+    samples = [_sample(tensor) for tensor in (key, value)]
+    are_constant = all(len(set(sample)) < 2 for sample in samples)
+    rows = exchange([fingerprint_of(*map(str, samples)), int(are_constant)], ranks)
+    if len({row[0] for row in rows}) == 1 and not are_constant:
+        raise ValueError(
+            f"context_parallel: all {ranks.size} ranks have the same keys and values, {list(key.shape)}, so each seems "
+            "to have the whole sequence instead of its part: cut the batch before, with "
+            "scale_tp.get_batch_on_this_cp_rank(batch) or scale_tp.split_sequence(tokens)"
+        )
+    _checked.add(ranks.process_group)
+
+
+def _sample(tensor: Tensor) -> list[float]:
+    flat = tensor.detach().reshape(-1)
+    sample: list[float] = flat[:: max(1, flat.numel() // _NUM_COMPARED)].float().tolist()
+    return sample

@@ -1,0 +1,105 @@
+"""What a model of transformers computes from its inputs otherwise than a part of a sequence needs it, by its config.
+
+These would be silent: positions that each rank counts from 0, a window that a part is too short to show, and a loss
+that shifts labels within the part, or is the mean of this rank's alone. Nothing of transformers is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature_of_model(kind: type[nn.Module]) -> inspect.Signature | None:
+    """The arguments of a model's forward; None of a module that is none of transformers' models."""
+    # What a PreTrainedModel has, and the modules inside of it have not.
+    is_model = hasattr(kind, "get_input_embeddings") and hasattr(kind, "config_class")
+    return inspect.signature(kind.forward) if is_model else None
+
+
+@contextmanager
+def checked_models(num_ranks: int) -> Iterator[None]:
+    """Checks each model that is called inside."""
+    handle = module_hooks.register_module_forward_hook(ModelCheck(num_ranks), with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+        # torch 2.13's handle leaves this entry behind, and torch.compile would warn of a hook for ever.
+        module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
+
+
+class ModelCheck:
+    """A forward hook of all modules: a `ValueError` behind the forward of a model that would not compute as a whole."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        kind: Any = type(module)
+        signature = _signature_of_model(kind)
+        if signature is None:
+            return
+        given = signature.bind(module, *args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        if "position_ids" in signature.parameters and given.get("position_ids") is None:
+            raise ValueError(
+                f"{kind.__name__} was called inside of context_parallel without position_ids=, so each rank numbers "
+                "its part of the sequence from 0: call model(**scale_tp.get_batch_on_this_cp_rank(batch)), or pass "
+                "position_ids=scale_tp.position_ids(length)[None]"
+            )
+        self._check_loss(module, given)
+        self._check_windows(module, given)
+
+    def _check_loss(self, module: nn.Module, given: dict[str, Any]) -> None:
+        if given.get("labels") is None:
+            return
+        name = f"{type(module).__name__} was called inside of context_parallel with labels"
+        # A model with a loss of its own, as BERT's, accepts these arguments and does nothing with them.
+        uses_loss_function = "loss_function" in inspect.unwrap(type(module).forward).__code__.co_names
+        loss = getattr(module, "loss_function", None) if uses_loss_function else None
+        takes = inspect.signature(loss).parameters if callable(loss) else {}
+        needed = {"num_items_in_batch"}
+        if "shift_labels" in takes or "shift_labels" in given:
+            needed.add("shift_labels")
+        if needed - takes.keys():
+            raise ValueError(
+                f"{name}, and its loss takes no {' and no '.join(sorted(needed - takes.keys()))}, so it is not that of "
+                "the whole sequence: take labels out of the batch, and compute the loss from logits and targets = "
+                "scale_tp.split_sequence(labels): F.cross_entropy(logits.flatten(0, 1), targets.flatten(), "
+                'reduction="sum") / scale_tp.num_tokens_per_rank(targets)'
+            )
+        missing = sorted(name for name in needed if given.get(name) is None)
+        if missing:
+            raise ValueError(
+                f"{name} but without {' and '.join(missing)}, so its loss is not that of the whole sequence: call "
+                "model(**scale_tp.get_batch_on_this_cp_rank(batch))"
+            )
+
+    def _check_windows(self, module: nn.Module, given: dict[str, Any]) -> None:
+        config: Any = module.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        window = getattr(config, "sliding_window", None)
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types is None:
+            layer_types = ["full_attention" if window is None else "sliding_attention"]
+        inputs = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+        length = inputs.shape[1] * self.num_ranks if isinstance(inputs, Tensor) and inputs.dim() > 1 else None
+        fits = window is not None and length is not None and length <= window
+        partial = sorted(
+            {kind for kind in layer_types if kind != "full_attention" and not (kind == "sliding_attention" and fits)}
+        )
+        if partial:
+            raise ValueError(
+                f"{type(module).__name__} was called inside of context_parallel, and has layers of "
+                f"{', '.join(partial)} (sliding_window={window}), which are not divided: "
+                "each position attends to the whole sequence. Take a model of full attention alone, or train without "
+                "context_parallel"
+            )

@@ -1,0 +1,82 @@
+"""model_checks.py: what of a model's own inputs and config is looked at, without transformers."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_tp.attention.model_checks import ModelCheck
+
+IDS = torch.zeros(1, 4, dtype=torch.int64)
+PART = {"position_ids": IDS, "labels": IDS, "shift_labels": IDS, "num_items_in_batch": 2}
+
+
+class Model(nn.Module):
+    """Has what is asked of a model of transformers."""
+
+    config_class = SimpleNamespace
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**config)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self
+
+    def loss_function(self, labels: Tensor, shift_labels: Tensor | None = None, num_items_in_batch: Any = None) -> None:
+        pass
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Any = None, **kwargs: Any) -> None:
+        if labels is not None:
+            self.loss_function(labels, **kwargs)
+
+
+class OwnLoss(Model):
+    """Accepts the count of tokens, and does nothing with it."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Any = None, **kwargs: Any) -> None:
+        pass
+
+
+class Windowed(Model):
+    """A loss that only counts."""
+
+    def loss_function(self, labels: Tensor, num_items_in_batch: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def _check(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    ModelCheck(num_ranks=2)(model, args, kwargs, None)
+
+
+def test_what_is_no_model_or_has_all_that_it_needs_passes() -> None:
+    _check(nn.Linear(2, 2), IDS)
+    _check(Model(), IDS, **PART)
+    _check(Model(), IDS, None, IDS)  # by position, without labels
+    _check(Windowed(), IDS, IDS, IDS, num_items_in_batch=2)  # labels that are not shifted
+    _check(Model(sliding_window=8), IDS, **PART)  # as long as the whole sequence
+    _check(Model(sliding_window=8, layer_types=["full_attention", "sliding_attention"]), IDS, **PART)
+    _check(Model(sliding_window=4, layer_types=["full_attention"]), IDS, **PART)
+
+
+@pytest.mark.parametrize(
+    ("model", "without", "message"),
+    [
+        (Model(), "position_ids", "Model was called inside of context_parallel without position_ids="),
+        (Model(), "shift_labels", "with labels but without shift_labels, so its loss is not that of"),
+        (Model(), "num_items_in_batch", "with labels but without num_items_in_batch"),
+        (OwnLoss(), "", "OwnLoss was called inside of context_parallel with labels, and its loss takes no num_items"),
+        (Windowed(), "", "its loss takes no shift_labels"),
+        (Model(sliding_window=7), "", "layers of sliding_attention (sliding_window=7)"),
+        (Model(layer_types=["full_attention", "linear_attention"]), "", "has layers of linear_attention"),
+        (Model(sliding_window=9, layer_types=["chunked_attention"]), "", "has layers of chunked_attention"),
+    ],
+)
+def test_what_would_be_silent_is_refused(model: nn.Module, without: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _check(model, IDS, **{name: value for name, value in PART.items() if name != without})

@@ -1,0 +1,113 @@
+"""Context parallelism beside the techniques that spread a model of transformers over the other ranks.
+
+Four ranks are two replicas, sharded over all four, whose sequences two ranks divide each; or two ranks that divide
+layers, times two that divide sequences. Three clipped steps equal one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scale_fsdp
+import scale_tp
+from scale_checkpoint import apply_checkpointing
+from scale_core import clip_grad_norm_
+from scale_core.comm.group import group_of
+from scale_core.testing import preload, run_ranks
+from scale_fsdp import fully_shard
+from scale_oss import OSS, ShardedDataParallel
+from scale_tp.comm import all_reduce_sum
+
+transformers = pytest.importorskip("transformers")
+preload("transformers.models.llama.modeling_llama")
+
+WORDS, LENGTH, LR, CLIP = 19, 8, 0.5, 0.5
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+
+
+def batch_of(rows: slice) -> dict[str, Tensor]:
+    """Rows of the global batch [4, LENGTH], of which some tokens do not count."""
+    ids = torch.randint(WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(5))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return {"input_ids": ids[rows], "labels": labels[rows]}
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, one: Callable[[], Tensor]) -> list[Tensor]:
+    losses = []
+    for _ in range(3):
+        losses.append(one().detach())
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def one_process() -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = llama()
+
+    def one() -> Tensor:
+        loss: Tensor = model(**batch_of(slice(4))).loss
+        loss.backward()
+        return loss
+
+    losses = steps(model, torch.optim.SGD(model.parameters(), LR), one)
+    return losses, model.state_dict()
+
+
+def spread(kind: str, attention: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    world, size = group_of(), 2 if kind == "layers" else 1
+    scale_tp.initialize_model_parallel(size, context_parallel_size=2)
+    replicas = scale_tp.get_data_context_parallel_group()
+    model = called = llama()
+    if kind == "layers":
+        scale_tp.parallelize(model)
+    if kind == "sharded":
+        for layer in model.model.layers:
+            apply_checkpointing(layer, "recompute")
+    if kind in ("layers", "sharded"):
+        fully_shard(model, mesh=replicas)
+        optimizer = torch.optim.SGD(model.parameters(), LR)
+    else:
+        optimizer = OSS(model.parameters(), torch.optim.SGD, process_group=replicas, lr=LR)
+        called = ShardedDataParallel(model, optimizer, process_group=replicas)
+    rank, number = scale_tp.get_data_parallel_rank(), scale_tp.get_data_parallel_world_size()
+    part = scale_tp.get_batch_on_this_cp_rank(batch_of(slice(rank * 4 // number, (rank + 1) * 4 // number)))
+
+    def one() -> Tensor:
+        with scale_tp.context_parallel(attention=attention):
+            loss: Tensor = called(**part).loss
+            loss.backward()
+        return all_reduce_sum(loss.detach(), world) / world.size
+
+    losses = steps(model, optimizer, one)
+    if isinstance(optimizer, OSS):
+        optimizer.wait()
+    whole = {"sharded": scale_fsdp.full_state_dict, "layers": scale_tp.full_state_dict}.get(kind, nn.Module.state_dict)
+    state = {name: value.clone() for name, value in whole(model).items()}
+    scale_tp.destroy_model_parallel()
+    return losses, state
+
+
+def all_ways() -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
+    ways = (("sharded", "ring"), ("replicated", "ulysses"), ("layers", "ring"), ("layers", "ulysses"))
+    return {f"{kind}, {attention}": spread(kind, attention) for kind, attention in ways}
+
+
+@pytest.mark.soak  # test_train_transparency.py goes through the same axes with scale-train's own model
+def test_a_llama_with_divided_sequences_trains_as_one_process() -> None:
+    losses, state = one_process()
+    for name, (found, weights) in run_ranks(all_ways, 4)[0].items():
+        for mine, its in zip([*found, *weights.values()], [*losses, *state.values()], strict=True):
+            torch.testing.assert_close(mine, its, rtol=2e-6, atol=1e-6, msg=lambda text, name=name: f"{name}\n{text}")
