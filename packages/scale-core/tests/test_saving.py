@@ -255,7 +255,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         save(tmp_path, -1, {})
     with pytest.raises(ValueError, match="keep of at least 1, got 0"):
         save(tmp_path, 1, {}, keep=0)
-    with pytest.raises(TypeError, match="expected a dict of objects by name"):
+    with pytest.raises(TypeError, match="expected objects to be a mapping, got list of Linear"):
         save(tmp_path, 1, [nn.Linear(1, 1)])  # type: ignore[arg-type]  # As programs do.
     with pytest.raises(TypeError, match=r"thing: a builtins.object can't be saved"):
         save(tmp_path, 1, {"thing": object()})

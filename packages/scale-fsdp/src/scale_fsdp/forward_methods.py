@@ -14,11 +14,13 @@ from typing import Any, cast
 
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from scale_fsdp.runtime.step import post_forward, pre_forward
 from scale_fsdp.runtime.unit import Unit, unit_of
 
 
+@checked_arguments
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a unit run with the unit's parameters gathered, as its forward does.
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_fsdp.api import (
     AtomChoice,
@@ -190,6 +191,7 @@ class FullyShardedDataParallel(nn.Module):
             module that is sharded already.
     """
 
+    @checked_arguments
     def __init__(
         self,
         module: nn.Module,
@@ -337,7 +339,7 @@ def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise TypeError(f"FullyShardedDataParallel: unexpected argument '{unknown[0]}'{hint}")
     if ignored:
-        warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=3)
+        warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=4)
     return {name: value for name, value in kwargs.items() if name in known}
 
 

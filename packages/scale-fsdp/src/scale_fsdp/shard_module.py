@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
 from scale_core.dtensor import DTensorSpec, is_dtensor, local_parameter
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
+@checked_arguments(own="module reshard_after_forward error_if_nonfinite init")
 @renamed_arguments(
     process_group="mesh=, which takes a DeviceMesh or a process group",
     mixed_precision="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from scale_checkpoint import is_recomputing
+from scale_core.arguments import checked_arguments
 from scale_pipe.microbatch import check_chunks
 
 
@@ -55,6 +56,7 @@ class DeferredBatchNorm(_BatchNorm):
         ValueError: `chunks` is not positive.
     """
 
+    @checked_arguments(own="chunks")
     def __init__(
         self,
         num_features: int,

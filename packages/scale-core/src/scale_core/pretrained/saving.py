@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall, Progress
 from scale_core.errors import SnapshotError
@@ -34,6 +35,7 @@ _STAGED_BYTES = 16 << 20
 """Of what is brought to the host, or put in order, at once."""
 
 
+@checked_arguments
 def save_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_core import fault_points
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall, Progress
 from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, ScaleError, SnapshotError, set_last_snapshot
@@ -70,6 +71,7 @@ class Snapshot:
     left_out: frozenset[str] = frozenset()
 
 
+@checked_arguments
 def save_snapshot(
     directory: str | os.PathLike[str], step: int, state: State, process_group: GroupLike = None, extra: JSON = None
 ) -> Path:
@@ -129,6 +131,7 @@ def write_state(
     return place
 
 
+@checked_arguments
 def load_snapshot(
     directory: str | os.PathLike[str],
     state: State | Callable[[State], State],
@@ -180,7 +183,7 @@ def load_snapshot(
             return _load(path, state, group, *rules)
         except DamagedSnapshotError as error:
             if group.rank == 0:
-                warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
+                warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=3)
     why = "" if folder.is_dir() else ", which is no directory" if folder.exists() else ", and no such directory"
     missing = FileNotFoundError(f"there is no whole snapshot in {folder}{why}")
     raise SnapshotError(f"{looking.doing} failed: {missing}") from missing
@@ -216,7 +219,7 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
 
     _verify(together, path, manifest, together.all_ranks(plan))
     if differences and group.rank == 0:
-        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=3)
+        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=4)
     overwriting = CollectiveCall(group, f"loading {path}, which has overwritten a part of the state,", SnapshotError)
     overwriting.all_ranks_with_progress(partial(read_tensors, path, reads))
     values = {key: value for key, value in manifest.values.items() if key in fits}
@@ -252,6 +255,7 @@ def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
     return "No older snapshot is whole"
 
 
+@checked_arguments
 def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
     """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none.
 
@@ -268,11 +272,11 @@ def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) 
         try:
             verify_snapshot(path) if verify else read_manifest(path)
         except DamagedSnapshotError as error:
-            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
+            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=3)
         else:
             return path
     if not paths and (found := recognize(directory)) is not None and found.is_foreign:
-        warnings.warn(found.advice(), stacklevel=2)
+        warnings.warn(found.advice(), stacklevel=3)
     return None
 
 

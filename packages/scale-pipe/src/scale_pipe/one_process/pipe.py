@@ -11,6 +11,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.tree import tensors_in
 from scale_pipe.batch_norm import DeferredBatchNorm
 from scale_pipe.microbatch import Arguments, check_chunks, gather, scatter, scatter_each, unwrap_no_chunk
@@ -129,6 +130,7 @@ class Pipe(nn.Module):
 
     partitions: nn.ModuleList
 
+    @checked_arguments(own="module balance devices chunks checkpoint")
     def __init__(
         self,
         module: nn.Sequential,

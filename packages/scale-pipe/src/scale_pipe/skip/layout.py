@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.skip.namespace import SkipKey, declared_skips, popped_keys, stashed_keys
 
 
@@ -30,6 +31,7 @@ def inspect_skip_layout(partitions: Sequence[nn.Module]) -> list[Skip]:
     ]
 
 
+@checked_arguments
 def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
     """Checks that each popped name was stashed before, by exactly one layer, and the other way round.
 

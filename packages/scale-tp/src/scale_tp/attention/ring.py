@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import CollectiveWork, all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import Event, message_tag
@@ -74,6 +75,7 @@ def blocks(queries: Sequence[Range], keys: Sequence[Range], *, causal: bool) -> 
     return found
 
 
+@checked_arguments
 def ring_attention(
     query: Tensor,
     key: Tensor,

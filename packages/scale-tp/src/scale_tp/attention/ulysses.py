@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import Event, message_tag
@@ -30,6 +31,7 @@ from scale_tp.random import RegionRNG
 from scale_tp.split import Split, split_heads
 
 
+@checked_arguments
 def ulysses_attention(
     query: Tensor,
     key: Tensor,

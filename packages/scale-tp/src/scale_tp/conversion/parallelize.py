@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.same_call import check_same_call
@@ -47,6 +48,7 @@ _logger = logging.getLogger(__name__)
 _TAKE_WHOLE_INPUTS = (ColumnParallelMixin, VocabParallelMixin, WidthParallelMixin)
 
 
+@checked_arguments(own="model plan attention_rules")
 def parallelize(
     model: nn.Module,
     plan: Plan | str | Style | None = None,
