@@ -207,7 +207,7 @@ class MoE(nn.Module):
         if isinstance(self.routing, ExpertChoice):
             num_tokens = self._num_batch_tokens(scores)
             capacity = expert_capacity(num_tokens, self.num_experts, self.routing.capacity_factor)
-            return expert_choice_routing(scores, capacity, group=self.batch_group)
+            return expert_choice_routing(scores, capacity, batch_process_group=self.batch_group)
         rule = self.routing
         return top_k_routing(
             scores,

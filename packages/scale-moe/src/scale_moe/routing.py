@@ -1,8 +1,8 @@
 """Routing: which experts each token goes to, and with which weight; functions of tensors, without parameters.
 
 T tokens, E experts, k choices of a token. "The batch" of capacity, expert choice and losses is that of all ranks of
-`group`, in rank order, so that the result is that of one process with all tokens. A world of one, `Group()`, takes the
-tokens of this rank alone, as GShard's groups do.
+`batch_process_group`, in rank order, so that the result is that of one process with all tokens. A world of one,
+`Group()`, takes the tokens of this rank alone, as GShard's groups do.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _limited_to_groups(selection: Tensor, top_k: int, num_groups: int, top_group
     return limited
 
 
-def expert_choice_routing(scores: Tensor, capacity: int, *, group: Group | None = None) -> Routing:
+def expert_choice_routing(scores: Tensor, capacity: int, *, batch_process_group: Group | None = None) -> Routing:
     """Expert choice: each expert takes the `capacity` tokens of the batch that have its highest scores.
 
     (Zhou et al., arXiv 2202.09368, eq. 2.) Experts are always in balance; a token has from 0 to E of them. Since an
@@ -129,14 +129,14 @@ def expert_choice_routing(scores: Tensor, capacity: int, *, group: Group | None 
     Args:
         scores: [T, E], softmax over the experts in the paper.
         capacity: How many tokens each expert takes; all of them, where there are fewer.
-        group: The ranks whose tokens are the batch; None is this rank alone. All of them call it together.
+        batch_process_group: The ranks whose tokens are the batch; None is this rank alone. All of them call it together.
 
     Raises:
         ValueError: `capacity` is below 1.
     """
     if capacity < 1:
         raise ValueError(f"expected a capacity of at least 1, got {capacity}")
-    batch = _rows_of_all_ranks(scores.detach(), group or Group())
+    batch = _rows_of_all_ranks(scores.detach(), batch_process_group or Group())
     taken = batch.scores.topk(min(capacity, len(batch.scores)), dim=0).indices
     is_taken = torch.zeros_like(batch.scores, dtype=torch.bool).scatter_(0, taken, True)[batch.mine]
     num_choices = max([1, *is_taken.sum(-1).max(-1, keepdim=True).values.tolist()]) if len(scores) else 1
@@ -165,7 +165,7 @@ def with_capacity(
     *,
     order: DropOrder = "token",
     normalize: bool = False,
-    group: Group | None = None,
+    batch_process_group: Group | None = None,
 ) -> Routing:
     """Drops choices beyond `capacity` of an expert; those that stay are first by `order`.
 
@@ -177,7 +177,7 @@ def with_capacity(
             (GShard, arXiv 2006.16668, algorithm 1). "weight": higher weights (V-MoE's batch prioritised routing,
             arXiv 2106.05974).
         normalize: Divide what weights a token has left by their sum, as GShard does.
-        group: The ranks whose tokens are the batch; None is this rank alone. All of them call it together.
+        batch_process_group: The ranks whose tokens are the batch; None is this rank alone. All of them call it together.
 
     Raises:
         ValueError: Another order, or a capacity below 1.
@@ -186,7 +186,7 @@ def with_capacity(
         raise ValueError(f"expected a capacity of at least 1, got {capacity}")
     index = routing.expert_index
     facts = torch.cat([index.to(torch.float64), routing.weight.detach().to(torch.float64)], dim=1)
-    batch = _rows_of_all_ranks(facts, group or Group())
+    batch = _rows_of_all_ranks(facts, batch_process_group or Group())
     all_index, all_weight = batch.scores.chunk(2, dim=1)
     key = all_index.to(torch.int64)
     key = torch.where(key < 0, num_experts, key)
@@ -228,9 +228,9 @@ class BatchCounts(NamedTuple):
     tokens_per_rank: Tensor
 
 
-def batch_counts(expert_index: Tensor, num_experts: int, group: Group | None = None) -> BatchCounts:
+def batch_counts(expert_index: Tensor, num_experts: int, batch_process_group: Group | None = None) -> BatchCounts:
     """Returns the counts of the batch; all ranks of the group call it together."""
-    group = group or Group()
+    group = batch_process_group or Group()
     own = count_assignments(expert_index, num_experts)
     counts = torch.cat([own, own.new_tensor([len(expert_index)])])
     all_reduce(counts, group).wait()
