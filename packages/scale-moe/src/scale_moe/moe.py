@@ -252,8 +252,14 @@ class MoE(nn.Module):
             return chosen
         num_choices = self._num_batch_tokens(chosen.expert_index) * rule.top_k
         capacity = expert_capacity(num_choices, self.num_experts, rule.capacity_factor)
-        options: Any = {"order": rule.drop_order, "normalize": rule.normalize_kept, "group": self.batch_group}
-        return with_capacity(chosen, self.num_experts, capacity, **options)
+        return with_capacity(
+            chosen,
+            self.num_experts,
+            capacity,
+            order=rule.drop_order,
+            normalize=rule.normalize_kept,
+            batch_process_group=self.batch_group,
+        )
 
     def _num_batch_tokens(self, rows: Tensor) -> int:
         number = torch.tensor([len(rows)], device=rows.device)

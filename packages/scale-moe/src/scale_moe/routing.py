@@ -129,7 +129,7 @@ def expert_choice_routing(scores: Tensor, capacity: int, *, batch_process_group:
     Args:
         scores: [T, E], softmax over the experts in the paper.
         capacity: How many tokens each expert takes; all of them, where there are fewer.
-        batch_process_group: The ranks whose tokens are the batch; None is this rank alone. All of them call it together.
+        batch_process_group: The ranks whose tokens are the batch; None is this rank. All of them call it together.
 
     Raises:
         ValueError: `capacity` is below 1.
@@ -177,7 +177,7 @@ def with_capacity(
             (GShard, arXiv 2006.16668, algorithm 1). "weight": higher weights (V-MoE's batch prioritised routing,
             arXiv 2106.05974).
         normalize: Divide what weights a token has left by their sum, as GShard does.
-        batch_process_group: The ranks whose tokens are the batch; None is this rank alone. All of them call it together.
+        batch_process_group: The ranks whose tokens are the batch; None is this rank. All of them call it together.
 
     Raises:
         ValueError: Another order, or a capacity below 1.
