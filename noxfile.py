@@ -29,6 +29,16 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 TORCH_DEFAULT = "2.13.0"
 TORCH_VERSIONS = [version.strip() for version in os.environ.get("SCALE_TORCH", TORCH_DEFAULT).split(",")]
+# Programs of others that stand on ours: what each needs beside a package's own edges, and the tests that it has.
+CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
+    "transformers": ("scale-train", [], ["clients/test_clients_families.py", "test_transformers_trainer.py"]),
+    "peft": ("scale-train", [], ["clients/test_clients_adapters.py"]),
+    "bitsandbytes": ("scale-train", ["bitsandbytes>=0.50"], ["clients/test_clients_bitsandbytes.py"]),
+    "torchao": ("scale-train", ["torchao>=0.18"], ["clients/test_clients_torchao.py"]),
+    "tools": ("scale-train", ["torchmetrics>=1.9", "torchdata>=0.11"], ["clients/test_clients_tools.py"]),
+    "trl": ("scale-train", ["trl>=1.16"], ["test_transformers_trainer.py"]),
+    "lightning": ("scale-lightning", [], ["."]),
+}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores of one machine: a thread each
 # Ranks wait for each other, so that one test at a time leaves cores idle: each core runs tests of its own.
 IN_PARALLEL = ["-n", str(max(2, os.cpu_count() or 1)), "--dist", "worksteal"]
@@ -50,9 +60,13 @@ def read_project(package: str) -> dict[str, Any]:
     return nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")
 
 
-def edges(package: str) -> list[str]:
-    """Returns the package and all of ours that it needs, as declared and nothing more, in a stable order."""
-    found = [package]
+def edges(package: str, *, for_tests: bool = False) -> list[str]:
+    """Returns the package and all of ours that it needs, as declared and nothing more, in a stable order.
+
+    For its tests also those of ours in its `test` group, with which it is tested and which it does not import.
+    """
+    group = nox.project.dependency_groups(read_project(package), "test") if for_tests else ()
+    found = [package, *(name for name in group if name in PACKAGES)]
     for name in found:  # grows while it is read: what the edges need comes after them
         names = (re.split(r"[\[<>=!~; ]", line)[0] for line in read_project(name)["project"]["dependencies"])
         found += [name for name in names if name in PACKAGES and name not in found]
@@ -68,6 +82,7 @@ def test_group(packages: Iterable[str]) -> list[str]:
     """Returns what the tests of these packages need from third parties."""
     return sorted(
         {name for package in packages for name in nox.project.dependency_groups(read_project(package), "test")}
+        - set(PACKAGES)
     )
 
 
@@ -89,7 +104,8 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str, torch: str) -> None:
     """Test one package where nothing but its declared edges is installed; `nox -t scale-fsdp` for one package."""
     home = f"packages/{package}"
-    session.install(f"torch=={torch}", *editable(edges(package)), *test_group([package]), "pytest-xdist>=3.6")
+    ours = editable(edges(package, for_tests=True))
+    session.install(f"torch=={torch}", *ours, *test_group([package]), "pytest-xdist>=3.6")
     where = session.posargs or [f"{home}/tests", f"{home}/README.md", f"{home}/src"]
     session.run(
         "pytest",
@@ -100,6 +116,16 @@ def tests(session: nox.Session, package: str, torch: str) -> None:
         *where,
         env=ONE_THREAD,
     )
+
+
+@nox.session
+@nox.parametrize("client", [nox.param(name, id=name) for name in CLIENTS])
+def clients(session: nox.Session, client: str) -> None:
+    """Test one program that stands on ours, all cases of it: `nox -s "clients(transformers)"`."""
+    package, needs, tests_of_client = CLIENTS[client]
+    session.install(f"torch=={TORCH_DEFAULT}", *editable(edges(package)), *test_group([package]), *needs)
+    where = [f"packages/{package}/tests/{name}" for name in tests_of_client]
+    session.run("pytest", "-m", "soak or not soak", *(session.posargs or where), env=ONE_THREAD)
 
 
 @nox.session
@@ -161,6 +187,24 @@ def build(session: nox.Session) -> None:
     session.run(*install, env={"UV_FIND_LINKS": links})
     with session.chdir(alone):
         session.run(python, "-m", "doctest", str(ROOT / "packages/scale-fsdp/README.md"), external=True, env=ONE_THREAD)
+
+
+@nox.session(python="3.11")
+@nox.parametrize("client", [nox.param(name, id=name) for name in ("fairseq", "tango")])
+def fairscale_clients(session: nox.Session, client: str) -> None:
+    """Run programs that are written for FairScale, unmodified: `nox -s "fairscale_clients(tango)"` for one of them."""
+    ours = [f"torch=={TORCH_DEFAULT}", "pytest>=8", *editable(edges("scale-fairscale"))]
+    if client == "tango":  # Its extras ask for an old torch.
+        session.install(*ours, "ai2-tango==1.3.2", "numpy<2", "setuptools<81")
+    else:  # Only an old pip takes the metadata of omegaconf 2.0.6; fairseq is built where there is no torch.
+        session.install(
+            *ours, "pip==23.2.1", "numpy<2", "setuptools<81", "sacrebleu==2.3.1", "regex", "tqdm", "bitarray", "cffi"
+        )
+        pip = ("python", "-m", "pip", "install", "--quiet")
+        session.run(*pip, "hydra-core==1.0.7", "omegaconf==2.0.6")
+        session.run(*pip, "--no-deps", "fairseq==0.12.2")
+    where = f"packages/scale-fairscale/tests/clients/test_{client}_client.py"
+    session.run("pytest", "-p", "no:hydra_pytest", where, *session.posargs)  # hydra's plugin needs an old Python
 
 
 @nox.session

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import os
 import re
 import signal
 import sys
@@ -120,6 +121,11 @@ def sharded() -> nn.Module:
 def sharded_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = sharded()
     return model, torch.optim.AdamW(model.parameters())
+
+
+def sgd_and_model() -> Arguments:
+    model = layers()
+    return {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
 
 
 def oss(model: nn.Module | None = None) -> Any:
@@ -288,7 +294,6 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_checkpoint.suggest_checkpoint_location": lambda: _traces(),
     "scale_fsdp.FullyShardedDataParallel": lambda: {"module": layers()},
     "scale_fsdp.FSDPConfig": dict,
-    "scale_fsdp.MixedPrecisionPolicy": dict,
     "scale_fsdp.fully_shard": lambda: {"module": layers()},
     "scale_fsdp.OffloadOptimizer": lambda: {"optim_cls": torch.optim.AdamW, "params": sharded().parameters()},
     "scale_fsdp.ShardedEMA": lambda: {"model": sharded()},
@@ -310,6 +315,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_fsdp.wrap": lambda: {"module": layers()},
     "scale_oss.OSS": lambda: {"params": params(), "optim": SGD, "lr": 0.1},
     "scale_oss.ShardedDataParallel": lambda: optim_and_params(),
+    "scale_oss.LocalSGD": lambda: {**sgd_and_model(), "sync_every": 2},
     "scale_oss.SplitOptimizer": lambda: _split_optimizer(),
     "scale_oss.split_by": lambda: {"model": layers(), "matrix": spec(), "other": spec()},
     "scale_pipe.Costs": lambda: {"forward": (1.0,), "input_gradient": (1.0,), "weight_gradient": (1.0,), "link": ()},
@@ -322,10 +328,10 @@ CALLS: dict[str, Callable[[], Arguments]] = {
         "module": layers(),
         "sample": x,
         "num_micro_batches": 2,
-        "timeout": 0.01,
+        "seconds": 0.01,
     },
     "scale_pipe.balance_by_size": lambda: {"partitions": 2, "module": layers(), "input": x},
-    "scale_pipe.balance_by_time": lambda: {"partitions": 2, "module": layers(), "sample": x, "timeout": 0.01},
+    "scale_pipe.balance_by_time": lambda: {"partitions": 2, "module": layers(), "sample": x, "seconds": 0.01},
     "scale_pipe.chrome_trace": lambda: {"simulation": simulation()},
     "scale_pipe.draw": lambda: {"simulations": simulation()},
     "scale_pipe.save_chrome_trace": lambda: {"simulation": simulation(), "path": folder() + "/trace.json"},
@@ -343,7 +349,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_pipe.simulate": lambda: {"schedule": schedule(), "costs": costs()},
     "scale_pipe.solve": lambda: {"costs": costs(), "num_ranks": 2, "num_micro_batches": 2, "visits": 10},
     "scale_pipe.validate": lambda: {"schedule": schedule()},
-    "scale_pipe.profile_stages": lambda: {"stages": [linear()], "timeout": 0.01, "input": x},
+    "scale_pipe.profile_stages": lambda: {"stages": [linear()], "seconds": 0.01, "input": x},
     "scale_pipe.shared_parameters": lambda: {"stages": [*layers()]},
     "scale_pipe.split": lambda: {"model": layers(), "cuts": ["1"]},
     "scale_pipe.verify_skippables": lambda: {"module": layers()},
@@ -661,19 +667,36 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "seed": ("below zero",),
     "padding_idx": ("below zero",),  # As torch's: from the end.
     "ignore_index": ("below zero",),
+    "normalized_shape": ("empty",),  # As torch's: of a number.
+    "scale_tp.ring_attention.scale": ("below zero",),  # As torch's attention.
+    "scale_fsdp.FullyShardedDataParallel.mixed_precision": ("None",),  # As FSDP1's, whose default it is.
+    "broadcast_buffer_size": ("below zero",),  # FairScale's, without an effect; -1 is its default.
+    "reduce_buffer_size": ("below zero",),  # The same.
+    "scale_core.check_replicas.step": ("below zero",),  # It is only told.
+    "scale_core.testing.faults.begin_step.step": ("below zero",),  # The same.
+    "scale_adascale.until_steps.first_epoch": ("below zero",),  # It is passed to `set_epoch`.
     "link": ("empty",),  # Of one stage.
     "params": ("empty",),  # Of a rank without any.
     "batches": ("empty",),
     "text": ("empty",),
+    "directory": ("empty",),  # The current folder, as for `pathlib`.
+    "path": ("empty",),
+    "destination": ("empty",),
+    "scale_core.snapshot.save.objects": ("empty",),  # A snapshot of `extra` alone.
+    "scale_core.snapshot.async_save.objects": ("empty",),
+    "scale_core.snapshot.save_snapshot.state": ("empty",),
     "scale_core.check_replicas.model": ("empty",),
     "scale_core.launch.format_exit_code.code": ("below zero",),  # A signal.
     "scale_checkpoint.checkpoint_modules.select": ("empty",),
+    "blocks": ("empty",),  # None is planned.
     "scale_fsdp.auto_wrap_bn.fsdp_config": ("empty",),
     "scale_pipe.shared_parameters.stages": ("empty",),
     "scale_pipe.split.cuts": ("empty",),  # One stage.
     "scale_pipe.split.hold": ("empty",),
     "scale_pipe.split.pass_on": ("empty",),
     "scale_pipe.verify_skippables.module": ("empty",),
+    "scale_tp.gather_linear.weights": ("empty",),  # No product.
+    "scale_train.with_wrapped_modules.modules_to_wrap": ("empty",),
 }
 """Sorts of wrong values that are right for a parameter, by its name or by its callable and name."""
 
@@ -708,6 +731,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="the whole")
     parser.add_argument("--date", help="writes results/DATE-bad_inputs.json and .md")
     options = parser.parse_args(arguments)
+    os.chdir(_TEMPORARY.name)  # An empty path is the current folder.
     found: list[Outcome] = []
     broken = []
     for name in CALLS:

@@ -119,12 +119,16 @@ def bad_inputs(figures: Figures) -> str:
     total = [sum(counts[p, outcome] for p in packages) for outcome in outcomes]
     rows.append(["all", str(sum(callables.values())), *map(str, total)])
     heads = ["", "functions and classes", "clear error", "unclear error", "taken"]
+    taken = [f"`{each['name']}({each['parameter']}={each['value']})`" for each in figures if each["outcome"] == "taken"]
     return (
         f"{sum(total)} calls, each with one argument of a wrong type or value: None, text in the place of a number or "
         "a list, numbers below zero and no numbers, a class in the place of an object. A clear error is a "
         "`ValueError`, a `TypeError` or one of [the tree](errors.md) that names the argument, or says what was "
-        "expected and what came.\n"
-        f"{_body(Table('', heads, rows))}"
+        "expected and what came. Functions and classes compare their arguments with their annotations "
+        "([decision 59](../decisions/0059-arguments-are-compared-with-the-signature.md)).\n"
+        f"{_body(Table('', heads, rows))}\n\n"
+        "What is still taken is below zero, NaN or empty, most of it as plain PyTorch's layers take it, or without an "
+        f"effect on one rank: {', '.join(taken)}."
     )
 
 

@@ -96,6 +96,39 @@ def lose_a_rank(folder: Path) -> ScaleDistributedError | None:
     return caught.value
 
 
+def take_long(limit: float, reports: bool) -> tuple[list[int], float]:
+    """The last rank takes three times the limit."""
+    group = group_of()
+
+    def act(progress: Callable[[int], None]) -> int:
+        for _ in range(30 if group.rank == group.size - 1 else 0):
+            time.sleep(limit / 10)
+            if reports:
+                progress(1)
+        return group.rank
+
+    call = CollectiveCall(group, "saving runs/1/step-00000013", BakingError, limit_seconds=limit)
+    began = time.monotonic()
+    return call.all_ranks_with_progress(act), (time.monotonic() - began) / limit
+
+
+def test_a_rank_that_takes_longer_than_the_limit_is_waited_for_while_it_reports_progress() -> None:
+    for results, limits in run_ranks(take_long, 3, scaled_by_load(0.5), True):
+        assert results == [0, 1, 2] and limits > 2
+
+
+def test_without_progress_it_is_named_at_the_limit() -> None:
+    told = run_ranks(take_long_in_vain, 2, scaled_by_load(0.5))
+    assert told[0].startswith("saving runs/1/step-00000013 failed: exchange with rank 1 failed: no answer within")
+    assert "What each rank did last:" in told[1]
+
+
+def take_long_in_vain(limit: float) -> str:
+    with pytest.raises(ScaleDistributedError) as caught:
+        take_long(limit, reports=False)
+    return str(caught.value)
+
+
 def test_ranks_that_do_different_things_hear_what() -> None:
     told = "the ranks do different things: rank 0: baking loaf 0; rank 1: baking loaf 1. All ranks have to make this"
     assert all(message.startswith(told) for message in run_ranks(bake_other_things, 2))

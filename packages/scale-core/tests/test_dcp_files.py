@@ -102,6 +102,17 @@ def test_chunks_that_leave_a_part_out_are_refused(tmp_path):
         read_dcp_folder(folder)
 
 
+def test_a_flipped_bit_of_a_tensor_is_found_by_its_checksum(tmp_path):
+    weight = torch.rand(50)
+    folder = save_dcp({"w": weight}, tmp_path / "c")
+    (file,) = folder.glob("*.distcp")
+    content = file.read_bytes()
+    at = content.index(weight.numpy().tobytes()) + 7
+    file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    with pytest.raises(ValueError, match=r"distcp from byte 0 on is damaged: the checksum \(CRC32\)"):
+        read_dcp_folder(folder)["w"].load()
+
+
 def test_a_file_outside_of_the_folder_is_refused(tmp_path):
     folder = save_dcp({"w": torch.ones(8)}, tmp_path / "c")
     metadata = pickle.loads((folder / ".metadata").read_bytes())

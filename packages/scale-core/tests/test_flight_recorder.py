@@ -35,6 +35,24 @@ def tell_each_other() -> list[dict[int, str]]:
     return [first.dump_all_ranks(), second.dump_all_ranks()]
 
 
+def wait_in_different_things() -> dict[int, str]:
+    last_words._GRACE_SECONDS = 0.5
+    recorders = FlightRecorder(group_of()), FlightRecorder(group_of())
+    mine = recorders[dist.get_rank()]
+    mine.events.append("raised an error that is over")
+    mine.publish(goes_on=dist.get_rank() == 1)
+    dist.barrier()
+    told = mine.dump_all_ranks()
+    dist.barrier()
+    return told
+
+
+def test_a_rank_that_has_failed_in_something_else_says_in_what() -> None:
+    first, second = run_ranks(wait_in_different_things, 2)
+    assert first[1].startswith("no flight record")
+    assert second[0] == "elsewhere: raised an error that is over"
+
+
 def one_says_nothing() -> dict[int, str]:
     last_words._GRACE_SECONDS = 0.5
     words = FlightRecorder(group_of())

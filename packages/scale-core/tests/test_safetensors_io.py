@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from scale_core.snapshot.format import safetensors_io
@@ -134,5 +135,12 @@ def test_links_and_pipes_are_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"spectrum: torch.complex128 can't be written"):
-        write(tmp_path / "file", {"spectrum": torch.zeros(1, dtype=torch.complex128)})
+    with pytest.raises(TypeError, match=r"codes: torch.bits8 can't be written: convert it to one of BOOL, .*C128"):
+        write(tmp_path / "file", {"codes": torch.empty(1, dtype=torch.bits8)})
+
+
+def test_complex_numbers_of_double_precision_are_pairs_in_the_file(tmp_path: Path) -> None:
+    spectrum = torch.randn(3, 2, dtype=torch.complex128)
+    write(tmp_path / "file.safetensors", {"spectrum": spectrum})
+    with safe_open(tmp_path / "file.safetensors", framework="pt") as file:
+        assert torch.equal(torch.view_as_complex(file.get_tensor("spectrum")), spectrum)

@@ -180,6 +180,31 @@ def step(objects: dict[str, Any]) -> None:
         objects[name].zero_grad()
 
 
+def test_the_history_of_lbfgs_goes_on_where_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(16, 3)
+
+    def build() -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), max_iter=3, history_size=4)}
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(batch).sub(batch.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            return loss.item()
+
+        return [float(optimizer.step(closure)) for _ in range(3)]
+
+    objects, others = build(), build()
+    losses(**objects)
+    save(tmp_path, 3, objects)
+    undisturbed = losses(**objects)
+    load(tmp_path, others)
+    assert losses(**others) == undisturbed
+
+
 def test_each_of_several_optimizers_goes_with_the_module_that_it_steps_on(tmp_path: Path) -> None:
     objects, others = two_modules(), two_modules()
     step(objects)
@@ -230,7 +255,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         save(tmp_path, -1, {})
     with pytest.raises(ValueError, match="keep of at least 1, got 0"):
         save(tmp_path, 1, {}, keep=0)
-    with pytest.raises(TypeError, match="expected a dict of objects by name"):
+    with pytest.raises(TypeError, match="expected objects to be a mapping, got list of Linear"):
         save(tmp_path, 1, [nn.Linear(1, 1)])  # type: ignore[arg-type]  # As programs do.
     with pytest.raises(TypeError, match=r"thing: a builtins.object can't be saved"):
         save(tmp_path, 1, {"thing": object()})

@@ -110,8 +110,8 @@ Point = namedtuple("Point", "x y")  # noqa: PYI024  # As programs have them.
         ({"m": torch.empty(2, device="meta")}, r"it\['m'\]: a torch.Tensor"),
         ({"s": torch.eye(2).to_sparse()}, r"it\['s'\]: a torch.Tensor"),
         (
-            {"c": torch.ones(2, dtype=torch.complex128)},
-            r"it\['c'\]: torch.complex128 can't be saved, expected one of BOOL",
+            {"c": torch.empty(2, dtype=torch.bits8)},
+            r"it\['c'\]: torch.bits8 can't be saved: convert it to one of BOOL",
         ),
         ({"n": numpy.array(["text"])}, r"it\['n'\]: a numpy.ndarray"),
         ({Point(1, 2): 1}, r"it\['a key'\]: a test_state_codec.Point"),

@@ -46,6 +46,34 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path, is_zip):
         read_torch_file(tmp_path / "w.pt")
 
 
+def test_a_flipped_bit_of_a_zip_file_is_found_where_it_would_change_what_is_read(tmp_path):
+    file, weights = tmp_path / "w.pt", {"a.weight": torch.rand(5, 4), "b": torch.arange(3)}
+    torch.save(weights, file)
+    content = file.read_bytes()
+    data = [content.index(tensor.numpy().tobytes()) for tensor in weights.values()]
+    for at in [*data, *range(0, len(content), 61)]:
+        file.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+        try:
+            found = loaded(read_torch_file(file))
+        except ValueError:
+            continue
+        assert at not in data
+        assert_same_bits(found, weights)
+    file.write_bytes(content[: data[0]] + b"\xff" + content[data[0] + 1 :])
+    with pytest.raises(ValueError, match=r"w\.pt is damaged: the checksum \(CRC32\) of its record w/data/0 differs"):
+        read_torch_file(file)
+
+
+def test_a_file_that_was_saved_without_checksums_is_read(tmp_path):
+    weights = {"w": torch.rand(5)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(weights, tmp_path / "w.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same_bits(loaded(read_torch_file(tmp_path / "w.pt")), weights)
+
+
 def test_sparse_tensors_are_refused(tmp_path):
     torch.save({"w": torch.eye(2).to_sparse()}, tmp_path / "w.pt")
     with pytest.raises(ValueError, match="expected dense tensors"):

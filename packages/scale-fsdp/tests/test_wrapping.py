@@ -190,3 +190,20 @@ def test_planning_changes_nothing():
 def test_the_examples_in_the_docstring_hold():
     failed, tried = doctest.testmod(wrap_module)
     assert tried >= 5 and failed == 0
+
+
+class Packed(torch.Tensor):
+    """As the quantised weights of some libraries are."""
+
+
+def test_a_parameter_that_cant_be_cut_is_refused_by_name_or_stays_whole_where_it_is_ignored():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    packed = nn.Parameter(torch.ones(3, 3).as_subclass(Packed), requires_grad=False)
+    model[0].weight = packed
+    with pytest.raises(TypeError, match=r"'0.weight' is a Packed, which can't be cut.*ignored_params="):
+        fully_shard_modules(model, class_policy(nn.Linear))
+    assert get_fsdp_instances(model) == [], "nothing was sharded"
+    fully_shard_modules(model, class_policy(nn.Linear), ignored_params={packed})
+    assert model[0].weight is packed and len(get_fsdp_instances(model)) == 3
+    model(torch.randn(2, 3)).sum().backward()
+    assert model[0].bias.grad is not None and packed.grad is None

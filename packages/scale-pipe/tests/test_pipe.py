@@ -79,13 +79,15 @@ def test_it_is_cast_and_never_moved() -> None:
 
 def test_an_empty_sequence_returns_its_input() -> None:
     pipe, x = Pipe(nn.Sequential(), []), torch.ones(2)
-    assert pipe(x) is x and len(pipe) == 0
+    scalar = torch.tensor(42)  # Nothing is cut, so it may have no dimension.
+    assert pipe(x) is x and pipe(scalar) is scalar and pipe((scalar, None)) == (scalar, None) and len(pipe) == 0
     with pytest.raises(TypeError, match="expected Tensor, but got int"):
         pipe(3)
+    one = Pipe(nn.Sequential(nn.ReLU()), [1], devices=["cpu"])
     with pytest.raises(
         TypeError, match=r"expected a tensor with a first .* have no dimension: Tensor \[\] int64; one "
     ):
-        pipe(torch.tensor(42))
+        one(scalar)
     with pytest.raises(TypeError, match="returns its one input, but is given 1 by place and 1 by keyword"):
         pipe(x, mask=x)
 

@@ -91,7 +91,10 @@ def test_conversion_keeps_tensors_modes_and_keys() -> None:
     assert [type(part) for part in model[3:]] == kinds
     assert list(state) == list(model[:3].state_dict())
     assert all(one is other for one, other in zip(tensors, [*model[:3].parameters(), *model[:3].buffers()]))  # noqa: B905
-    assert DeferredBatchNorm.convert_deferred_batch_norm(model, 2)[0] is model[0] and model[0].chunks == 2  # type: ignore[index]
+    before = model[0]  # With the same chunks it stays; with others it is replaced, as a batch norm is.
+    assert DeferredBatchNorm.convert_deferred_batch_norm(model, 4)[0] is before  # type: ignore[index]
+    assert DeferredBatchNorm.convert_deferred_batch_norm(model, 2)[0] is model[0] is model[1][1]  # type: ignore[index]
+    assert (before.chunks, model[0].chunks) == (4, 2) and model[0].running_mean is before.running_mean
 
 
 def test_state_of_fairscale_with_what_it_has_collected_is_loaded() -> None:

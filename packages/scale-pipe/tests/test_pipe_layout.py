@@ -37,12 +37,18 @@ def test_pairs_that_match_are_accepted_in_any_nesting() -> None:
 @pytest.mark.parametrize(
     "layers, problem",
     [
-        ([stashing("x")], "layer '0' stashes 'x', which no layer after it pops"),
-        ([popping("x")], "layer '0' pops 'x', which no layer before it stashes"),
-        ([popping("x"), stashing("x")], "layer '0' pops 'x', which no layer before it stashes"),
-        ([stashing("x"), stashing("x"), popping("x")], "layer '1' stashes 'x' as layer '0' does: isolate one of them"),
-        ([stashing("x"), popping("x"), popping("x")], "layer '2' pops 'x', which layer '1' has popped already"),
-        ([skippable(["x"], ["x"])(type("Both", (nn.Module,), {}))()], "layer '0' both stashes and pops 'x'"),
+        ([stashing("x")], "no module declared 'x' as poppable but stashed by '0'"),
+        ([popping("x")], "'0' declared 'x' as poppable but it was not stashed by a layer before it"),
+        ([popping("x"), stashing("x")], "'0' declared 'x' as poppable but it was not stashed by a layer before it"),
+        (
+            [stashing("x"), stashing("x"), popping("x")],
+            "'1' redeclared 'x' as stashable, after '0': isolate one",
+        ),
+        ([stashing("x"), popping("x"), popping("x")], "'2' redeclared 'x' as poppable, which '1' has popped by then"),
+        (
+            [skippable(["x"], ["x"])(type("Both", (nn.Module,), {}))()],
+            "'0' declared 'x' both as",
+        ),
     ],
 )
 def test_pairs_that_do_not_match_are_named(layers: list[nn.Module], problem: str) -> None:

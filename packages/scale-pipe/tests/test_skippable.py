@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from scale_checkpoint import checkpoint_wrapper
 from scale_pipe import Namespace, pop, skippable, stash
 from scale_pipe.skip.namespace import popped_keys, stashed_keys
-from scale_pipe.skip.tracker import run_with_skips
+from scale_pipe.skip.tracker import SkipTracker, current_skip_tracker, run_with_skips, use_skip_tracker
 
 Commands = Generator[Any, Any, Any]
 
@@ -51,6 +51,15 @@ def test_a_sequence_of_skippable_layers_works_by_itself() -> None:
     output.sum().backward()
     expected = 1 + 2 * (1 - torch.tanh(2 * x) ** 2)
     assert x.grad is not None and torch.allclose(x.grad, expected)
+
+
+def test_a_tracker_of_its_own_holds_what_is_stashed_until_it_is_popped() -> None:
+    outside, tracker, x = current_skip_tracker(), SkipTracker(), torch.ones(2)
+    with use_skip_tracker(tracker):
+        output = Stash()(x)
+        assert current_skip_tracker() is tracker and tracker.tensors[None, "skip"] is x
+        assert torch.equal(Pop()(output), torch.full((2,), 3.0))
+    assert not tracker.tensors and current_skip_tracker() is outside
 
 
 def test_a_skippable_class_stays_itself() -> None:

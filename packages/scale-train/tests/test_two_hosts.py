@@ -1,11 +1,12 @@
-"""Two machines, network namespaces here, with an agent of torchrun each, and a link between them that is cut."""
+"""Two machines with an agent of torchrun each: a link between them that is cut, and one that comes later and goes."""
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ folder = Path(sys.argv[1])
 group = init_distributed(device="cpu")
 
 def tell(line):
-    with (folder / f"rank-{group.rank}").open("a") as file:
+    with (folder / os.environ.get("TELLS", f"rank-{group.rank}")).open("a") as file:
         file.write(line + "\\n")
 
 torch.manual_seed(0)
@@ -39,10 +40,10 @@ try:
         found = load_snapshot(folder / "snapshots", lambda saved: target_state_dict(model, optimizer, saved))
         load_sharded_state_dict(found.state, model, optimizer)
         step = found.step
-        tell(f"resumed after {step}")
+        tell(f"resumed on {group.size} after {step}")
     while not CollectiveCall(group, "going on", RuntimeError).rank0((folder / "enough").exists):
         torch.manual_seed(1000 + step)
-        model(torch.randn(4, 8)[2 * group.rank : 2 * group.rank + 2]).square().mean().backward()
+        model(torch.randn(4, 8).chunk(group.size)[group.rank]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
@@ -86,14 +87,26 @@ def hosts() -> Iterator[list[str]]:
         ip("netns", "del", name)
 
 
-def start_agent(folder: Path, host: str, number: int) -> subprocess.Popen[bytes]:
-    command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-    command += ["--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job"]
-    command += ["--rdzv-endpoint=10.99.0.1:29555", f"--rdzv-conf=is_host={int(number == 1)}"]
-    command += [f"--local-addr=10.99.0.{number}", "--monitor-interval=0.2", str(folder / "job.py"), str(folder)]
-    settings = {"GLOO_SOCKET_IFNAME": host, "SCALE_LIMIT_SECONDS": str(LIMIT_SECONDS), "OMP_NUM_THREADS": "1"}
+def start_agent(
+    folder: Path, number: int, endpoint: str, *options: str, before: Sequence[str] = (), **settings: str
+) -> subprocess.Popen[bytes]:
+    command = [*before, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts=3"]
+    command += ["--rdzv-backend=c10d", "--rdzv-id=job", f"--rdzv-endpoint={endpoint}", "--monitor-interval=0.2"]
+    command += [f"--rdzv-conf=is_host={int(number == 1)},last_call_timeout=3", *options]
+    settings = {"SCALE_LIMIT_SECONDS": str(LIMIT_SECONDS), "OMP_NUM_THREADS": "1", **settings}
     with (folder / f"agent-{number}").open("wb") as output:
-        return subprocess.Popen(command, env={**os.environ, **settings}, stdout=output, stderr=output)
+        return subprocess.Popen(
+            [*command, str(folder / "job.py"), str(folder)],
+            env={**os.environ, **settings},
+            stdout=output,
+            stderr=output,
+        )
+
+
+def start_agent_on(folder: Path, host: str, number: int) -> subprocess.Popen[bytes]:
+    inside = ["ip", "netns", "exec", host]
+    options = ["--nnodes=2", f"--local-addr=10.99.0.{number}"]
+    return start_agent(folder, number, "10.99.0.1:29555", *options, before=inside, GLOO_SOCKET_IFNAME=host)
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None:
@@ -103,6 +116,10 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None
         time.sleep(0.05)
 
 
+def lines(file: Path, beginning: str) -> list[str]:
+    return [line for line in file.read_text().splitlines() if line.startswith(beginning)] if file.exists() else []
+
+
 @pytest.mark.soak
 def test_when_the_link_between_two_machines_is_cut_both_name_the_other_and_resume_when_it_is_back(
     hosts: list[str], tmp_path: Path
@@ -110,13 +127,12 @@ def test_when_the_link_between_two_machines_is_cut_both_name_the_other_and_resum
     (tmp_path / "job.py").write_text(JOB)
 
     def said(rank: int, beginning: str) -> list[str]:
-        file = tmp_path / f"rank-{rank}"
-        return [line for line in file.read_text().splitlines() if line.startswith(beginning)] if file.exists() else []
+        return lines(tmp_path / f"rank-{rank}", beginning)
 
     def both(beginning: str, count: int = 1) -> Callable[[], bool]:
         return lambda: all(len(said(rank, beginning)) >= count for rank in range(2))
 
-    agents = [start_agent(tmp_path, host, number) for number, host in enumerate(hosts, start=1)]
+    agents = [start_agent_on(tmp_path, host, number) for number, host in enumerate(hosts, start=1)]
     try:
         wait_until(both("step", 3), "both train", 300)
         ip("-n", hosts[0], "link", "set", hosts[0], "down")
@@ -136,3 +152,44 @@ def test_when_the_link_between_two_machines_is_cut_both_name_the_other_and_resum
         for agent in agents:
             agent.kill()
             agent.wait()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun's agent as Linux has it")
+def test_a_machine_that_comes_later_trains_along_and_when_it_goes_the_other_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    endpoint = f"127.0.0.1:{free_port()}"
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        # torch's agents end with an error when another one comes, unless they share no store with their ranks.
+        settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TELLS": f"machine-{number}"}
+        return start_agent(tmp_path, number, endpoint, "--nnodes=1:2", **settings)
+
+    def has_said(number: int, beginning: str, count: int = 1) -> Callable[[], bool]:
+        return lambda: len(lines(tmp_path / f"machine-{number}", beginning)) >= count
+
+    agents = [start(1)]
+    try:
+        wait_until(has_said(1, "step", 3), "one trains", 300)
+        agents.append(start(2))
+        for number in (1, 2):
+            wait_until(has_said(number, "resumed on 2 after"), "both go on", 300)
+        wait_until(has_said(2, "step", 3), "both train", 300)
+        agents[1].kill()
+        wait_until(has_said(1, "lost rank"), "the one that stays notices", 60 + 4 * LIMIT_SECONDS)
+        last = int(lines(tmp_path / "machine-1", "step")[-1].split()[1])
+        wait_until(has_said(1, "resumed on 1 after"), "it goes on alone", 300)
+        assert int(lines(tmp_path / "machine-1", "resumed on 1")[0].split()[-1]) in (last - 1, last, last + 1)
+        (tmp_path / "enough").touch()
+        assert agents[0].wait(timeout=300) == 0
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -32,6 +32,7 @@ from scale_adascale.validation import (
     no_step_error,
 )
 from scale_core import uneven_inputs
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike
 from scale_core.state.param_ownership import ParamSlice
 
@@ -88,6 +89,7 @@ class AdaScale(Optimizer):
 
     listens_to_gradients = True  # OSS refuses a class that has this: no backward brings gradients to its pieces.
 
+    @checked_arguments(own="optimizer scale smoothing power num_gradients_to_accumulate")
     def __init__(
         self,
         optimizer: Optimizer,
@@ -488,6 +490,7 @@ class AdaScaleWrapper(AdaScale):
         **additional_optim_args: For the optimizer. All others, and errors, are those of `AdaScale`.
     """
 
+    @checked_arguments(own="scale smoothing power num_gradients_to_accumulate")
     def __init__(
         self,
         params: Any,

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar, cast
 
 from scale_adascale.gain import check_scale
 from scale_adascale.noise_scale import NoiseScale, efficiency
+from scale_core.arguments import checked_arguments
 from scale_core.tree import map_tensors, tensors_in
 
 
@@ -46,6 +47,7 @@ class Suggestion(NamedTuple):
     efficiency: float
 
 
+@checked_arguments
 def fit_speed(seconds: Mapping[int, float]) -> Speed:
     """Fits a line with the least sum of squared relative errors, both parts of which are at least 0.
 
@@ -74,6 +76,7 @@ def fit_speed(seconds: Mapping[int, float]) -> Speed:
     return Speed(0.0, y / yy)
 
 
+@checked_arguments
 def suggest_batch_size(
     seconds: Mapping[int, float],
     noise: float | NoiseScale,
@@ -171,6 +174,7 @@ def square_root(scale: float) -> float:
     return math.sqrt(scale)
 
 
+@checked_arguments
 def legw(scale: float, epoch: float, base_warmup_epochs: float) -> float:
     """The factor of "linear-epoch gradual warm-up": the square root, reached over a longer warm-up.
 

@@ -15,10 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from scale_adascale.adascale import AdaScale
 from scale_adascale.gain import is_real
+from scale_core.arguments import checked_arguments
 
 Batch = TypeVar("Batch")
 
 
+@checked_arguments(own="optimizer steps")
 def until_steps(
     batches: Iterable[Batch], optimizer: AdaScale, steps: float, *, first_epoch: int | None = None
 ) -> Iterator[Batch]:
@@ -92,6 +94,7 @@ class GainScheduler:
         ValueError: `steps_per_call` is not above 0, or `total_steps` below 1.
     """
 
+    @checked_arguments(own="steps_per_call")
     def __init__(
         self,
         scheduler: LRScheduler,

@@ -32,6 +32,7 @@ from torch import nn
 from scale_checkpoint.planner.chart import MIB, format_bytes, new_figure, table
 from scale_checkpoint.planner.step import device_of
 from scale_checkpoint.planner.trace import StepTrace, trace_step
+from scale_core.arguments import checked_arguments
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class LayerMemoryTracker:
         model: To start with at once, in a `with` block; None for one that is given to `monitor`.
     """
 
+    @checked_arguments
     def __init__(self, model: nn.Module | None = None) -> None:
         self._model = model
         self._finished: list[LayerTrace] = []
@@ -228,6 +230,7 @@ class SuggestedCheckpoints:
     all_modules: tuple[str, ...]
 
 
+@checked_arguments
 def suggest_checkpoint_location(
     traces: Sequence[LayerTrace], num_checkpoints: int, num_skipped_layers: int = 0
 ) -> SuggestedCheckpoints:

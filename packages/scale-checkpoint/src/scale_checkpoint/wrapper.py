@@ -20,6 +20,7 @@ from scale_checkpoint.recompute.recompute import (
     unwrap_forward,
     wrap_forward,
 )
+from scale_core.arguments import checked_arguments
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -31,6 +32,7 @@ How: TypeAlias = Literal["keep", "recompute", "offload", "selective"] | Operator
 expensive operators ("selective"), of these operators, or of those that a policy names."""
 
 
+@checked_arguments(own="module")
 def checkpoint_wrapper(
     module: M,
     offload_to_cpu: bool = False,
@@ -82,6 +84,7 @@ def checkpoint_wrapper(
     return module
 
 
+@checked_arguments(own="module")
 def apply_checkpointing(
     module: M,
     how: How,
@@ -136,6 +139,7 @@ def config_for(
     return CheckpointConfig(keep=resolve_policy(how), offload_to=inputs_to, min_bytes=min_bytes)
 
 
+@checked_arguments
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether a module's own activations are recomputed or offloaded; its children and parents do not count.
 
@@ -174,6 +178,7 @@ ModulePolicy: TypeAlias = Callable[[str, nn.Module], How | None]
 """Called with a module's qualified name and the module; returns what is done with it, or None for nothing."""
 
 
+@checked_arguments(own="select")
 def checkpoint_modules(
     model: nn.Module,
     select: Collection[str] | type[nn.Module] | ModulePolicy,

@@ -10,7 +10,8 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `flat/`, `shard`: parameters in one flat buffer, and what a local tensor is a shard of;
 - `divergence`: what must be equal on several ranks, compared by its bits;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;
-- `state/`, `snapshot/`, `pretrained/`, `convert/`: sharded state dicts, verified checkpoints, weights of Hugging Face,
+- `state/`, `sharded_module`, `snapshot/`, `pretrained/`, `convert/`: sharded state dicts, modules with parts of
+  parameters, verified checkpoints, weights of Hugging Face,
   and checkpoints of other programs;
 - `launch/`, `testing/`, `simulate/`: starting ranks, tests on ranks, and one process that simulates a rank of many.
 """
@@ -20,6 +21,7 @@ import logging
 import typing
 
 from scale_core import torch_patches as _torch_patches  # noqa: F401  # It patches torch at the first shard.
+from scale_core.arguments import checked_arguments as _checked
 from scale_core.autograd_hooks import register_grad_published_hook, register_local_grad_hook, register_reduced_grad_hook
 from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.comm.group import Group, GroupLike, group_of
@@ -107,6 +109,11 @@ if typing.TYPE_CHECKING:
     from scale_core.pretrained.loading import load_pretrained
     from scale_core.pretrained.saving import save_pretrained
 
+for _name in (
+    *("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"),
+    *("full_numel", "full_shape", "shard_of"),
+):  # The packages call them where they are, in every step.
+    globals()[_name] = _checked(globals()[_name])
 for _name in set(__all__) - set(_LAZY):
     if hasattr(globals()[_name], "__qualname__"):  # Tracebacks and documentation show the path that people write.
         globals()[_name].__module__ = __name__

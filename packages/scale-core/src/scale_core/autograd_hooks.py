@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from scale_core.arguments import checked_arguments
 from scale_core.compat import graph_task_id, next_node_number, queue_callback
 from scale_core.tree import map_tensors, tensors_in
 
@@ -133,6 +134,7 @@ def is_nested() -> bool:
     return any(other != task for other in _open_tasks)
 
 
+@checked_arguments
 def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
     """Calls `callback(params, grads)` with gradients as this rank computed them, before they are reduced.
 
@@ -170,6 +172,7 @@ def call_local_grad_hooks(params: Sequence[Tensor], grads: Sequence[Tensor]) -> 
             callback(params, grads)
 
 
+@checked_arguments
 def register_reduced_grad_hook(callback: GradsHook) -> RemovableHandle:
     """Calls `callback(params, grads)` when gradients of local shards are reduced, while the pass of other modules runs.
 
@@ -189,6 +192,7 @@ def call_reduced_grad_hooks(params: Sequence[Tensor], grads: Sequence[Tensor]) -
             callback(params, grads)
 
 
+@checked_arguments
 def register_grad_published_hook(callback: GradPublishedHook, at_once: Container[Tensor] = ()) -> RemovableHandle:
     """Calls `callback(params)` when the gradients of these local shards are in `param.grad`, complete for this pass.
 
@@ -271,4 +275,5 @@ def _ignoring_the_gradient(callback: Callable[[], None]) -> Callable[[Tensor], N
     def hook(_: Tensor) -> None:
         callback()
 
+    unserializable_hook(hook)  # Who saves the tensor is not warned of it.
     return hook

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import broadcast, exchange
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import all_gather_json
@@ -42,6 +43,7 @@ _MASK = (1 << 62) - 1
 _COMPARISON = "the comparison of what must be equal"
 
 
+@checked_arguments
 def check_replicas(
     model: nn.Module | Iterable[tuple[str, Tensor]],
     process_group: GroupLike = None,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import GroupLike, group_of
 
@@ -66,6 +67,7 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
         TransferError: Another rank left the loop.
     """
 
+    @checked_arguments
     def __init__(
         self,
         batches: Iterable[T],

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.consistency.execution_order import PassKind
 from scale_core.flat.buffer import FlatBuffer
 from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, module_names, units_in
@@ -275,6 +276,7 @@ class Description:
         return format_table(self)
 
 
+@checked_arguments
 def describe(model: nn.Module) -> Description:
     """Describes the units of a model and their memory on this rank; sends nothing.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.state.optim_state_dict import local_chunk, part_of
 from scale_core.state.param_ownership import named_param_slices
 from scale_core.state.validation import StateMismatch
@@ -53,6 +54,7 @@ class ShardedEMA:
         ValueError: `decay` is below 0 or above 1.
     """
 
+    @checked_arguments
     def __init__(
         self,
         model: nn.Module,

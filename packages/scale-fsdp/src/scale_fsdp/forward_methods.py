@@ -14,11 +14,13 @@ from typing import Any, cast
 
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from scale_fsdp.runtime.step import post_forward, pre_forward
 from scale_fsdp.runtime.unit import Unit, unit_of
 
 
+@checked_arguments
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a unit run with the unit's parameters gathered, as its forward does.
 
@@ -48,7 +50,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         AttributeError: The module has no such method.
         TypeError: What has that name can't be called, or is a generator or a coroutine.
     """
-    module = module.module if isinstance(module, FullyShardedDataParallel) else module
+    module = module.sharded_module if isinstance(module, FullyShardedDataParallel) else module
     unit = unit_of(module)
     title = type(module).__name__
     if unit is None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_fsdp.api import (
     AtomChoice,
@@ -65,7 +66,7 @@ def _delegate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenat
 
     @functools.wraps(method)
     def call(self: FullyShardedDataParallel, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        found: _R = getattr(self.module, method.__name__)(*args, **kwargs)
+        found: _R = getattr(self.sharded_module, method.__name__)(*args, **kwargs)
         return found
 
     return call
@@ -190,6 +191,7 @@ class FullyShardedDataParallel(nn.Module):
             module that is sharded already.
     """
 
+    @checked_arguments
     def __init__(
         self,
         module: nn.Module,
@@ -216,7 +218,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
-        return self.module(*args, **kwargs)
+        return self.sharded_module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -224,10 +226,15 @@ class FullyShardedDataParallel(nn.Module):
         except AttributeError:
             if name == "module" or name.startswith("__"):  # Asked for by copy and pickle.
                 raise
-            return getattr(self.module, name)
+            return getattr(self.sharded_module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]  # what the module answers
+        return self.sharded_module[key]
+
+    @property
+    def sharded_module(self) -> Any:
+        """The module, also where a subclass shows something else as `.module`."""
+        return self._modules["module"]
 
     @property
     def rank(self) -> int:
@@ -284,7 +291,7 @@ class FullyShardedDataParallel(nn.Module):
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self.sharded_module.named_modules(memo, prefix, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint: this wrapper's `module` is no part of the names."""
@@ -292,7 +299,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _options(self) -> UnitOptions:
-        unit = unit_of(self.module)
+        unit = unit_of(self.sharded_module)
         assert unit is not None
         return unit.options
 
@@ -332,7 +339,7 @@ def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise TypeError(f"FullyShardedDataParallel: unexpected argument '{unknown[0]}'{hint}")
     if ignored:
-        warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=3)
+        warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=4)
     return {name: value for name, value in kwargs.items() if name in known}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
 from scale_core.dtensor import DTensorSpec, is_dtensor, local_parameter
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
+@checked_arguments(own="module reshard_after_forward error_if_nonfinite init")
 @renamed_arguments(
     process_group="mesh=, which takes a DeviceMesh or a process group",
     mixed_precision="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
@@ -212,7 +214,7 @@ def shard_modules(
                 )
         buffers, slots = _make_buffers(own, ShardGroups(ranks.shard, ranks.replicas), options, on_meta=True)
     else:
-        if ranks.whole.size > 1:
+        if ranks.whole.size > 1 and sync:  # Else nothing is sent here, and all is compared when the model first runs.
             kind = ", ".join(type(module).__name__ for module in modules)
             lines = [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
             contract = Contract(ranks.whole, options.limit_seconds)
@@ -278,8 +280,8 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
         kind = type(param.data)
         if kind not in compat.plain_tensor_types():
             raise TypeError(
-                f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: shard the modules beside the "
-                "one that holds it, and none around that, or convert the parameter to a plain tensor first"
+                f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: keep it whole on each rank, "
+                "fully_shard(..., ignored_params={...}), or convert the parameter to a plain tensor first"
             )
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_core.shard import full_shape
 from scale_core.state.param_ownership import ParamSlice, flat_buffer_of
@@ -21,6 +22,7 @@ OptimizerSpec = tuple[type[Optimizer], Mapping[str, Any]]  # a class and its arg
 _KINDS = ("matrix", "other")
 
 
+@checked_arguments
 def split_by(
     model: nn.Module,
     matrix: OptimizerSpec,
@@ -101,6 +103,7 @@ class SplitOptimizer(Optimizer):
         other: That of all else.
     """
 
+    @checked_arguments
     def __init__(self, model: nn.Module, matrix: OSS, other: OSS, other_names: Sequence[str] = ()) -> None:
         self.matrix, self.other = matrix, other
         self._model, self._other_names = model, tuple(other_names)

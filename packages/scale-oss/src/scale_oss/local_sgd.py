@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_gather, broadcast, reduce_scatter
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.contract import Contract
@@ -82,6 +83,7 @@ class LocalSGD:
             different parts; a `ContractError`: ranks differ.
     """
 
+    @checked_arguments(own="sync_every")
     def __init__(
         self,
         model: nn.Module,

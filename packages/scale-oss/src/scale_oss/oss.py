@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.compat import profiler_runs
@@ -94,6 +95,7 @@ class OSS(OSSStateDictMixin):
             parameters are a `ContractError`.
     """
 
+    @checked_arguments(own="optim")
     @renamed_arguments(group="process_group=")
     def __init__(
         self,

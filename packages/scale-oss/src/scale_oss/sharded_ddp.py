@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from scale_core import uneven_inputs
+from scale_core.arguments import checked_arguments
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import GroupLike, group_of
@@ -227,6 +228,7 @@ class ShardedDataParallel(nn.Module):
         ValueError: A parameter that trains is in none of them, or in two; the groups differ.
     """
 
+    @checked_arguments
     def __init__(
         self,
         module: nn.Module,

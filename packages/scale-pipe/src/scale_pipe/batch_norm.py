@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from scale_checkpoint import is_recomputing
+from scale_core.arguments import checked_arguments
 from scale_pipe.microbatch import check_chunks
 
 
@@ -55,6 +56,7 @@ class DeferredBatchNorm(_BatchNorm):
         ValueError: `chunks` is not positive.
     """
 
+    @checked_arguments(own="chunks")
     def __init__(
         self,
         num_features: int,
@@ -132,8 +134,9 @@ class DeferredBatchNorm(_BatchNorm):
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
         """Replaces each `BatchNorm1d`, `2d` and `3d` with running statistics by a `DeferredBatchNorm`.
 
-        Parameters and buffers stay the same tensors, hooks and attributes stay. `SyncBatchNorm`, instance norms, and
-        batch norms with a forward of their own stay what they are.
+        And each `DeferredBatchNorm` with other `chunks`. Parameters and buffers stay the same tensors, hooks and
+        attributes stay. `SyncBatchNorm`, instance norms, and batch norms with a forward of their own are left as they
+        are.
 
         Args:
             module: A batch norm, or what holds some; changed in place.
@@ -158,14 +161,14 @@ class DeferredBatchNorm(_BatchNorm):
     def _convert(cls, module: nn.Module, chunks: int, known: dict[int, nn.Module]) -> nn.Module:
         if id(module) in known:
             return known[id(module)]
-        if isinstance(module, DeferredBatchNorm):
-            module.chunks = chunks
+        is_deferred = isinstance(module, DeferredBatchNorm)
+        if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
             known[id(module)] = module
             return module
         new = module
         has_torchs_forward = type(module).forward is _BatchNorm.forward and "forward" not in vars(module)
         is_batch_norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
-        if is_batch_norm and has_torchs_forward and module.running_mean is not None:
+        if is_deferred or (is_batch_norm and has_torchs_forward and module.running_mean is not None):
             deferred = cls.__new__(cls)  # It takes everything of the module, hooks and the user's attributes included.
             vars(deferred).update(vars(module))
             vars(deferred).update(

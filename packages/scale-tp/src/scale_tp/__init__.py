@@ -8,6 +8,7 @@
 
 import logging
 
+from scale_core.arguments import checked_arguments as _checked
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
 from scale_tp.attention.batch import get_batch_on_this_cp_rank, num_tokens_per_rank
 from scale_tp.attention.context_parallel import context_parallel
@@ -154,6 +155,8 @@ __all__ = [
 ]
 
 for _name in __all__:
+    if _name.endswith("_region"):  # The layers call them where they are, in every forward.
+        globals()[_name] = _checked(own="input_")(globals()[_name])
     if hasattr(globals()[_name], "__qualname__"):  # Tracebacks and documentation show the path that people write.
         globals()[_name].__module__ = __name__
 del _name

@@ -10,10 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -23,15 +21,14 @@ from scale_core.comm.collectives import (
     all_gather,
     all_reduce,
     exchange,
-    exchange_text,
     peer_to_peer,
     reduce_scatter,
 )
 from scale_core.comm.group import Group
 from scale_core.compat import NO_RANGE, profiler_runs
-from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
+from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.errors import TransferError
-from scale_tp.failed_forward import add_explanation
+from scale_tp.failed_pass import add_explanation
 from scale_tp.split import even_sizes
 
 
@@ -218,28 +215,3 @@ def gather_sizes(own: int, group: Group, sizes: Sequence[int] | None = None) -> 
             f"{list(sizes)}"
         )
     return sizes
-
-
-# Calls that were compared between the ranks already, by group: later ones cost nothing. Their messages carry the same
-# tag, so that ranks which differ later time out and never read each other's data.
-_compared: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
-
-
-def check_same_call(what: str, signature: str, group: Group) -> int:
-    """Returns the message tag of a call whose signature (shapes, dtypes, options) has to be the same on all ranks.
-
-    Raises:
-        TransferError: A rank did not come.
-        ValueError: On all ranks: they differ.
-    """
-    tag = message_tag(Event(what, signature))
-    if group.process_group is None or group.backend == "fake":
-        return tag
-    known, own = _compared.setdefault(group.process_group, set()), fingerprint_of(what, signature)
-    if own not in known:
-        if len({row[0] for row in exchange([own], group)}) > 1:
-            texts = exchange_text(f"{what}: {signature}", group)
-            by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-            raise ValueError(f"the ranks are about to do different things: {by_rank}: call it alike on all of them")
-        known.add(own)
-    return tag

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scale_core.arguments import checked_arguments
+
 LLAMA_DIMS: Mapping[str, int | None] = MappingProxyType(
     {
         r"tok_embeddings\.weight": -1,
@@ -40,6 +42,7 @@ _FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _KEY_VALUE = re.compile(r"layers\.\d+\.attention\.w[kv]\.(weight|bias)")
 
 
+@checked_arguments
 def iterate_consolidated(
     folder: str | PathLike[str], *, dims: Mapping[str, int | None] = LLAMA_DIMS, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:

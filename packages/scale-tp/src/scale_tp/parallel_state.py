@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.work import limit_of
 from scale_core.compat import process_groups, time_limit
 from scale_tp.split import check_size
 
@@ -52,6 +54,7 @@ DATA_CONTEXT = "data and context"
 """The data and the context axis together: all ranks with the same part of the model."""
 
 
+@checked_arguments
 def initialize_model_parallel(
     model_parallel_size_: int,
     pipeline_length: int = 1,
@@ -88,7 +91,7 @@ def initialize_model_parallel(
         )
     everybody = group_of()
     sizes = _sizes(everybody.size, model=model_parallel_size_, pipeline=pipeline_length, context=context_parallel_size)
-    timeout = None if limit_seconds is None else timedelta(seconds=limit_seconds)
+    timeout = None if limit_seconds is None else timedelta(seconds=limit_of(None, limit_seconds))
     if timeout is None and everybody.process_group is not None and everybody.backend != "fake":
         timeout = time_limit(everybody.process_group)  # torch's own is half an hour, whatever the default group's is.
     backends = {"model": model_parallel_backend, "context": cp_backend, "pipeline": pipeline_backend}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.group import Group
 from scale_core.part_hooks import ForEachShardHook
@@ -231,6 +232,7 @@ get_cuda_rng_tracker = get_rng_tracker
 CudaRNGStatesTracker = RNGStatesTracker
 
 
+@checked_arguments
 def model_parallel_manual_seed(seed: int) -> None:
     """Seeds torch's generators alike on all ranks, and a stream "model-parallel-rng" differently on each.
 

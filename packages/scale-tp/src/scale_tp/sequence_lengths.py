@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import untraced
@@ -58,6 +59,7 @@ class _RecordedLengths:
 _recorded: WeakKeyDictionary[dist.ProcessGroup, _RecordedLengths] = WeakKeyDictionary()
 
 
+@checked_arguments
 def record_sequence_lengths(lengths: Sequence[int], process_group: GroupLike = None) -> None:
     """Says how long the parts of a sequence are that something else has divided, such as a loader of data.
 

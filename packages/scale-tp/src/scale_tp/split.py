@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from scale_core.arguments import checked_arguments
+
 Range: TypeAlias = tuple[int, int]
 """Indices from the first to one past the last."""
 
@@ -201,6 +203,7 @@ def even_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(each + (rank < more) for rank in range(num_ranks))
 
 
+@checked_arguments
 def split_heads(num_heads: int, num_key_value_heads: int, num_ranks: int) -> HeadSplit:
     """Divides attention heads between the ranks, query heads together with the key-value head that they share.
 
@@ -250,6 +253,7 @@ def check_size(what: str, value: Any, least: int = 0) -> None:
 # FairScale's utilities, for code beside the layers: these divide by `Split`, for which no size needs to divide.
 
 
+@checked_arguments
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Refuses numbers that leave a remainder.
 
@@ -260,6 +264,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
         raise ValueError(f"{numerator} is not divisible by {denominator}")
 
 
+@checked_arguments
 def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
     """Returns the quotient of numbers that leave no remainder.
 
@@ -274,6 +279,7 @@ def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+@checked_arguments
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group
 from scale_core.shard import unit_shard_of
 from scale_tp.layers.base import ParallelModule, ParamSharding
 
 
+@checked_arguments
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Tensor]:
     """Returns the state dict of the plain model, with whole tensors; all ranks that divide the model call it together.
@@ -43,6 +45,7 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
     return state
 
 
+@checked_arguments
 @torch.no_grad()
 def load_full_state_dict(
     model: nn.Module, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True

@@ -14,12 +14,14 @@ from torch import nn
 
 from scale_checkpoint import checkpoint_wrapper, is_checkpointed
 from scale_checkpoint.wrapper import modules_by_name
+from scale_core.arguments import checked_arguments
 from scale_fsdp import FSDPConfig
 from scale_fsdp.runtime.unit import unit_of
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@checked_arguments
 def with_wrapped_modules(
     model: M,
     modules_to_wrap: Collection[str],

@@ -41,7 +41,7 @@ STEPS = 3
 
 def llama(**more: Any) -> LlamaForCausalLM:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 32}
-    return LlamaForCausalLM(LlamaConfig(**_decoder(), **sizes, **more))
+    return LlamaForCausalLM(LlamaConfig(**{**_decoder(), **sizes, **more}))
 
 
 def gpt2() -> GPT2LMHeadModel:

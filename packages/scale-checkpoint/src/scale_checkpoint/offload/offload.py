@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from scale_checkpoint.offload.storage import Target, backend_for, copy_streams
 from scale_checkpoint.offload.store import PackedTensor, store_for
 from scale_checkpoint.state import InternalOps
+from scale_core.arguments import checked_arguments
 
 MIN_BYTES = 1 << 16
 """Storages below this stay: a copy of its own would cost more than it saves."""
@@ -43,6 +44,7 @@ class offload_activations(saved_tensors_hooks):  # noqa: N801  # a context manag
         NotADirectoryError: There is no such folder.
     """
 
+    @checked_arguments
     def __init__(self, *modules: nn.Module, to: Target = "host", min_bytes: int = MIN_BYTES) -> None:
         check_target(to, min_bytes)
         self._operator = _OperatorTensors(Sender(modules, to, min_bytes))

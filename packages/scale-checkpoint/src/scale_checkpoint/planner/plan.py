@@ -19,6 +19,7 @@ from scale_checkpoint.planner.solver import UNLIMITED, fastest, minimum_peak
 from scale_checkpoint.planner.step import device_of
 from scale_checkpoint.planner.timeline import Timeline, timeline
 from scale_checkpoint.wrapper import apply_checkpointing
+from scale_core.arguments import checked_arguments
 from scale_core.errors import ScaleError
 
 
@@ -109,6 +110,7 @@ class MemoryPlan:
         return f"{head}\n\n{body}\n\n{bar_chart(step, self.budget_bytes)}"
 
 
+@checked_arguments(own="budget_bytes other_bytes")
 def plan_memory(
     model: nn.Module,
     sample_input: Any,
@@ -148,6 +150,7 @@ def plan_memory(
     return best_plan(profile, budget_bytes, other_bytes=other_bytes)
 
 
+@checked_arguments(own="budget_bytes other_bytes")
 def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0) -> MemoryPlan:
     """Returns the fastest plan that fits a budget; needs no model.
 
@@ -156,6 +159,8 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0
     for name, given in (("budget_bytes", budget_bytes), ("other_bytes", other_bytes)):
         if type(given) is not int:
             raise TypeError(f"{name}: expected a whole number of bytes, got {given!r}; write 2 * 2**30 for 2 GiB")
+    if other_bytes < 0:
+        raise ValueError(f"other_bytes: expected what else is on the device, in bytes, got {other_bytes}")
     room = budget_bytes - other_bytes
     chosen = fastest(profile.segments, profile.boundary_tensors, room)
     if chosen is None:
@@ -170,6 +175,7 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0
     return MemoryPlan(_by_block(profile, chosen), profile, room)
 
 
+@checked_arguments
 def memory_front(profile: MemoryProfile) -> Iterator[MemoryPlan]:
     """Yields the plans that none is faster than in as little memory, from the fastest to the smallest."""
     waiting: MemoryPlan | None = None
@@ -184,6 +190,7 @@ def memory_front(profile: MemoryProfile) -> Iterator[MemoryPlan]:
         yield waiting
 
 
+@checked_arguments
 def apply_plan(model: nn.Module, plan: MemoryPlan) -> nn.Module:
     """Makes a model follow a plan, in place; its names, parameters and state-dict keys stay what they are.
 

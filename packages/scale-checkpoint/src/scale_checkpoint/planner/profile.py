@@ -32,6 +32,7 @@ from scale_checkpoint.planner.cost_model import assemble, pool_seconds
 from scale_checkpoint.planner.step import Step, least_seconds, preserve_state, single_threaded
 from scale_checkpoint.planner.timeline import BoundaryTensor, Segment, StrategyCost
 from scale_checkpoint.planner.trace import StepTrace, trace_step
+from scale_core.arguments import checked_arguments
 
 FORMAT = 3
 
@@ -91,6 +92,7 @@ def read_json(path: str | PathLike[str]) -> dict[str, Any]:
     return dict(content)
 
 
+@checked_arguments
 def profile_memory(
     model: nn.Module,
     sample_input: Any,

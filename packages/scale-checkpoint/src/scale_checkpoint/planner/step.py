@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from scale_checkpoint.live_memory import LiveMemory, storage_bytes
 from scale_checkpoint.tree import unique_tensors
+from scale_core.arguments import checked_arguments
 
 SHORT_SECONDS = 0.05
 """What is done sooner is measured more often."""
@@ -187,6 +188,7 @@ class MeasuredStep:
     seconds: float
 
 
+@checked_arguments
 def measure_step(
     model: nn.Module, sample_input: Any, *, loss: Callable[[Any], Tensor] | None = None, repeats: int = 5
 ) -> MeasuredStep:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scale_checkpoint.state import is_recomputing
+from scale_core.arguments import checked_arguments
 
 
+@checked_arguments
 def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
     """Makes all batch norms in a module keep their statistics as they are while they are recomputed.
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from scale_checkpoint.recompute.policy import UNINITIALIZED_RESULTS, operator_name, results_of
 from scale_checkpoint.state import STATE
+from scale_core.arguments import checked_arguments
 from scale_core.errors import ScaleError
 
 _aten = torch.ops.aten
@@ -34,6 +35,7 @@ class RecomputationError(ScaleError):
     """A recomputation has computed something else than the first forward."""
 
 
+@checked_arguments
 @contextmanager
 def check_recomputation(model: nn.Module, values: bool = False) -> Iterator[None]:
     """Inside, each recomputation of a module of `model` is compared with its first forward, operator by operator.

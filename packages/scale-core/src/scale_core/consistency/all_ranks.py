@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import json
 import pickle
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -27,6 +28,12 @@ from scale_core.consistency.flight_recorder import FlightRecorder, by_rank
 from scale_core.errors import ScaleDistributedError, TransferError, recovery_hint
 
 T = TypeVar("T")
+
+Progress: TypeAlias = Callable[[int], None]
+"""Called with the number of bytes that were written or read since the last call."""
+
+_STILL_WORKING = -1  # In the place of the length of a result.
+_REPORTS_WITHIN_LIMIT = 4
 
 
 class _Outcome(NamedTuple):
@@ -52,10 +59,22 @@ class CollectiveCall:
 
     def all_ranks(self, act: Callable[[], T]) -> list[T]:
         """Calls `act` on each rank; returns every rank's (picklable) result, by rank."""
-        try:
-            mine = _Outcome(act(), None)
-        except Exception as error:
-            mine = _Outcome(None, error)
+        return self._results(_outcome_of(act))
+
+    def all_ranks_with_progress(self, act: Callable[[Progress], T]) -> list[T]:
+        """`all_ranks` of what may take longer than any limit: the others wait for as long as `act` reports progress."""
+        if self.group.size == 1:
+            return self.all_ranks(lambda: act(lambda count: None))
+        seconds = self._limit / _REPORTS_WITHIN_LIMIT
+        with _StillWorking(lambda: self._exchange_sizes(_STILL_WORKING), seconds) as working:
+            mine = _outcome_of(lambda: act(working.progress))
+        if isinstance(working.error, TransferError):
+            raise self._explained(working.error) from working.error
+        if working.error is not None:
+            raise working.error
+        return self._results(mine)
+
+    def _results(self, mine: _Outcome) -> list[Any]:
         outcomes = [mine] if self.group.size == 1 else self._all_gather(mine)
         failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
         if failed:
@@ -78,15 +97,12 @@ class CollectiveCall:
         return cast(T, result)
 
     def _all_gather(self, mine: _Outcome) -> list[_Outcome]:
-        group, limit = self.group, limit_of(self.group.process_group, self.limit_seconds)
+        group, limit = self.group, self._limit
         sent = pickle.dumps(mine if _can_be_sent(mine.error) else _Outcome(None, _as_text(mine.error)))
         try:
-            # No other record has six integers, so that none of another call is taken for this one.
-            record = [len(sent), zlib.crc32(self.doing.encode(errors="replace")), 0, 0, 0, 0]
-            rows = exchange(record, group, limit_seconds=limit)
-            if len({row[1] for row in rows}) > 1:
-                raise _different_calls(exchange_text(self.doing, group, limit_seconds=limit), group)
-            sizes = [row[0] for row in rows]
+            sizes = self._exchange_sizes(len(sent))
+            while _STILL_WORKING in sizes:
+                sizes = self._exchange_sizes(len(sent))
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
             shard = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
             parts = all_gather(packed, shard, group, sizes=sizes).wait(limit).split(sizes)
@@ -95,6 +111,18 @@ class CollectiveCall:
         outcomes = [pickle.loads(ctypes.string_at(part.data_ptr(), part.nbytes)) for part in parts]  # Without numpy.
         outcomes[group.rank] = mine  # with its traceback
         return outcomes
+
+    @property
+    def _limit(self) -> float:
+        return limit_of(self.group.process_group, self.limit_seconds)
+
+    def _exchange_sizes(self, size: int) -> list[int]:
+        # No other record has six integers, so that none of another call is taken for this one.
+        record = [size, zlib.crc32(self.doing.encode(errors="replace")), 0, 0, 0, 0]
+        rows = exchange(record, self.group, limit_seconds=self._limit)
+        if len({row[1] for row in rows}) > 1:
+            raise _different_calls(exchange_text(self.doing, self.group, limit_seconds=self._limit), self.group)
+        return [row[0] for row in rows]
 
     def _explained(self, error: TransferError) -> ScaleDistributedError:
         if self.on_lost is not None:
@@ -108,6 +136,54 @@ class CollectiveCall:
             f"used any more: {recovery_hint()}"
         )
         return ScaleDistributedError("\n".join(lines), rank=self.group.rank, peer=error.peer, op=self.doing)
+
+
+class _StillWorking:
+    """While a call lasts, tells the other ranks now and then that it has gone on; they wait anew each time.
+
+    In a thread, because what lasts is a call of the system, such as a write.
+
+    Attributes:
+        error: What telling has failed with: another rank is lost, or does something else.
+    """
+
+    def __init__(self, tell: Callable[[], object], seconds: float) -> None:
+        self.error: Exception | None = None
+        self._tell, self._seconds = tell, seconds
+        self._has_moved = False
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scale still working", daemon=True)
+
+    def progress(self, count: int = 1) -> None:
+        """The call goes on; raises where the others don't wait any more."""
+        self._has_moved = True
+        if self.error is not None:
+            raise self.error
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._seconds):
+            if self._has_moved:
+                self._has_moved = False
+                try:
+                    self._tell()
+                except Exception as error:
+                    self.error = error
+                    return
+
+
+def _outcome_of(act: Callable[[], object]) -> _Outcome:
+    try:
+        return _Outcome(act(), None)
+    except Exception as error:
+        return _Outcome(None, error)
 
 
 def _can_be_sent(error: Exception | None) -> bool:

@@ -320,7 +320,7 @@ class Contract:
             self._flight_recorder.events.append(
                 f"step {self.step}: raised {type(error).__name__}: {reason[:_LONGEST_REASON]}"
             )
-            self._flight_recorder.publish()
+            self._flight_recorder.publish(goes_on=True)
 
     def mark_late_failure(self) -> None:
         """Makes the next comparison fail: this rank failed after the others had been told that all is well."""

@@ -50,14 +50,24 @@ class FlightRecorder:
         """The last few events, as text."""
         return [str(event) for event in self.events][-_TOLD_EVENTS:]
 
-    def publish(self) -> None:
-        """Writes this rank's events to the store, if it can be reached, and to the disk, where that is asked for."""
+    def publish(self, *, goes_on: bool = False) -> None:
+        """Writes this rank's events to the store, if it can be reached, and to the disk, where that is asked for.
+
+        Unless this rank `goes_on`, ranks that wait for it in something else read them, too.
+        """
         events = [str(event) for event in self.events]
         events += unfinished_on_nccl() if self._group.backend == "nccl" else []
         write_flight_record(self._group.ranks, self._group.rank, self._name, events)
         store = compat.default_store()
-        if store is not None:
-            _run_for(_STORE_SECONDS, lambda: store.set(f"{self._name}/{self._group.rank}", json.dumps(events)))
+        if store is None:
+            return
+
+        def write() -> None:
+            store.set(f"{self._name}/{self._group.rank}", json.dumps(events))
+            if not goes_on:
+                store.set(_any_record_of(self._group.ranks[self._group.rank]), json.dumps(events))
+
+        _run_for(_STORE_SECONDS, write)
 
     def dump_all_ranks(self, gone: int | None = None) -> dict[int, str]:
         """Every rank's last events, by rank; waits some seconds for those that have published none yet."""
@@ -71,17 +81,28 @@ class FlightRecorder:
                 left = began + (_GONE_GRACE_SECONDS if rank == gone else _GRACE_SECONDS) - time.monotonic()
                 try:
                     store.wait([f"{self._name}/{rank}"], timedelta(seconds=max(0.05, left)))
-                    found[rank] = "; then ".join(json.loads(store.get(f"{self._name}/{rank}"))[-_TOLD_EVENTS:])
+                    found[rank] = _told(store.get(f"{self._name}/{rank}"))
                 except dist.DistNetworkError:
                     return
                 except Exception:
-                    found[rank] = _no_record(rank, gone)
+                    other = _any_record_of(self._group.ranks[rank])
+                    is_elsewhere = rank != self._group.rank and store.check([other])
+                    found[rank] = f"elsewhere: {_told(store.get(other))}" if is_elsewhere else _no_record(rank, gone)
 
         if store is None:
             return {rank: _no_record(rank, gone) for rank in range(self._group.size)}
         _run_for(_GRACE_SECONDS + _STORE_SECONDS, read)
         own = {self._group.rank: "; then ".join(self.recent)} if self._group.rank not in found else {}
         return dict.fromkeys(range(self._group.size), _NO_STORE) | own | found
+
+
+def _any_record_of(rank: int) -> str:
+    """The key of what a rank, by its number among all, has published last, whatever it took part in."""
+    return f"scale/last/{rank}"
+
+
+def _told(published: bytes) -> str:
+    return "; then ".join(json.loads(published)[-_TOLD_EVENTS:])
 
 
 def _no_record(rank: int, gone: int | None) -> str:

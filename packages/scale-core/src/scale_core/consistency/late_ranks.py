@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Sequence
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.comm.work import WaitClock
@@ -42,6 +43,7 @@ class LateRanks:
         ValueError: A number is not above 0.
     """
 
+    @checked_arguments
     def __init__(self, process_group: GroupLike = None, *, threshold_ms: float = 100.0, every: int = 50) -> None:
         if not threshold_ms > 0 or every < 1:
             raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from scale_core.arguments import checked_arguments
 from scale_core.convert.dcp_files import read_dcp_folder
 from scale_core.convert.naming import Renaming, StoredState, renamed, stored_state
 from scale_core.convert.rank_files import read_rank_files
@@ -43,6 +44,7 @@ class ConversionReport:
     tied: dict[str, str]
 
 
+@checked_arguments
 def convert_checkpoint(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
@@ -119,6 +121,7 @@ def convert_checkpoint(
     return ConversionReport(path, found.format, state.step, len(written), num_bytes, tied)
 
 
+@checked_arguments
 def open_checkpoint(path: str | os.PathLike[str], names: Renaming | None = None, *, trust: bool = False) -> StoredState:
     """Returns what a checkpoint of any known format holds, its tensors still in their files.
 

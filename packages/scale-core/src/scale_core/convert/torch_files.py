@@ -1,7 +1,8 @@
 """Reads files of torch.save: a whole state, or several files with an index beside them.
 
 Nothing but tensors and plain values is unpickled (`weights_only`). Files of the zip format are mapped into memory, so
-that a tensor is read when it is written elsewhere; older ones are read as a whole.
+that a tensor is read when it is written elsewhere; older ones are read as a whole. The zip format has a checksum of
+each record, which torch.load does not look at: all of them are compared first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import pickle
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -66,11 +68,17 @@ def read_torch_folder(folder: Path, *, trust: bool = False) -> dict[Any, Any]:
 def load_object(path: Path, *, trust: bool = False, stand_ins: AbstractContextManager[object] | None = None) -> Any:
     """What torch.load makes of a file; `stand_ins` is a context that allows more classes."""
     with stand_ins if stand_ins is not None else nullcontext():
-        return load_stored(path, str(path), trust=trust, mmap=zipfile.is_zipfile(path))
+        return load_stored(path, str(path), trust=trust)
 
 
-def load_stored(source: Path | IO[bytes], place: str, *, trust: bool, mmap: bool = False) -> Any:
-    """What torch.load makes of a source; a ValueError says what is wrong at `place`, and what to do."""
+def load_stored(source: Path | IO[bytes], place: str, *, trust: bool) -> Any:
+    """What torch.load makes of a file, or of one in memory; a ValueError says what is wrong at `place`."""
+    is_zip = zipfile.is_zipfile(source)
+    if is_zip:
+        _check_crc32(source, place)
+    if not isinstance(source, Path):
+        source.seek(0)
+    mmap = is_zip and isinstance(source, Path)
     try:
         return torch.load(source, map_location="cpu", mmap=mmap, weights_only=not trust)
     except pickle.UnpicklingError as error:
@@ -85,6 +93,19 @@ def load_stored(source: Path | IO[bytes], place: str, *, trust: bool, mmap: bool
         raise ValueError(
             f"{place} can't be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
+
+
+def _check_crc32(source: Path | IO[bytes], place: str) -> None:
+    """Reads all records of a zip file, a piece at a time, and compares their checksums."""
+    try:
+        with zipfile.ZipFile(source) as records:
+            # torch.serialization.set_crc32_options(False) leaves zeros there.
+            has_checksums = any(record.CRC for record in records.infolist())
+            damaged = records.testzip() if has_checksums else None
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError, *_DAMAGE) as error:
+        raise ValueError(f"{place} is damaged: {type(error).__name__}: {error}") from error
+    if damaged is not None:
+        raise ValueError(f"{place} is damaged: the checksum (CRC32) of its record {damaged} differs: copy it again")
 
 
 def lazily(value: Any, path: Path) -> Any:

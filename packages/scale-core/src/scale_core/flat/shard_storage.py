@@ -116,6 +116,11 @@ class FlatShard:
             else:
                 set_shard(param, within.cut(name, span.start, span.stop, axes, unit))
 
+    @property
+    def holds_pieces(self) -> bool:
+        """Whether each parameter is a piece of one that its layer has divided along another axis."""
+        return all(shard is not None for shard in self._outer_shards)
+
     def sharded_param(self, index: int) -> nn.Parameter:
         """The sharded parameter that holds parameter `index`: its own, or the one flat parameter."""
         return self.sharded_params[0 if self.flatten else index]

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from scale_core.arguments import checked_arguments
 from scale_core.errors import LaunchError
 from scale_core.launch.parent import die_with_parent
 from scale_core.launch.rendezvous import open_store
@@ -35,6 +36,7 @@ UNGUARDED = 227
 """The exit code of a process that was to start ranks while it was only being started itself."""
 
 
+@checked_arguments
 def launch_local(
     fn: Callable[..., object], num_ranks: int, *args: Any, device: str = "cpu", grace: float = 10.0
 ) -> int:
@@ -82,6 +84,7 @@ def launch_local(
         kill_all(ranks)
 
 
+@checked_arguments
 def format_exit_code(code: int) -> str:
     """Describes an exit code: "was killed by SIGKILL", "exited with code 3"."""
     if code >= 0:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import process_limit
 from scale_core.errors import LaunchError, renamed_arguments
@@ -32,6 +33,7 @@ _LIMIT_SECONDS = 300.0
 _stores: dict[tuple[str, int], Store] = {}  # kept open: rank 0 of a job without an agent is the others' server
 
 
+@checked_arguments
 @renamed_arguments(timeout="limit_seconds=")
 def init_distributed(
     backend: str | None = None,

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.comm.group import Group, check_initialized
 from scale_core.dtensor import is_dtensor, local_gradient, sharding_groups
@@ -100,6 +101,7 @@ def measured_gradients(params: Sequence[Tensor]) -> list[MeasuredGradient]:
     return [MeasuredGradient(param, holder, holder.grad) for param, holder in zip(params, holders, strict=True)]
 
 
+@checked_arguments
 @torch.no_grad()
 def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: float | None = None) -> Tensor:
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
@@ -156,6 +158,7 @@ def norm_of(
     return total if max(width, _norm_dtype(rest)) is _NormDtype.ALL_DOUBLE else total.to(torch.float32)
 
 
+@checked_arguments
 @torch.no_grad()
 def clip_grad_norm_(
     params: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, limit_seconds: float | None = None

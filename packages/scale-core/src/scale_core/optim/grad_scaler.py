@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce, torch_group
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.shard import shard_of
@@ -60,6 +61,7 @@ class ShardedGradScaler(GradScaler):
         TypeError: `process_group` is none, or `device` is no device.
     """
 
+    @checked_arguments(own="device")
     def __init__(
         self,
         device: torch.device | str | None = None,

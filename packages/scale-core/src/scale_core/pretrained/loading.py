@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.errors import SnapshotError
@@ -40,6 +41,7 @@ _BATCH_BYTES = 64 << 20  # After so many bytes the progress is told.
 _COMPARED_BYTES = 16 << 20
 
 
+@checked_arguments
 def load_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],
@@ -98,10 +100,11 @@ def load_pretrained(
     fits = {name: part for name, part in found.parts.items() if name not in differences.keys}
     together.each_rank(lambda: _allocate(inner, fits, device, init, ranks))
     if differences and ranks.rank == 0:
-        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=2)
+        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=3)
     reads = together.each_rank(lambda: _plan(inner, files, fits))
     overwriting = CollectiveCall(ranks, f"loading {path}, which has overwritten a part of the model,", SnapshotError)
-    overwriting.each_rank(lambda: _read(reads, progress or partial(_log, path, ranks.rank)))
+    tell = progress or partial(_log, path, ranks.rank)
+    overwriting.all_ranks_with_progress(lambda still_working: _read(reads, tell, still_working))
 
 
 @dataclass(frozen=True)
@@ -209,10 +212,10 @@ class _SavedParts:
     chunks: Mapping[str, list[SavedChunk]]
 
 
-def _read(reads: Sequence[Read], progress: Progress) -> None:
+def _read(reads: Sequence[Read], progress: Progress, still_working: Callable[[int], None]) -> None:
     total, done = sum(_num_bytes(read) for read in reads), 0
     for batch in _batches(sorted(reads, key=lambda read: (read.file, read.span))):
-        read_tensors(Path(), batch)
+        read_tensors(Path(), batch, still_working)
         done += sum(_num_bytes(read) for read in batch)
         progress(done, total)
 

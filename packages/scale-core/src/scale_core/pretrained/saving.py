@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike, group_of
-from scale_core.consistency.all_ranks import CollectiveCall
+from scale_core.consistency.all_ranks import CollectiveCall, Progress
 from scale_core.errors import SnapshotError
 from scale_core.pretrained.conversion import Conversions, SavedPiece, model_of_transformers, natural_key
 from scale_core.pretrained.folder import INDEX, FolderLayout, NewFile, size_in_bytes
@@ -34,6 +35,7 @@ _STAGED_BYTES = 16 << 20
 """Of what is brought to the host, or put in order, at once."""
 
 
+@checked_arguments
 def save_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],
@@ -81,7 +83,7 @@ def save_pretrained(
         layout = together.each_rank(lambda: FolderLayout.of(_saved_tensors(pieces, everyones.tensors), limit))
         unfinished = together.rank0(lambda: _prepare(path, layout.files, made))
         parts = own.parts(everyones.plans[ranks.rank])
-        together.each_rank(lambda: _write(unfinished, parts, pieces, layout))
+        together.all_ranks_with_progress(lambda progress: _write(unfinished, parts, pieces, layout, progress))
         together.rank0(lambda: _commit(unfinished, path, layout.index, inner, config))
     finally:
         for each in made:
@@ -149,7 +151,13 @@ def _prepare(path: Path, files: Iterable[NewFile], made: list[Path]) -> Path:
     return unfinished
 
 
-def _write(unfinished: Path, parts: Iterable[tuple[str, Chunk, Tensor]], pieces: Pieces, layout: FolderLayout) -> None:
+def _write(
+    unfinished: Path,
+    parts: Iterable[tuple[str, Chunk, Tensor]],
+    pieces: Pieces,
+    layout: FolderLayout,
+    progress: Progress,
+) -> None:
     """Writes this rank's parts, and returns when they are on the disk."""
     if not unfinished.is_dir():
         raise FileNotFoundError(f"{unfinished} can't be seen from this rank: all ranks must share the folder")
@@ -164,8 +172,10 @@ def _write(unfinished: Path, parts: Iterable[tuple[str, Chunk, Tensor]], pieces:
                 if file not in descriptors:
                     descriptors[file] = os.open(unfinished / file, os.O_WRONLY | os.O_CLOEXEC)
                 _write_part(descriptors[file], begin, piece.chunk, common, _taken(tensor, chunk, common))
+                progress(tensor.nbytes)
         for descriptor in descriptors.values():
             os.fsync(descriptor)
+            progress(0)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)

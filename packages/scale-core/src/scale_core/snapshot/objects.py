@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -111,7 +112,7 @@ class Objects:
         for name, obj in objects.items():
             if isinstance(obj, nn.Module):
                 self.models[name] = _Model.of(name, obj)
-            elif isinstance(obj, Optimizer) and not getattr(obj, "is_per_rank", False):  # As LocalSGD's inner one
+            elif isinstance(obj, Optimizer) and not _is_one_state(obj):
                 optimizers[name] = [obj]
             elif isinstance(obj, list | tuple) and obj and all(isinstance(each, Optimizer) for each in obj):
                 optimizers[name] = list(obj)
@@ -394,6 +395,11 @@ def _check_names(names: Sequence[str], values: Mapping[str, Any]) -> None:
                 )
     if INDEX in values:
         raise ValueError(f"'{INDEX}' is what a snapshot says of its objects: give the value another name")
+
+
+def _is_one_state(optimizer: Optimizer) -> bool:
+    """Whether its state is not that of one parameter each: LBFGS's history; what LocalSGD's inner one has per rank."""
+    return isinstance(optimizer, torch.optim.LBFGS) or getattr(optimizer, "is_per_rank", False) is True
 
 
 def _home_of(name: str, optimizers: Sequence[Optimizer], models: Mapping[str, _Model]) -> _Model | None:

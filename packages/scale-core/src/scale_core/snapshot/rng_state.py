@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scale_core.arguments import checked_arguments
+
 
 class RandomState:
     """The generators that a rank draws from: Python's, numpy's where it is imported, torch's of the host and devices.
@@ -27,6 +29,7 @@ class RandomState:
 
     is_per_rank = True
 
+    @checked_arguments
     def __init__(self, *, reseed: bool = False) -> None:
         self.reseed = reseed
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall, call_on_all_ranks
 from scale_core.consistency.contract import Contract
@@ -24,6 +25,7 @@ from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapsho
 from scale_core.snapshot.staging import copy_to_host
 
 
+@checked_arguments
 def save(
     directory: str | os.PathLike[str],
     step: int,
@@ -73,6 +75,7 @@ def save(
     return _write(directory, step, lambda: state, own, keep, extra)
 
 
+@checked_arguments
 def async_save(
     directory: str | os.PathLike[str],
     step: int,
@@ -145,6 +148,7 @@ def _write(
     return path
 
 
+@checked_arguments
 def load(
     directory: str | os.PathLike[str],
     objects: Mapping[str, Any],
@@ -195,6 +199,7 @@ def load(
     return replace(snapshot, state=loaded)
 
 
+@checked_arguments
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none."""
     return latest_snapshot(directory)

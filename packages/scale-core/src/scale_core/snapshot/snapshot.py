@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from scale_core import fault_points
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.consistency.all_ranks import CollectiveCall
+from scale_core.consistency.all_ranks import CollectiveCall, Progress
 from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, ScaleError, SnapshotError, set_last_snapshot
 from scale_core.snapshot.foreign import Format, recognize
 from scale_core.snapshot.format.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
@@ -70,6 +71,7 @@ class Snapshot:
     left_out: frozenset[str] = frozenset()
 
 
+@checked_arguments
 def save_snapshot(
     directory: str | os.PathLike[str], step: int, state: State, process_group: GroupLike = None, extra: JSON = None
 ) -> Path:
@@ -109,15 +111,18 @@ def write_state(
             if read_manifest(place).save == save:
                 set_last_snapshot(str(place))
 
+    def make_room(progress: Progress) -> tuple[Path, str]:
+        return (_make_room(place, made, progress), uuid.uuid4().hex) if group.rank == 0 else (place, "")
+
     together = CollectiveCall(group, f"saving {place}", SnapshotError, on_lost=name_if_committed)
     made: list[Path] = []  # on rank 0: what must not stay if anything fails
     try:
-        unfinished, save = together.rank0(lambda: (_make_room(place, made), uuid.uuid4().hex))
+        unfinished, save = together.all_ranks_with_progress(make_room)[0]
         own = together.each_rank(lambda: LocalPlan.of(state(), group))
         plans = together.all_ranks(lambda: (own.plan, own.values))
         everyones = together.each_rank(lambda: GlobalPlan.of(plans))
         plan = everyones.plans[group.rank]
-        written = together.all_ranks(lambda: write_part(unfinished, save, own, plan, group, at_stage))
+        written = together.all_ranks_with_progress(partial(write_part, unfinished, save, own, plan, group, at_stage))
         together.rank0(lambda: _commit(unfinished, place, everyones.manifest(save, step, written, extra)))
     finally:
         for path in made:
@@ -126,6 +131,7 @@ def write_state(
     return place
 
 
+@checked_arguments
 def load_snapshot(
     directory: str | os.PathLike[str],
     state: State | Callable[[State], State],
@@ -177,8 +183,9 @@ def load_snapshot(
             return _load(path, state, group, *rules)
         except DamagedSnapshotError as error:
             if group.rank == 0:
-                warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
-    missing = FileNotFoundError(f"there is no whole snapshot in {folder}")
+                warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=3)
+    why = "" if folder.is_dir() else ", which is no directory" if folder.exists() else ", and no such directory"
+    missing = FileNotFoundError(f"there is no whole snapshot in {folder}{why}")
     raise SnapshotError(f"{looking.doing} failed: {missing}") from missing
 
 
@@ -212,9 +219,9 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
 
     _verify(together, path, manifest, together.all_ranks(plan))
     if differences and group.rank == 0:
-        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=3)
+        warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=4)
     overwriting = CollectiveCall(group, f"loading {path}, which has overwritten a part of the state,", SnapshotError)
-    overwriting.each_rank(lambda: read_tensors(path, reads))
+    overwriting.all_ranks_with_progress(partial(read_tensors, path, reads))
     values = {key: value for key, value in manifest.values.items() if key in fits}
     set_last_snapshot(str(path))
     return Snapshot(path, manifest.step, {**target, **values}, manifest.extra, left_out)
@@ -230,7 +237,7 @@ def _read_manifest_of(path: Path) -> Manifest:
 def _verify(together: CollectiveCall, path: Path, manifest: Manifest, reads: list[RankReads]) -> None:
     """Verifies all blocks of a snapshot, which the ranks share out among them."""
     mine = blocks_to_verify(manifest, reads, together.group.rank)
-    found = together.all_ranks(lambda: find_damage(path, manifest, mine))
+    found = together.all_ranks_with_progress(partial(find_damage, path, manifest, mine))
     if any(found):
         raise DamagedSnapshotError(describe_damage(path, list(dict.fromkeys(itertools.chain(*found)))))
 
@@ -248,6 +255,7 @@ def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
     return "No older snapshot is whole"
 
 
+@checked_arguments
 def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
     """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none.
 
@@ -264,11 +272,11 @@ def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) 
         try:
             verify_snapshot(path) if verify else read_manifest(path)
         except DamagedSnapshotError as error:
-            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
+            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=3)
         else:
             return path
     if not paths and (found := recognize(directory)) is not None and found.is_foreign:
-        warnings.warn(found.advice(), stacklevel=2)
+        warnings.warn(found.advice(), stacklevel=3)
     return None
 
 
@@ -278,11 +286,11 @@ def at_stage(point: str, directory: Path) -> None:
         fault_points.active(f"snapshot.{point}", str(directory))
 
 
-def _make_room(place: Path, made: list[Path]) -> Path:
+def _make_room(place: Path, made: list[Path], progress: Progress) -> Path:
     place.parent.mkdir(parents=True, exist_ok=True)
     _sweep(place.parent)
     if place.exists():
-        _set_aside_or_refuse(place)
+        _set_aside_or_refuse(place, progress)
     unfinished = place.with_name(f"{place.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}")
     unfinished.mkdir()
     made.append(unfinished)
@@ -316,10 +324,10 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _set_aside_or_refuse(place: Path) -> None:
+def _set_aside_or_refuse(place: Path, progress: Progress) -> None:
     """Makes room where a damaged snapshot is, such as one that was passed over, so that its step can be saved again."""
     try:
-        verify_snapshot(place)
+        verify_snapshot(place, progress)
     except DamagedSnapshotError as error:
         aside = place.with_name(f"{place.name}.damaged-{uuid.uuid4().hex}")
         place.rename(aside)

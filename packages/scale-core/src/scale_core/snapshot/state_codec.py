@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.snapshot.format.metadata import JSON
-from scale_core.snapshot.format.safetensors_io import DTYPES, NAMES
+from scale_core.snapshot.format.safetensors_io import SAVED_DTYPES, SAVED_NAMES
 
 TYPE = "__type__"
 """The key of a JSON object that stands for something else than a dict."""
@@ -140,8 +140,11 @@ class _Encoder:
     def _tensor(self, value: Tensor, path: tuple[Any, ...]) -> JSON:
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_meta:
             raise self._refusal(value, path)
-        if value.dtype not in NAMES:
-            raise TypeError(f"{self._where(path)}: {value.dtype} can't be saved, expected one of {', '.join(DTYPES)}")
+        if value.dtype not in SAVED_NAMES:
+            raise TypeError(
+                f"{self._where(path)}: {value.dtype} can't be saved: convert it to one of {', '.join(SAVED_DTYPES)}, "
+                "or save its bytes, .view(torch.uint8)"
+            )
         entry: dict[str, JSON] = {TYPE: "tensor", "key": self._add(value.detach(), path)}
         if value.device.type != "cpu":
             entry["device"] = value.device.type
@@ -160,7 +163,7 @@ class _Encoder:
                 tensor = torch.from_numpy(value.copy(order="C"))
             except TypeError:
                 raise self._refusal(value, path) from None
-            if tensor.dtype in NAMES:
+            if tensor.dtype in SAVED_NAMES:
                 return {TYPE: "ndarray", "key": self._add(tensor, path)}
         elif isinstance(value, numpy.generic) and type(value.item()) in (bool, int, float, complex):
             return {TYPE: "numpy", "dtype": value.dtype.name, "value": self.encode(value.item(), path)}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from scale_core.arguments import checked_arguments
 from scale_core.snapshot.rng_state import RandomState
 from scale_core.snapshot.state_codec import TYPE, decode, encode, tensor_keys
 from scale_core.state.chunks import LocalShard
@@ -28,6 +29,7 @@ _WHOLE = "state"  # The entry of a state that is no dict with names.
 Resize = Callable[[list[Any], int, int], Any]
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class PerRank:
     """Marks an object of which each rank has its own state, as its position in its part of the data.

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from scale_core.dtensor import is_dtensor
 from scale_core.shard import elements_of
+from scale_core.state.block_state import BLOCK_SIZES, CODE_BOOKS, block_shard, num_blocks, whole_shape
 from scale_core.state.chunks import LocalShard
 from scale_core.state.param_groups import (
     GROUPS,
@@ -124,6 +126,8 @@ def optimizer_targets(
             target[full_key] = LocalShard(torch.empty(0, dtype=value.dtype), value.shape, 0, 0)
         elif not _fits(key, value, holding, saved.get(f"model.{name}")):
             target[full_key] = SavedTensor(holding.shape, value.dtype)
+        elif trouble := _cut_within_block(key, holding):
+            target[full_key] = Misfit(trouble)
         else:
             live = optimizer.state.get(holding.owner, {}).get(key) if allocate else None
             if live is None:
@@ -156,7 +160,24 @@ def _fits(key: str, value: SavedTensor, holding: ParamSlice, weight: Any) -> boo
         return True
     if isinstance(weight, SavedTensor) and weight.shape != holding.shape:
         return False
-    return not holding.is_shard or holding.state == "all"  # What a whole parameter has may be of any shape.
+    if not _is_cut(holding):
+        return True  # What a whole parameter has may be of any shape.
+    return key in CODE_BOOKS or (key in BLOCK_SIZES and value.shape == whole_shape(key, holding))
+
+
+def _is_cut(holding: ParamSlice) -> bool:
+    """Whether this rank has the state of some elements, and not all that there is of a parameter."""
+    return holding.is_shard and holding.state != "all"
+
+
+def _cut_within_block(key: str, holding: ParamSlice) -> str:
+    """What is wrong with a slice for scales of blocks; "" if nothing is."""
+    if key in BLOCK_SIZES and _is_cut(holding):
+        try:
+            num_blocks(key, holding)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 class Loaded(NamedTuple):
@@ -258,6 +279,12 @@ def _entry(holding: ParamSlice, key: str, value: Any) -> Any:
     name, owner = f"{holding.name}.{key}", holding.owner
     if not isinstance(value, Tensor):
         return as_json(name, value)
+    if hasattr(value, "__tensor_flatten__") and not is_dtensor(value):
+        raise ValueError(
+            f"optimizer state {name} is a {type(value).__name__}, made of several tensors, which can't be saved by "
+            "name: save the model without the optimizer, or take one whose state is plain tensors, such as "
+            "bitsandbytes.optim.AdamW8bit"
+        )
     if is_per_param_number(key, value.shape, owner.shape):
         # Several parameters that share it get one each, so that they are seen to agree when they are read back.
         return value.detach().clone() if holding.shares_owner else value.detach()
@@ -265,6 +292,10 @@ def _entry(holding: ParamSlice, key: str, value: Any) -> Any:
         return _whole(holding, value.detach())
     if holding.state == "all":
         return LocalShard(value.detach(), tuple(value.shape), 0, value.numel(), written=holding.written)
+    if key in CODE_BOOKS and not holding.shares_owner:
+        return value.detach()
+    if key in BLOCK_SIZES:
+        return block_shard(key, value, holding)
     if value.shape != owner.shape:
         raise not_elementwise(name, value.shape, owner.shape)
     return local_chunk(holding, value)
@@ -280,7 +311,7 @@ def _owner_value(key: str, held: Sequence[ParamSlice], given: Mapping[str, Mappi
         if is_per_param_number(key, value.shape, holding.shape):
             return value.detach()
         # Whatever an optimizer keeps for a whole parameter: a sum over rows, for one.
-        if not holding.is_shard or holding.state == "all":
+        if not _is_cut(holding) or key in CODE_BOOKS or key in BLOCK_SIZES:
             return value.tensor if isinstance(value, LocalShard) else value.detach()
         return part_of(f"optim.{holding.name}.{key}", value, holding)
     missing = [holding.name for holding in held if key not in given.get(holding.name, {})]
@@ -334,6 +365,8 @@ def _empty_state(key: str, saved: SavedTensor, holding: ParamSlice, group: Mappi
     if not is_per_param_number(key, saved.shape, holding.shape) and saved.shape == holding.shape:
         make = torch.zeros_like if holding.shares_owner else torch.empty_like  # Between its parts a flat one is zero.
         return make(owner, dtype=saved.dtype, requires_grad=False)
+    if key in BLOCK_SIZES and _is_cut(holding):
+        return torch.empty(num_blocks(key, holding), dtype=saved.dtype, device=owner.device)
     on_device = key != "step" or group.get("capturable") or group.get("fused")  # torch keeps other counts on the CPU
     return torch.empty(saved.shape, dtype=saved.dtype, device=owner.device if on_device or not allocate else "cpu")
 

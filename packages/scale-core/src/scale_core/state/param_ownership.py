@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from scale_core.arguments import checked_arguments
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.optim.traits import NUMBERS
 from scale_core.shard import Placement, Ranges, shard_of
@@ -135,6 +136,7 @@ def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
     return {key: value for key, value in saved.items() if not is_of_others(key)}
 
 
+@checked_arguments
 def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
     """Returns the number of elements of a model's whole parameters; a tied one counts once. Sends nothing.
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from scale_core.arguments import checked_arguments
 from scale_core.flat.buffer import wait_sent
 from scale_core.shard import shard_of
 from scale_core.state.chunks import Chunk, LocalShard, chunks_of
@@ -41,6 +42,7 @@ __all__ = [
 Optimizers: TypeAlias = Optimizer | Iterable[Optimizer] | None
 
 
+@checked_arguments
 def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
     """Returns what this rank holds of a model and its optimizer, without communication and without copies.
 
@@ -73,6 +75,7 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
     return state
 
 
+@checked_arguments
 def target_state_dict(
     model: nn.Module, optimizer: Optimizers, saved: Mapping[str, Any], *, strict: bool = True
 ) -> dict[str, Any]:
@@ -123,6 +126,7 @@ def names_in_model(model: nn.Module) -> Mapping[str, str]:
     return _names(model).first
 
 
+@checked_arguments
 def load_sharded_state_dict(
     state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True, strict: bool = True
 ) -> None:
@@ -145,7 +149,7 @@ def load_sharded_state_dict(
     """
     differences = load_what_fits(state, model, optimizer, copy=copy, strict=strict)
     if differences:
-        warnings.warn(f"the state is loaded in part, as strict=False says: {differences}", stacklevel=2)
+        warnings.warn(f"the state is loaded in part, as strict=False says: {differences}", stacklevel=3)
 
 
 def load_what_fits(

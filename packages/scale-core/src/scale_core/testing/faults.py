@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from scale_core import fault_points
+from scale_core.arguments import checked_arguments
 from scale_core.fault_points import POINTS, VARIABLE
 
 __all__ = [
@@ -94,6 +95,8 @@ class Fault:
                 f"there is no point {self.point!r} in scale; near it: {', '.join(near)}. Points of a program's own "
                 'begin with "user."'
             )
+        if self.rank < 0 or self.seconds < 0:
+            raise ValueError(f"ranks and seconds are not negative, got rank={self.rank}, seconds={self.seconds}")
         if self.occurrence < 1 or (self.step is not None and self.step < 1):
             raise ValueError(f"steps and occurrences count from 1, got step={self.step}, occurrence={self.occurrence}")
 
@@ -105,26 +108,31 @@ class Fault:
         return f"{self.action} at {self.point}{chosen}{where} #{self.occurrence}, rank {self.rank}, {when}{more}"
 
 
+@checked_arguments
 def kill_at(point: str, rank: int = 0, step: int | None = None, **where: Any) -> Fault:
     """SIGKILL; `where` has further fields of `Fault`, here and below."""
     return Fault("kill", point, rank, step, **where)
 
 
+@checked_arguments
 def stop_at(point: str, rank: int = 0, step: int | None = None, **where: Any) -> Fault:
     """SIGSTOP: the rank is frozen, and its connections stay open."""
     return Fault("stop", point, rank, step, **where)
 
 
+@checked_arguments
 def raise_at(point: str, rank: int = 0, step: int | None = None, text: str = "injected", **where: Any) -> Fault:
     """An `InjectedError` with this text."""
     return Fault("raise", point, rank, step, text=text, **where)
 
 
+@checked_arguments
 def delay_at(point: str, rank: int = 0, step: int | None = None, *, seconds: float, **where: Any) -> Fault:
     """The rank sleeps for some seconds, and goes on."""
     return Fault("delay", point, rank, step, seconds=seconds, **where)
 
 
+@checked_arguments
 def enospc_at(point: str, rank: int = 0, step: int | None = None, **where: Any) -> Fault:
     """An `OSError` as of a full disk."""
     return Fault("enospc", point, rank, step, **where)
@@ -172,6 +180,7 @@ def inject_from_environment() -> None:
     fault_points.active = _Injector(faults) if faults else None
 
 
+@checked_arguments
 def begin_step(step: int) -> None:
     """Says which step begins, from 1: for a loop that resumes, or in which a save belongs to the step before it.
 

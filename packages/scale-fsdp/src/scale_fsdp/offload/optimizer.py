@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm
 from scale_core.shard import shard_of, title_of
 from scale_core.streams import on_host
@@ -109,6 +110,7 @@ class OffloadOptimizer(Optimizer):
         ValueError: A fraction below 0 or above 1, or an optimizer that can't be divided.
     """
 
+    @checked_arguments(own="optim_cls host_fraction overlap_step overlap_copies split")
     def __init__(
         self,
         optim_cls: type[Optimizer],

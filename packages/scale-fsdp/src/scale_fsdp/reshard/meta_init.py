@@ -44,16 +44,21 @@ def should_initialize(
 ) -> bool:
     """Whether this rank initializes what it has on meta: unless it has nothing there, or rank 0 sends all values.
 
-    Raises ValueError on all ranks if one of them would be left without values, before any has changed anything.
+    Raises ValueError on all ranks if one of them would be left without values, before any has changed anything; without
+    `sync` on that rank alone.
     """
     problem, on_meta = None, False
     for module, own in parts:
         on_meta = on_meta or any(place.param.is_meta for place in own) or any(True for _ in _meta_buffers(module))
         problem = problem or _missing_init(module, own, init)
+    if not sync:  # Each rank makes its own values, in any order, and nothing is sent.
+        if problem is not None:
+            raise ValueError(problem)
+        return on_meta
     contract = Contract(group, limit_seconds)
     with contract.waiting("initialisation"):
         rows = exchange([on_meta, problem is not None], group, limit_seconds=contract.limit_seconds)
-    if sync and not rows[0][0]:
+    if not rows[0][0]:
         return False
     if problem is not None:
         raise ValueError(problem)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_gather, broadcast
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
@@ -138,6 +139,7 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
             )
 
 
+@checked_arguments
 def reshard_to(
     model: nn.Module,
     process_group: NewGroup = "same",

@@ -254,22 +254,29 @@ def check_units(units: Sequence[Unit], group: Group) -> None:
                     "sharded too, but no sharded module holds both: call fully_shard on the module around them"
                 )
         ranks = unit.options.mesh_info.whole
-        if unit.buffers and ranks.size > 1 and ranks.ranks != group.ranks:
+        if unit.buffers and ranks.size > 1 and ranks.ranks != group.ranks and not _is_on_an_axis(unit, group):
             raise ValueError(
                 f"{unit_title(unit.name)} is sharded over ranks {list(ranks.ranks)} and the rest over "
                 f"{list(group.ranks)}: pass one mesh to every fully_shard of a model"
             )
 
 
-def describe_units(units: Sequence[Unit]) -> list[str]:
+def _is_on_an_axis(unit: Unit, group: Group) -> bool:
+    """Whether a unit is over some of the model's ranks, and its layer has divided all of it between the others."""
+    ranks = unit.options.mesh_info.whole.ranks
+    return set(ranks) < set(group.ranks) and all(buffer.holds_pieces for buffer in unit.buffers)
+
+
+def describe_units(units: Sequence[Unit], group: Group) -> list[str]:
     """Returns, line by line, all that decides what the units send, to compare it between ranks before the first gather.
 
-    Ranks that would cut, cast or prefetch differently read each other's bytes as something else.
+    Ranks that would cut, cast or prefetch differently read each other's bytes as something else. What a unit over some
+    of the ranks holds was compared between those when it was sharded: other ones may have more experts.
     """
     lines = []
     for unit in units:
         title = unit.name or "root"
-        for buffer in unit.buffers:
+        for buffer in () if _is_on_an_axis(unit, group) else unit.buffers:
             lines += [
                 f"{title}: {name.removesuffix(unit.rank_suffix)} {entry.shape} {buffer.dtype} "
                 f"trains={buffer.sharded_param(index).requires_grad} cut at {entry.cut}"

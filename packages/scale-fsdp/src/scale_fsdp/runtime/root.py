@@ -84,7 +84,7 @@ class Root(UnitContext):
         self._num_training_passes = 0
         self.nonfinite = NonFiniteSearch(group.rank) if self.outermost.options.error_if_nonfinite else None
         check_units(self.units, group)
-        self.contract.check_equal("how the model is built and wrapped", describe_units(self.units))
+        self.contract.check_equal("how the model is built and wrapped", describe_units(self.units, group))
         for unit in self.units:
             unit.root, unit.contract = self, self.contract
         if group.rank == 0 and _logger.isEnabledFor(logging.INFO):

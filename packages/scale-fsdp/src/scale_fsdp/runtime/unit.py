@@ -428,7 +428,7 @@ def flat_param_name(number: int) -> str:
 
 
 def set_param(module: nn.Module, attribute: str, param: Tensor | FlattenedParameter) -> None:
-    """Sets `module.attribute`; a `FlattenedParameter` stands in `__dict__`, and None among the parameters."""
+    """Sets `module.attribute`; a `FlattenedParameter` stands in `__dict__`, and not among the parameters."""
     registered = None if isinstance(param, FlattenedParameter) else param
     vars(module).pop(attribute, None)
     if type(module).__setattr__ is not nn.Module.__setattr__:
@@ -437,4 +437,6 @@ def set_param(module: nn.Module, attribute: str, param: Tensor | FlattenedParame
     else:
         module._parameters[attribute] = cast("nn.Parameter | None", registered)  # A DTensor is the result of one.
     if registered is None:
-        vars(module)[attribute] = param  # It is found before what is among the parameters.
+        # Programs that look for tied parameters take two of None for one, and set both places.
+        module._parameters.pop(attribute, None)
+        vars(module)[attribute] = param

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.shard import Placement, shard_of
 from scale_core.state.torch_state_dict import saved_by_torch, torch_request
@@ -74,6 +75,7 @@ def register_state_dict_hooks(unit: Unit) -> None:
         inside.register_load_state_dict_pre_hook(partial(shard_pre_hook, unit=unit))
 
 
+@checked_arguments
 def full_state_dict(
     model: nn.Module, *, rank_0_only: bool = False, device: torch.device | str | None = None
 ) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_fsdp.runtime.unit import flat_param_name, module_names, units_in
 from scale_fsdp.state_dict.full import local_state_dict_of
 from scale_fsdp.state_dict.loading import LOCAL_METADATA, check_loadable, loading_local
@@ -151,6 +152,7 @@ class _RankState(NamedTuple):
     metadata: Mapping[str, Any]
 
 
+@checked_arguments(own="shard_metadata")
 def consolidate_shard_weights(
     shard_weights: Sequence[Mapping[str, Any]],
     shard_metadata: Sequence[Mapping[str, Any]],

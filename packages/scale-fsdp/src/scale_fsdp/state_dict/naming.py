@@ -128,9 +128,13 @@ def model_group(model: nn.Module) -> Group:
 
 
 def units_on_other_ranks(model: nn.Module) -> list[Unit]:
-    """Units over other ranks than the whole model, such as experts."""
+    """Units over other ranks than the whole model whose parameters are others there, such as an expert of each rank.
+
+    Pieces of parameters that a layer has divided, as of all experts, say which elements of the same one they are.
+    """
     ranks = model_group(model).ranks
-    return [unit for unit in units_in(model) if unit.buffers and unit.options.mesh_info.whole.ranks != ranks]
+    others = [unit for unit in units_in(model) if unit.buffers and unit.options.mesh_info.whole.ranks != ranks]
+    return [unit for unit in others if not all(buffer.holds_pieces for buffer in unit.buffers)]
 
 
 def check_same_ranks(model: nn.Module, what: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import HOST
 from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
@@ -50,6 +51,7 @@ class OptimizerLike(Protocol):
     def state_dict(self) -> Any: ...
 
 
+@checked_arguments
 def full_optim_state_dict(
     model: nn.Module, optimizer: OptimizerLike, *, recipient_rank: int | None = 0
 ) -> dict[str, Any] | None:
@@ -134,6 +136,7 @@ def full_optim_state_dict(
     return {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": groups, **extra}
 
 
+@checked_arguments
 def shard_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, optimizer: OptimizerLike | None = None
 ) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_core.shard import unit_shard_of
 from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel, shard_as_fairscale
@@ -47,6 +48,7 @@ from scale_fsdp.wrapping.policy import (
 Progress: TypeAlias = Callable[[int, int, str], object]
 
 
+@checked_arguments
 def plan_units(
     module: nn.Module, policy: Policy | KeywordPolicy, wrapper_cls: type[nn.Module] | None = None
 ) -> list[str]:
@@ -100,6 +102,7 @@ class _Context(NamedTuple):
 _context: ContextVar[_Context | None] = ContextVar("scale_fsdp.wrap", default=None)
 
 
+@checked_arguments
 @contextmanager
 def enable_wrap(
     auto_wrap_policy: Policy | KeywordPolicy | None = None,
@@ -123,6 +126,7 @@ def enable_wrap(
         _context.reset(token)
 
 
+@checked_arguments
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """Wraps one module as the surrounding `enable_wrap` says; outside of one, returns it as it is.
 
@@ -142,6 +146,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     return wrapper(module, **{**context.kwargs, **_wrapper_config(module), **wrap_overrides})
 
 
+@checked_arguments
 def auto_wrap(
     module: nn.Module,
     auto_wrap_policy: Policy | KeywordPolicy | None = None,
@@ -198,6 +203,7 @@ def auto_wrap(
     return root
 
 
+@checked_arguments
 def fully_shard_modules(
     module: nn.Module, policy: Policy | KeywordPolicy, *, progress: Progress | None = None, **kwargs: Any
 ) -> nn.Module:
@@ -233,7 +239,8 @@ def fully_shard_modules(
     """
     names = [*(name for name in plan_units(module, policy) if name), ""]
     units = [module.get_submodule(name) for name in names]
-    check_parameters(split_owned_and_shared(list(managed_params(module)))[0])
+    left = set(kwargs.get("ignored_params") or ())
+    check_parameters([own for own in split_owned_and_shared(list(managed_params(module)))[0] if own.param not in left])
     _check_initializable([module], units, kwargs)
     for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
         fully_shard(unit, **{**kwargs, **_wrapper_config(unit)})
@@ -242,6 +249,7 @@ def fully_shard_modules(
     return module
 
 
+@checked_arguments
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Module]:
     """Returns the modules below and including `mod` that are sharded by themselves, the outermost first.
 
@@ -284,6 +292,7 @@ def _wrapper_config(module: nn.Module) -> Mapping[str, Any]:
 M = TypeVar("M", bound=nn.Module)
 
 
+@checked_arguments
 def auto_wrap_bn(
     module: M,
     single_rank_pg: bool = False,

@@ -17,6 +17,8 @@ from typing import TypeAlias
 
 from torch import nn
 
+from scale_core.arguments import checked_arguments
+
 # Modules that are never called, so that nothing would gather their parameters.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -122,6 +124,7 @@ class _KeywordPolicyAdapter(Policy):
         )
 
 
+@checked_arguments
 def size_policy(min_num_params: float) -> Policy:
     """Units of at least `min_num_params` elements each, counted without the units inside them.
 
@@ -174,6 +177,7 @@ def class_policy(*classes: type[nn.Module] | str) -> Policy:
     return _ClassPolicy(classes)
 
 
+@checked_arguments
 def no_split_policy(model: nn.Module) -> Policy:
     """Units are the blocks of a model of transformers, or of any library whose models have `_no_split_modules`.
 

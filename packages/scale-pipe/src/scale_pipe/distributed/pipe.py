@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import Contract, GroupLike, group_of
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import HOST
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.divergence import check_interval, compare_replicas
@@ -96,6 +97,7 @@ class DistributedPipe(StageModuleView):
         ContractError: The ranks have built different models, splits or schedules.
     """
 
+    @checked_arguments(own="module")
     def __init__(
         self,
         module: nn.Module | Sequence[nn.Module],
@@ -114,6 +116,7 @@ class DistributedPipe(StageModuleView):
     ) -> None:
         super().__init__()
         check_checkpoint(checkpoint)
+        check_every = check_interval(check_replicas_every)
         self.group = group_of(process_group)
         self.checkpoint: Checkpoint = checkpoint
         stages_per_rank = stages_per_rank or infer_stages_per_rank(module, self.group.size, balance)
@@ -152,7 +155,7 @@ class DistributedPipe(StageModuleView):
         self._grads = MicrobatchGrads(shared, placement, self.group.rank)
         self._shared = SharedParams(shared, shared_names, placement, self.group.rank, self)
         self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
-        self._check_every = check_interval(check_replicas_every) if shared else 0
+        self._check_every = check_every if shared else 0
         register_stages(self)
         if self.group.rank == 0:
             _logger.info(

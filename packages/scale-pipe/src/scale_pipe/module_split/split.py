@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.part_hooks import is_for_each_part
 from scale_pipe.module_split.collected_outputs import install_collectors
 from scale_pipe.module_split.cut_plan import CutPlan, plan_cuts
@@ -73,7 +74,7 @@ def split(
     plan = plan_cuts(model, cuts, hold)
     if not cuts:
         return [model]
-    if isinstance(pass_on, str):
+    if isinstance(pass_on, str) or not isinstance(pass_on, Iterable | None):
         raise TypeError(f'pass_on is a list of names, as ["labels"], but got {pass_on!r}')
     runs_itself = "forward" in vars(model) or forward_hook_names(model) or hold or any("." in cut for cut in cuts)
     if type(model) is nn.Sequential and not runs_itself:
@@ -184,6 +185,7 @@ def _set_placeholder(module: nn.Module, key: str, tensor: Any, origin: str) -> N
     vars(module)[key] = PlaceholderTensor(to_meta(tensor), origin, tensor.device)
 
 
+@checked_arguments
 def shared_parameters(stages: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
     """Returns the parameters that are one tensor and are on several stages, of `split` or any modules.
 

@@ -11,8 +11,10 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
+from scale_core.arguments import checked_arguments
+from scale_core.tree import tensors_in
 from scale_pipe.batch_norm import DeferredBatchNorm
-from scale_pipe.microbatch import Arguments, check_chunks, gather, scatter, scatter_each
+from scale_pipe.microbatch import Arguments, check_chunks, gather, scatter, scatter_each, unwrap_no_chunk
 from scale_pipe.one_process.pipeline import Pipeline
 from scale_pipe.partition.partition import Checkpoint, check_balance, check_checkpoint, check_sequential, partition
 from scale_pipe.skip.layout import verify_skippables
@@ -128,6 +130,7 @@ class Pipe(nn.Module):
 
     partitions: nn.ModuleList
 
+    @checked_arguments(own="module balance devices chunks checkpoint")
     def __init__(
         self,
         module: nn.Sequential,
@@ -190,7 +193,9 @@ class Pipe(nn.Module):
                     "a pipeline without layers returns its one input, but is given "
                     f"{len(args)} by place and {len(kwargs)} by keyword: pipe(input)"
                 )
-            return scatter(args[0], 1)[0]
+            # Nothing is cut, so tensors may have no dimension; without a tensor there is an error.
+            has_tensors = any(True for _ in tensors_in(args[0]))
+            return unwrap_no_chunk(args[0]) if has_tensors else scatter(args[0], 1)
         chunks, checkpoint = self._checked
         micro_batches = scatter_each(Arguments(args, kwargs), chunks, stacklevel=5)  # Past torch's two of a call.
         checkpointed = {"always": len(micro_batches), "except_last": len(micro_batches) - 1, "never": 0}

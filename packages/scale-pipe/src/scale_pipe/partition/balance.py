@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.integers import check_positive
 from scale_pipe.microbatch import check_chunks, scatter_each
 from scale_pipe.partition.block_partition import block_partition
@@ -26,6 +27,7 @@ _MAX_BALANCES = 1000
 _SOLVER_VISITS = 30_000
 
 
+@checked_arguments(own="partitions")
 def balance_by_time(
     partitions: int, module: nn.Sequential, sample: Any, *, seconds: float = 1.0, device: Device = None
 ) -> list[int]:
@@ -58,6 +60,7 @@ def balance_by_time(
     return block_partition([sum(times) for times in layer_times(module, sample, seconds, device)], partitions)
 
 
+@checked_arguments(own="partitions")
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
@@ -87,10 +90,11 @@ def balance_by_size(
     chunks = check_chunks(chunks)
     if not param_scale >= 0:
         raise ValueError(f"param_scale must not be negative, but is {param_scale}")
-    sizes = layer_bytes(module, scatter_each(input, chunks, stacklevel=3)[0], device)
+    sizes = layer_bytes(module, scatter_each(input, chunks, stacklevel=4)[0], device)
     return block_partition([size.activations + size.parameters * param_scale for size in sizes], partitions)
 
 
+@checked_arguments(own="partitions")
 def balance_by_makespan(
     partitions: int,
     module: nn.Sequential,
@@ -124,6 +128,7 @@ def balance_by_makespan(
         ValueError: As in `balance_by_time`; or the schedule has another number of stages.
     """
     partitions = _check_partitions(partitions, module)
+    check_positive(num_micro_batches=num_micro_batches)
     example = get_schedule(schedule, 1, 1, stages_per_rank)
     if partitions % example.num_stages:
         raise ValueError(

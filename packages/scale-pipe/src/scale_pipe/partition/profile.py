@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from scale_checkpoint.live_memory import LiveMemory, storage_bytes
 from scale_checkpoint.planner.step import preserve_state, single_threaded
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.tree import map_tensors, tensors_in
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.skip.namespace import SkipKey, popped_keys
@@ -51,6 +52,7 @@ class _Inputs(NamedTuple):
     skips: Mapping[SkipKey, Any]
 
 
+@checked_arguments(own="stages")
 def profile_stages(
     stages: Sequence[nn.Module], *args: Any, seconds: float = 1.0, link: float | Sequence[float] = 0.0, **kwargs: Any
 ) -> Costs:
@@ -125,9 +127,14 @@ def _measure_layers(
         results = []
         for name, layer in module.named_children():
             with _noting_errors(f"layer {name!r}", layer):
-                result, inputs = measure(copy.deepcopy(layer).to(place).train(), inputs, place)
+                result, inputs = measure(training_copy(layer, place), inputs, place)
             results.append(result)
     return results
+
+
+def training_copy(layer: nn.Module, device: torch.device) -> nn.Module:
+    """Returns a copy of a layer on a device in training mode, to be measured in its place."""
+    return copy.deepcopy(layer).to(device).train()
 
 
 @contextmanager

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.schedules.action import FREES, GIVES_INPUT_GRADIENT, Action, Kind
 from scale_pipe.schedules.placement import StagePlacement
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Costs:
     """Times of one micro-batch by stage, in any one unit; seconds where they are measured.

@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH, GIVES_INPUT_GRADIENT, Action, Kind, matching_transfer
 from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import DeadlockError, Orders, Schedule
@@ -30,6 +31,7 @@ class Transfer(NamedTuple, Generic[T]):
     receive: T
 
 
+@checked_arguments
 def build_schedule(name: str, placement: StagePlacement, num_micro_batches: int, orders: Orders) -> Schedule:
     """Returns the schedule with these compute orders: transfers are inserted, and a step for each stage is appended.
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.integers import check_positive
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class StagePlacement:
     """The rank of each stage.

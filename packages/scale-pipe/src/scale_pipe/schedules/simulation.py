@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.schedules.action import COMPUTES, SENDS, Action, TimedAction, live_change, matching_transfer
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.schedule import Schedule
@@ -94,6 +95,7 @@ def peak_live(schedule: Schedule) -> tuple[float, ...]:
     )
 
 
+@checked_arguments
 def simulate(schedule: Schedule, costs: Costs | None = None) -> ScheduleSimulation:
     """Simulates a schedule.
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.schedules.action import (
     EVERY_MICRO_BATCH,
     GIVES_INPUT_GRADIENT,
@@ -43,6 +44,7 @@ _LOCAL_DEPENDENCIES = {
 """By kind, the kinds that the same rank has to do before it, with their stage minus its own."""
 
 
+@checked_arguments
 def validate(
     schedule: Schedule,
     *,

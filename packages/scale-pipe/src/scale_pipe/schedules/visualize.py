@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.schedules.action import COMPUTES, Kind
 from scale_pipe.schedules.simulation import ScheduleSimulation
 
@@ -23,6 +24,7 @@ PALEST = 0.45
 MICROSECONDS = 1e6
 
 
+@checked_arguments
 def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, width: int = 960) -> str:
     """Returns an SVG: a row for each rank, a box for each computation, and time from left to right.
 
@@ -60,6 +62,7 @@ def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, widt
     )
 
 
+@checked_arguments
 def save_drawing(
     simulations: ScheduleSimulation | Sequence[ScheduleSimulation], path: str | PathLike[str], *, width: int = 960
 ) -> None:
@@ -109,6 +112,7 @@ def _legend(shown: list[ScheduleSimulation], y: int) -> list[str]:
     return parts
 
 
+@checked_arguments
 def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
     """Returns the trace events of a simulation: each rank's computations, sends and number of live micro-batches.
 
@@ -139,6 +143,7 @@ def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+@checked_arguments
 def save_chrome_trace(simulation: ScheduleSimulation, path: str | PathLike[str]) -> None:
     """Writes the events of `chrome_trace` as JSON; a file that exists is replaced."""
     Path(path).write_text(json.dumps(chrome_trace(simulation)) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.skip.namespace import SkipKey, declared_skips, popped_keys, stashed_keys
 
 
@@ -30,6 +31,7 @@ def inspect_skip_layout(partitions: Sequence[nn.Module]) -> list[Skip]:
     ]
 
 
+@checked_arguments
 def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
     """Checks that each popped name was stashed before, by exactly one layer, and the other way round.
 
@@ -53,14 +55,17 @@ def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
                 problems.append(
                     f"layer '{name}' has a forward that yields: write @skippable above class {kind.__name__}"
                 )
-        declared = declared_skips(layer)
-        both = set(declared.stash) & set(declared.pop) if declared else set()
-        problems += [f"layer '{name}' both stashes and pops {word!r}" for word in sorted(both)]
+        declared = [names for part in layer.modules() if (names := declared_skips(part))]
+        both = {word for names in declared for word in set(names.stash) & set(names.pop)}
+        problems += [
+            f"'{name}' declared {word!r} both as stashable and as poppable: a name goes from one layer to a later one"
+            for word in sorted(both)
+        ]
         keys = [key for key in stashed_keys(layer) if key[1] not in both]
         for key in keys:
             if key in stashed:
                 problems.append(
-                    f"layer '{name}' stashes {key[1]!r} as layer '{stashed[key]}' does: isolate one of them"
+                    f"'{name}' redeclared {key[1]!r} as stashable, after '{stashed[key]}': isolate one of them"
                 )
             else:
                 stashed[key] = str(name)
@@ -68,13 +73,13 @@ def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
             if key[1] in both:
                 continue
             if key in popped:
-                problems.append(f"layer '{name}' pops {key[1]!r}, which layer '{popped[key]}' has popped already")
+                problems.append(f"'{name}' redeclared {key[1]!r} as poppable, which '{popped[key]}' has popped by then")
             elif key not in stashed:
-                problems.append(f"layer '{name}' pops {key[1]!r}, which no layer before it stashes")
+                problems.append(f"'{name}' declared {key[1]!r} as poppable but it was not stashed by a layer before it")
             else:
                 popped[key] = str(name)
     problems += [
-        f"layer '{name}' stashes {key[1]!r}, which no layer after it pops"
+        f"no module declared {key[1]!r} as poppable but stashed by '{name}'"
         for key, name in stashed.items()
         if key not in popped
     ]

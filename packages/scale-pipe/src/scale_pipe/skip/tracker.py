@@ -7,7 +7,9 @@ keeps them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -18,31 +20,46 @@ from scale_pipe.skip.namespace import DeclaredSkips, SkipKey, pop, skip_key, sta
 R = TypeVar("R")
 
 
-class _SkipTracker:
-    """What was stashed and is not popped yet; that of a thread outlives single calls."""
+class SkipTracker:
+    """What was stashed and is not popped yet, by key; that of a thread outlives single calls."""
 
-    def __init__(self, popped: Mapping[SkipKey, Any], *, of_thread: bool = False) -> None:
-        self.values, self.stashed, self.of_thread = dict(popped), set[SkipKey](), of_thread
+    def __init__(self, popped: Mapping[SkipKey, Any] = MappingProxyType({}), *, of_thread: bool = False) -> None:
+        self.tensors, self.stashed, self.of_thread = dict(popped), set[SkipKey](), of_thread
 
     def stash(self, key: SkipKey, value: Any) -> None:
         if self.of_thread and is_recomputing():
             return  # It was popped in the forward, and is not popped again.
-        self.values[key] = value
+        self.tensors[key] = value
         self.stashed.add(key)
 
     def pop(self, key: SkipKey) -> Any:
         self.stashed.discard(key)
-        return self.values.pop(key)
+        return self.tensors.pop(key)
 
 
 class _Current(threading.local):
     """The tracker of this thread: recomputation on an accelerator runs in a thread of its own."""
 
     def __init__(self) -> None:
-        self.tracker = _SkipTracker({}, of_thread=True)
+        self.tracker = SkipTracker({}, of_thread=True)
 
 
 _current = _Current()
+
+
+def current_skip_tracker() -> SkipTracker:
+    """Returns the tracker that skippable layers of this thread use."""
+    return _current.tracker
+
+
+@contextmanager
+def use_skip_tracker(tracker: SkipTracker) -> Iterator[SkipTracker]:
+    """Inside, skippable layers of this thread use a tracker."""
+    before, _current.tracker = _current.tracker, tracker
+    try:
+        yield tracker
+    finally:
+        _current.tracker = before
 
 
 def run_with_skips(
@@ -52,13 +69,9 @@ def run_with_skips(
 
     Nothing is kept from one call to the next, so it can be recomputed as any function of tensors.
     """
-    before = _current.tracker
-    tracker = _current.tracker = _SkipTracker(popped)
-    try:
+    with use_skip_tracker(SkipTracker(popped)) as tracker:
         output = partition(*args, **kwargs)
-    finally:
-        _current.tracker = before
-    return output, {key: value for key, value in tracker.values.items() if key in tracker.stashed}
+    return output, {key: value for key, value in tracker.tensors.items() if key in tracker.stashed}
 
 
 def run_generator(module: nn.Module, declared: DeclaredSkips, layer: Generator[Any, Any, Any]) -> Any:
@@ -96,7 +109,7 @@ def check_all_used(module: nn.Module, to_stash: set[str], to_pop: set[str]) -> N
             )
 
 
-def _command_error(command: Any, declared: DeclaredSkips, tracker: _SkipTracker, module: nn.Module) -> Exception | None:
+def _command_error(command: Any, declared: DeclaredSkips, tracker: SkipTracker, module: nn.Module) -> Exception | None:
     title = type(module).__name__
     for kind, names, able in ((stash, declared.stash, "stashable"), (pop, declared.pop, "poppable")):
         if isinstance(command, kind) and command.name not in names:
@@ -106,7 +119,7 @@ def _command_error(command: Any, declared: DeclaredSkips, tracker: _SkipTracker,
             )
     if not isinstance(command, stash | pop):
         return TypeError(f"{command!r} is no command: a skippable {title} yields stash(name, tensor) or pop(name)")
-    if isinstance(command, stash) or skip_key(module, command.name) in tracker.values:
+    if isinstance(command, stash) or skip_key(module, command.name) in tracker.tensors:
         return None
     hint = "let a layer before it stash it; verify_skippables(module) says which pairs do not match"
     if is_recomputing():

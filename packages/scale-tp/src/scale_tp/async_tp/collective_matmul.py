@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_core.compat import untraced
 from scale_core.errors import TransferError
@@ -42,6 +43,7 @@ from scale_tp.split import check_size
 
 
 @untraced
+@checked_arguments
 def gather_linear(
     input: Tensor,
     weights: Sequence[Tensor],
@@ -78,6 +80,7 @@ def gather_linear(
 
 
 @untraced
+@checked_arguments
 def linear_scatter(
     input: Tensor,
     weight: Tensor,

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import fingerprint_of
@@ -42,6 +43,7 @@ def rank_positions(length: int, num_ranks: int, order: Order = "zigzag") -> Spli
     return Split(length, tuple((chunks[rank], chunks[-1 - rank]) for rank in range(num_ranks)))
 
 
+@checked_arguments
 def position_ids(
     length: int, process_group: GroupLike = None, *, order: Order = "zigzag", device: torch.device | str | None = None
 ) -> Tensor:
@@ -62,6 +64,7 @@ def position_ids(
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in held])
 
 
+@checked_arguments
 def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int = 1, order: Order = "zigzag") -> Tensor:
     """Returns this rank's part of a tensor that all ranks have whole; nothing is sent.
 
@@ -82,6 +85,7 @@ def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int 
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in held], dim)
 
 
+@checked_arguments
 @torch.no_grad()
 def join_sequence(
     tensor: Tensor, process_group: GroupLike = None, *, dim: int = 1, length: int | None = None, order: Order = "zigzag"

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import CollectiveWork, all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.consistency.same_call import check_same_call
 from scale_tp.attention.blockwise import (
     PartialAttention,
     block_attention,
@@ -29,7 +31,7 @@ from scale_tp.attention.blockwise import (
     merge_partial,
 )
 from scale_tp.attention.load_balance import Order, full_length, rank_positions
-from scale_tp.comm import check_same_call, to_accumulation_dtype
+from scale_tp.comm import to_accumulation_dtype
 from scale_tp.parallel_state import context_parallel_group
 from scale_tp.split import Range, Split
 
@@ -73,6 +75,7 @@ def blocks(queries: Sequence[Range], keys: Sequence[Range], *, causal: bool) -> 
     return found
 
 
+@checked_arguments
 def ring_attention(
     query: Tensor,
     key: Tensor,

@@ -18,17 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.consistency.same_call import check_same_call
 from scale_tp.attention.blockwise import check_attention_inputs
 from scale_tp.attention.load_balance import Order, full_length, rank_positions
-from scale_tp.comm import accumulation_dtype, check_same_call
+from scale_tp.comm import accumulation_dtype
 from scale_tp.parallel_state import context_parallel_group
 from scale_tp.random import RegionRNG
 from scale_tp.split import Split, split_heads
 
 
+@checked_arguments
 def ulysses_attention(
     query: Tensor,
     key: Tensor,

@@ -15,13 +15,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, GroupLike
+from scale_core.consistency.same_call import check_same_call
 from scale_core.divergence import check_interval
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import set_shard, shard_of
 from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, Heads
-from scale_tp.comm import check_same_call
 from scale_tp.conversion import validation
 from scale_tp.conversion.convert import Conversion, conversion_for, find_all_heads, weight_split
 from scale_tp.conversion.divergence_hooks import ReplicaCheck, register_input_checks
@@ -34,7 +35,7 @@ from scale_tp.conversion.modules import (
 from scale_tp.conversion.replica_check import check_first_forward
 from scale_tp.conversion.sequence_region import SequenceRegion, find_sequence_region, install_sequence_region
 from scale_tp.conversion.styles import Plan, Style, check_model_plan, resolve_styles
-from scale_tp.failed_forward import FailedForward
+from scale_tp.failed_pass import FailedPass
 from scale_tp.layers.base import ParamSharding
 from scale_tp.layers.linear_ops import SharedInput
 from scale_tp.layers.module_swap import local_parameter, swap_class
@@ -47,6 +48,7 @@ _logger = logging.getLogger(__name__)
 _TAKE_WHOLE_INPUTS = (ColumnParallelMixin, VocabParallelMixin, WidthParallelMixin)
 
 
+@checked_arguments(own="model plan attention_rules")
 def parallelize(
     model: nn.Module,
     plan: Plan | str | Style | None = None,
@@ -110,7 +112,7 @@ def parallelize(
         validation.check_layers_divided(model, styles)
     rules = (*attention_rules, *ATTENTION_RULES)
     built = _build_plan(model, styles, ranks, sequence_parallel, overlap_pieces, rules)
-    check_same_call("parallelize", f"{built.signature()}; {check_inputs=}, {check_every=}", ranks)
+    check_same_call("parallelize", f"{built.signature()}; {check_inputs=}, {check_every=}", ranks, each_time=True)
     if ranks.size > 1:
         if sync_module_states:
             _broadcast_values(model, ranks)
@@ -216,7 +218,7 @@ class _ConversionPlan:
             install_sequence_region(self.model, self.region, self.group, self.overlap_pieces)
         check_first_forward(self.model, self.group)
         if self.group.backend != "fake":
-            self.model.register_forward_hook(FailedForward(self.group), always_call=True)
+            self.model.register_forward_hook(FailedPass(self.group), always_call=True)
         # What is left is the same on all ranks, which norms of gradients and checkpoints have to know.
         for param in self.model.parameters():
             if shard_of(param) is None:

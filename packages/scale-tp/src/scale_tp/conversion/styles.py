@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
+from scale_core.arguments import checked_arguments
 from scale_tp.split import check_size
 
 SplitKind: TypeAlias = Literal["outputs", "inputs", "words", "width", "sequence", "nothing"]
@@ -20,6 +21,7 @@ Output: TypeAlias = Literal["whole", "part", "summand"]
 _ALLOWED = {"divides": get_args(SplitKind), "input": get_args(Input), "output": get_args(Output)}
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Style:
     """How one module is divided between ranks.

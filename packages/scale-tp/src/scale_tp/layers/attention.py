@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_tp.attention_heads import heads_to_features
 from scale_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -62,6 +63,7 @@ class ParallelAttention(nn.Module):
         torch.Size([1, 5, 12])
     """
 
+    @checked_arguments
     def __init__(
         self,
         embed_dim: int,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.sequence_lengths import shard_lengths
@@ -28,6 +29,7 @@ class ParallelDropout(nn.Dropout):
         process_group: The ranks; None is the model axis, or this process alone.
     """
 
+    @checked_arguments
     def __init__(
         self,
         p: float = 0.5,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_tp.layers.base import ParallelModule, ParamSharding, rank_repr
 from scale_tp.mappings import gather_from_region, reduce_from_region, reduce_scatter_sequence
@@ -182,6 +183,7 @@ class VocabParallelEmbedding(_EmbeddingBase):
 
     _dim = 0
 
+    @checked_arguments
     def __init__(
         self,
         num_embeddings: int,
@@ -253,6 +255,7 @@ class VocabParallelEmbedding(_EmbeddingBase):
         return reduce_from_region(rows, self.group)
 
 
+@checked_arguments
 class ParallelEmbedding(_EmbeddingBase):
     """`torch.nn.Embedding` of which each rank has some features of all words.
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_tp.async_tp.lazy_input import DeferredInput
 from scale_tp.layers.base import ParallelModule, ParamSharding, rank_repr, resolve_split
@@ -128,6 +129,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     _dim = 0
 
+    @checked_arguments(own="split init_method overlap_pieces")
     def __init__(
         self,
         in_features: int,
@@ -230,6 +232,7 @@ class RowParallelLinear(_ParallelLinear):
 
     _dim = 1
 
+    @checked_arguments(own="split init_method overlap_pieces")
     def __init__(
         self,
         in_features: int,

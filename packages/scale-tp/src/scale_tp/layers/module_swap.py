@@ -7,18 +7,16 @@ this rank's parts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
+from scale_core.sharded_module import mixed_class
 from scale_tp.layers.base import ParallelModule, ParamSharding
 from scale_tp.layers.full_init import init_as_full
 from scale_tp.split import Split
-
-_classes: dict[tuple[type[ShardedMixin], type[nn.Module]], type[nn.Module]] = {}
 
 
 class ShardedMixin(ParallelModule):
@@ -29,6 +27,11 @@ class ShardedMixin(ParallelModule):
     split: Split
     weight_dim: int
     weight_size: int
+
+    @staticmethod
+    def mixed_attributes(own: type[nn.Module]) -> dict[str, Any]:
+        """What the class made of this one and a module's own has beside what is in these."""
+        return {"reset_parameters": _reset_parameters} if callable(getattr(own, "reset_parameters", None)) else {}
 
     def weight_error(self) -> ValueError:
         """Says that the weight has another size than this rank's part, as after `resize_token_embeddings`."""
@@ -60,7 +63,7 @@ def swap_class(
     """
     unknown = facts.keys() - {name for base in mixin.__mro__ for name in inspect.get_annotations(base)}
     assert not unknown, f"{mixin.__name__} declares none of {unknown}"
-    module.__class__ = _class_of(mixin, type(module))
+    module.__class__ = mixed_class(mixin, type(module))
     weight = shardings.get("weight")
     if weight is not None and weight.split is not None:
         facts |= {"split": weight.split, "weight_dim": weight.dim, "weight_size": weight.split.sizes[group.rank]}
@@ -77,29 +80,6 @@ def local_parameter(param: nn.Parameter, sharding: ParamSharding, group: Group) 
     return nn.Parameter(part, requires_grad=param.requires_grad)
 
 
-def _class_of(mixin: type[ShardedMixin], own: type[nn.Module]) -> type[nn.Module]:
-    """A class that is both; one for each pair, under the name of the module's own."""
-    if (mixin, own) not in _classes:
-        known: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-        if callable(getattr(own, "reset_parameters", None)):
-            known["reset_parameters"] = _reset_parameters
-        known |= {"original_class": own, "__reduce_ex__": _reduce}
-        _classes[mixin, own] = type(own.__name__, (mixin, own), known)
-    return _classes[mixin, own]
-
-
 def _reset_parameters(self: Any) -> None:
     """Gives the parameters the values that the module's own class gives the whole ones; on all ranks from one seed."""
     init_as_full(self, type(self).original_class.reset_parameters)
-
-
-def _reduce(self: Any, protocol: Any) -> Any:
-    """A class that is made while a program runs is made again where it is unpickled."""
-    mixin = type(self).__mro__[1]
-    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    return _new_instance, (mixin, type(self).original_class), state
-
-
-def _new_instance(mixin: type[ShardedMixin], own: type[nn.Module]) -> nn.Module:
-    made = _class_of(mixin, own)
-    return cast(nn.Module, cast(Callable[[type], object], made.__new__)(made))

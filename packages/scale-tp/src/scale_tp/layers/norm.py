@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_tp.layers.base import ParallelModule, ParamSharding
 from scale_tp.layers.module_swap import swap_class
@@ -28,6 +29,7 @@ class ParallelLayerNorm(nn.LayerNorm):
         process_group: The ranks that divide the sequence; None is the model axis, or this process alone.
     """
 
+    @checked_arguments
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,
@@ -52,6 +54,7 @@ class ParallelRMSNorm(nn.RMSNorm):
         process_group: The ranks that divide the sequence; None is the model axis, or this process alone.
     """
 
+    @checked_arguments
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,

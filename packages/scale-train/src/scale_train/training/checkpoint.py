@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from typing import Any
 from torch import nn
 
 from scale_core import snapshot
+from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.shard import full_shape
-from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot, load_snapshot
+from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot
 from scale_core.snapshot.foreign import recognize
-from scale_core.state import load_sharded_state_dict, target_state_dict
+from scale_core.snapshot.format.metadata import JSON, read_manifest
 from scale_train.errors import InputError, reason_of
 from scale_train.options import Options, RunOptions
 from scale_train.training.parallelize import PipelineEngine
@@ -101,37 +102,45 @@ def load(training: TrainState, point: Path) -> None:
 
     Learning rate and weight decay are those of the command line; the model and the order of the data must be the same.
     """
-    model, optimizer = training.engine.raw_model, training.optimizer
+    optimizer = training.optimizer
     group_options = [
         {key: value for key, value in group.items() if key != "params" and not key.startswith("adascale")}
         for group in optimizer.param_groups
     ]
-
-    def target(saved: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = {key.removeprefix("model."): tensor for key, tensor in saved.items() if key.startswith("model.")}
-        check_same_model(
-            {name: list(tensor.shape) for name, tensor in parameters.items()}, parameter_shapes(model), point
-        )
-        return target_state_dict(_saved_model(training), optimizer, saved)
-
+    objects = {"model": _saved_model(training), "optim": optimizer}
     try:
-        loaded = load_snapshot(point.parent, target, training.group, step=_step_of(point))
+        check_is_of_this_training(training, point)
+        loaded = snapshot.load(point.parent, objects, step=_step_of(point), process_group=training.group)
     except SnapshotError as error:
         cause = error if isinstance(error, DamagedSnapshotError) else error.__cause__ or error
         raise cause if isinstance(cause, InputError) else InputError(f"--resume {point}: {cause}") from error
-    extra = loaded.extra
-    if not isinstance(extra, dict) or extra.get("program") != PROGRAM:
-        raise InputError(f"--resume {point}: a checkpoint of another program than {PROGRAM}")
-    check_same_fields(extra.get("model"), asdict(model.config), point)
-    if extra.get("text") != training.text.fingerprint():
-        raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
-    load_sharded_state_dict(loaded.state, _saved_model(training), optimizer, copy=False)
     for group, options in zip(optimizer.param_groups, group_options, strict=True):
         group.update(options)
-    position: Any = extra["data"]
-    training.sampler.load_state(position)
+    extra: Any = loaded.extra
+    training.sampler.load_state(extra["data"])
     training.step = training.saved_step = loaded.step
     training.checkpoint = loaded.path
+
+
+def check_is_of_this_training(training: TrainState, point: Path) -> None:
+    """Compares what a checkpoint says of itself with the training, before anything of it is loaded."""
+
+    def said() -> Any:
+        with suppress(DamagedSnapshotError):  # Loading it says what is damaged, and which other one is whole.
+            check_said(training, point, read_manifest(point).extra)
+
+    CollectiveCall(training.group, f"comparing {point}", SnapshotError).rank0(said)
+
+
+def check_said(training: TrainState, point: Path, said: JSON) -> None:
+    """Refuses what another program says, or one with another model or text."""
+    if not isinstance(said, dict) or said.get("program") != PROGRAM:
+        raise InputError(f"--resume {point}: a checkpoint of another program than {PROGRAM}")
+    model, parameters = training.engine.raw_model, said.get("parameters")
+    check_same_model(parameters if isinstance(parameters, dict) else {}, parameter_shapes(model), point)
+    check_same_fields(said.get("model"), asdict(model.config), point)
+    if said.get("text") != training.text.fingerprint():
+        raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
 
 
 def _saved_model(training: TrainState) -> nn.Module:
@@ -144,7 +153,7 @@ def _step_of(point: Path) -> int:
     return int(point.name.removeprefix("step-"))
 
 
-def check_same_model(saved: dict[str, list[int]], own: dict[str, list[int]], path: Path) -> None:
+def check_same_model(saved: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> None:
     """Compares names and shapes, in order; an InputError names the first difference."""
     for name, shape in own.items():
         if name not in saved:

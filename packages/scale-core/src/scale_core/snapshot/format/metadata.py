@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from scale_core.errors import DamagedSnapshotError, NewerSnapshotError, SnapshotError
 from scale_core.snapshot.format.checksums import checksum, num_blocks
 from scale_core.snapshot.format.coverage import check_coverage
-from scale_core.snapshot.format.safetensors_io import DTYPES, NAMES, is_damage, opened, read_bytes
+from scale_core.snapshot.format.safetensors_io import SAVED_DTYPES, SAVED_NAMES, is_damage, opened, read_bytes
 from scale_core.state.chunks import Chunk
 from scale_core.state.validation import SavedTensor
 
@@ -121,7 +121,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         ],
         "tensors": {
             key: {
-                "dtype": NAMES[saved.dtype],
+                "dtype": SAVED_NAMES[saved.dtype],
                 "shape": list(saved.shape),
                 # offsets, sizes, the number of the file, the byte at which the data begins
                 "chunks": [
@@ -246,7 +246,7 @@ def _parsed(document: Mapping[str, Any]) -> Manifest:
     names = list(files)
     tensors, chunks = {}, {}
     for key, entry in document["tensors"].items():
-        tensors[key] = SavedTensor(_naturals(entry["shape"]), DTYPES[entry["dtype"]])
+        tensors[key] = SavedTensor(_naturals(entry["shape"]), SAVED_DTYPES[entry["dtype"]])
         chunks[key] = [
             SavedChunk(Chunk(_naturals(offsets), _naturals(sizes)), names[_natural(number)], _natural(begin))
             for offsets, sizes, number, begin in entry["chunks"]

@@ -142,7 +142,13 @@ class WriteResult:
 
 
 def write_part(
-    unfinished: Path, save: str, own: LocalPlan, plan: SavePlan, group: Group, at_stage: Callable[[str, Path], None]
+    unfinished: Path,
+    save: str,
+    own: LocalPlan,
+    plan: SavePlan,
+    group: Group,
+    at_stage: Callable[[str, Path], None],
+    progress: Callable[[int], None],
 ) -> WriteResult:
     """Writes this rank's chunks into its own file, one tensor at a time; calls `at_stage` for each."""
     if not unfinished.is_dir():
@@ -157,7 +163,7 @@ def write_part(
         return tensor
 
     path = unfinished / f"rank-{group.rank:05d}.safetensors"
-    written = write_tensors(path, entries, produce, {"format": "scale-snapshot", "save": save})
+    written = write_tensors(path, entries, produce, {"format": "scale-snapshot", "save": save}, progress)
     at_stage("written", unfinished)
     return WriteResult(path.name, *written)
 

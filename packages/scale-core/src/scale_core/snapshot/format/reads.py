@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -89,33 +89,40 @@ def blocks_of(reads: Iterable[Read], block_bytes: int) -> dict[str, list[tuple[i
     return found
 
 
-def read_tensors(path: Path, reads: Iterable[Read]) -> None:
-    """Reads all parts; each file is opened once, and read from its beginning to its end."""
+def read_tensors(path: Path, reads: Iterable[Read], progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Reads all parts; each file is opened once, and read from its beginning to its end.
+
+    Args:
+        path: The directory.
+        reads: The parts.
+        progress: Called with the number of bytes that were read since the last call.
+    """
     ordered = sorted(reads, key=lambda read: (read.file, read.span))
     for name, of_file in itertools.groupby(ordered, key=lambda read: read.file):
         with opened(path / name) as descriptor:
-            _read_file(descriptor, [piece for read in of_file for piece in read.pieces()])
+            _read_file(descriptor, [piece for read in of_file for piece in read.pieces()], progress)
 
 
-def _read_file(descriptor: int, pieces: list[Read]) -> None:
+def _read_file(descriptor: int, pieces: list[Read], progress: Callable[[int], None]) -> None:
     neighbours: list[Read] = []
     for piece in pieces:
         if neighbours and not (piece.is_direct and neighbours[-1].span[1] == piece.span[0]):
-            _read_direct(descriptor, neighbours)
+            _read_direct(descriptor, neighbours, progress)
             neighbours = []
         if piece.is_direct:
             neighbours.append(piece)
         else:
             _read_staged(descriptor, piece)
-    _read_direct(descriptor, neighbours)
+            progress(piece.into.nbytes)
+    _read_direct(descriptor, neighbours, progress)
     for piece in pieces:
         if not piece.into.is_inference():  # Written behind autograd's back, which has to know that it was.
             torch.autograd.graph.increment_version(piece.into)
 
 
-def _read_direct(descriptor: int, neighbours: list[Read]) -> None:
+def _read_direct(descriptor: int, neighbours: list[Read], progress: Callable[[int], None]) -> None:
     if neighbours:
-        read_into(descriptor, [memory_of(read.into) for read in neighbours], neighbours[0].span[0])
+        read_into(descriptor, [memory_of(read.into) for read in neighbours], neighbours[0].span[0], progress)
 
 
 def _read_staged(descriptor: int, piece: Read) -> None:

@@ -14,6 +14,7 @@ import math
 import os
 import stat
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,9 @@ DTYPES = {
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "U16": torch.uint16,
     "I16": torch.int16,
     "F16": torch.float16,
@@ -43,9 +47,15 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+"""The dtypes of the safetensors format, by its words."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+SAVED_DTYPES = DTYPES | {"C128": torch.complex128}
+"""Those of snapshots: for the last one safetensors has no word, so it stands in a file as pairs of F64."""
+SAVED_NAMES = {dtype: name for name, dtype in SAVED_DTYPES.items()}
+
 _PIECE_BYTES = 1 << 20  # of what is hashed and written at once
+_SYNC_SECONDS = 30.0
 _BUFFERED_BYTES = 64 << 10  # Less than a piece, so that pieces are not copied, and small tensors are written together.
 _BUFFERS_AT_ONCE = 512  # The system takes 1024.
 _HEADER_LIMIT_BYTES = 100_000_000  # The limit of the safetensors library.
@@ -76,14 +86,16 @@ class FileHeader(NamedTuple):
         header: dict[str, object] = {"__metadata__": dict(metadata)}
         begins, position = [], 0
         for entry in entries:
-            if entry.dtype not in NAMES:
+            if entry.dtype not in SAVED_NAMES:
                 raise TypeError(
-                    f"{entry.name}: {entry.dtype} can't be written, expected one of {', '.join(NAMES.values())}"
+                    f"{entry.name}: {entry.dtype} can't be written: convert it to one of {', '.join(SAVED_DTYPES)}, or "
+                    "save its bytes, .view(torch.uint8)"
                 )
             end = position + entry.num_bytes
+            is_in_pairs = entry.dtype not in NAMES
             header[entry.name] = {
-                "dtype": NAMES[entry.dtype],
-                "shape": list(entry.shape),
+                "dtype": "F64" if is_in_pairs else NAMES[entry.dtype],
+                "shape": [*entry.shape, 2] if is_in_pairs else list(entry.shape),
                 "data_offsets": [position, end],
             }
             begins.append(position)
@@ -104,18 +116,37 @@ class WrittenFile(NamedTuple):
 
 
 def write_tensors(
-    path: Path, entries: Sequence[TensorEntry], produce: Callable[[int], Tensor], metadata: Mapping[str, str]
+    path: Path,
+    entries: Sequence[TensorEntry],
+    produce: Callable[[int], Tensor],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> WrittenFile:
-    """Writes a safetensors file and returns when it is on the disk."""
+    """Writes a safetensors file and returns when it is on the disk.
+
+    Args:
+        path: The file, which is not there yet.
+        entries: Its tensors.
+        produce: Returns the tensor of an entry, by number.
+        metadata: What else stands in its header.
+        progress: Called with the number of bytes that were written since the last call.
+    """
     header = FileHeader.of(entries, metadata)
     hashed = BlockChecksums(BLOCK_BYTES)
     with path.open("xb", buffering=_BUFFERED_BYTES) as file:
+        synced = time.monotonic()
 
         def write(data: memoryview) -> None:
+            nonlocal synced
             for begin in range(0, len(data), _PIECE_BYTES):  # What was hashed is still in the processor's cache.
                 piece = data[begin : begin + _PIECE_BYTES]
                 hashed.update(piece)
                 file.write(piece)
+                if time.monotonic() - synced > _SYNC_SECONDS:  # Else a slow disk has all of it to do at the end.
+                    file.flush()
+                    os.fsync(file.fileno())
+                    synced = time.monotonic()
+                progress(len(piece))
 
         write(memoryview(header.data))
         for index, entry in enumerate(entries):
@@ -147,7 +178,12 @@ def is_damage(error: OSError | EOFError) -> bool:
     return isinstance(error, EOFError) or error.errno in damage
 
 
-def read_into(descriptor: int, buffers: Sequence[memoryview], begin: int) -> None:
+def read_into(
+    descriptor: int,
+    buffers: Sequence[memoryview],
+    begin: int,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
     """Fills the buffers one after the other with what stands in the file from the byte `begin` on."""
     waiting, position = deque(buffers), begin
     while waiting:
@@ -155,6 +191,7 @@ def read_into(descriptor: int, buffers: Sequence[memoryview], begin: int) -> Non
         if not got:
             raise EOFError(f"it ends at byte {position}, before what was to be read from byte {begin} on")
         position += got
+        progress(got)
         while waiting and got >= len(waiting[0]):
             got -= len(waiting.popleft())
         if got:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scale_core.arguments import checked_arguments
 from scale_core.errors import DamagedSnapshotError
 from scale_core.snapshot.format.checksums import BlockChecksums, ranges_of
 from scale_core.snapshot.format.metadata import Manifest, read_manifest
@@ -19,6 +20,7 @@ BlockRanges = Mapping[str, Iterable[tuple[int, int]]]
 """Of each file the blocks `[first, last)`."""
 
 
+@checked_arguments
 def verify_snapshot(path: str | Path, progress: Callable[[int], None] = lambda num_bytes: None) -> Manifest:
     """Reads all of a snapshot and compares it with the checksums that were taken when it was written.
 

@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scale_core.arguments import checked_arguments
+from scale_pipe.integers import check_positive
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.validate import caps_by_rank
@@ -84,6 +86,7 @@ class Bound:
         )
 
 
+@checked_arguments
 def lower_bound(
     placement: StagePlacement,
     num_micro_batches: int,
@@ -101,6 +104,7 @@ def lower_bound(
     Raises:
         ValueError: The costs are for another number of stages, or there is not one cap for each rank.
     """
+    check_positive(num_micro_batches=num_micro_batches)
     costs.check_for(placement)
     caps = caps_by_rank(memory_cap, placement.num_ranks)
     last = placement.num_stages - 1

@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from scale_core.arguments import checked_arguments
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.placement import StagePlacement
@@ -85,6 +86,7 @@ class Solution:
         )
 
 
+@checked_arguments
 def solve(
     costs: Costs,
     num_ranks: int,

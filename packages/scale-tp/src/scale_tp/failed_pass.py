@@ -1,4 +1,4 @@
-"""A rank whose forward pass fails tells the others of its group, which wait for it in the middle of theirs.
+"""A rank whose forward or backward fails tells the others of its group, which wait for it in the middle of theirs.
 
 Tensor parallel ranks compare nothing at the end of a step, so a step can't be given up together. The rank that fails
 publishes its error, and asks the others whether they have failed, too. Those that have go on as before. Those that wait
@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scale_core.autograd_hooks import before_backward, register_post_backward
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
-from scale_core.compat import ends_recomputation
+from scale_core.compat import ends_recomputation, graph_task_id
 from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_core.errors import TransferError, recovery_hint
 from scale_core.part_hooks import ForEachShardHook
@@ -28,39 +29,66 @@ from scale_core.part_hooks import ForEachShardHook
 _GRACE_SECONDS = 5.0
 # No other record has so many integers, so that none of another check is taken for this one.
 _RECORD = [0] * 9
+# How an event begins that says that a collective of the group has failed.
+_LOST = "failed in "
 
 _recorders: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[FlightRecorder]] = WeakKeyDictionary()
 
 
-class FailedForward(ForEachShardHook):
+class FailedPass(ForEachShardHook):
     """Forward hook of a divided model, to be called after an error, too; all ranks of the group make it together."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._recorder = FlightRecorder(group)
+        self._backward = -1  # autograd's number of the backward whose end is waited for
         assert group.process_group is not None
         _recorders[group.process_group] = ref(self._recorder)
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or output is not None:
+        if torch.compiler.is_compiling():
+            return
+        if output is not None:
+            if torch.is_grad_enabled():
+                before_backward(output, self._begin_backward)
             return
         error = sys.exception()
         if error is None or ends_recomputation(error) or not _comes_out_of(model, error):
             return
-        self._recorder.events.append(f"raised {type(error).__name__}: {_first_line(error)}")
-        self._recorder.publish()
-        if isinstance(error, TransferError):
-            return  # The others hear it by the connection, too.
-        try:
-            exchange(_RECORD, self._group, limit_seconds=_GRACE_SECONDS)
-        except TransferError:
+        failed = f"raised {type(error).__name__}: {_first_line(error)}"
+        if isinstance(error, TransferError):  # The others hear it by the connection, too.
+            self._publish(failed)
+        elif not self._all_have_failed(failed):
             error.add_note(
                 f"other ranks of {list(self._group.ranks)} are in the middle of this pass, and end with this error, "
                 f"too. Their process group can't be used any more: {recovery_hint()}"
             )
-        else:
-            self._recorder.events.clear()
+
+    def _begin_backward(self) -> None:
+        if self._backward != graph_task_id():
+            self._backward = graph_task_id()
+            register_post_backward(lambda: None, self._fail_backward)
+
+    def _fail_backward(self) -> None:
+        """Autograd gives the error to nobody but the caller of the backward."""
+        if not any(str(event).startswith(_LOST) for event in self._recorder.events):
+            self._all_have_failed("its backward pass failed, with an error that is raised there")
+
+    def _all_have_failed(self, what: str) -> bool:
+        """Tells what has failed here, and ends the connections unless all ranks have failed in this pass."""
+        self._publish(what)
+        try:
+            exchange(_RECORD, self._group, limit_seconds=_GRACE_SECONDS)
+        except TransferError:
             self._recorder.publish()
+            return False
+        self._recorder.events.clear()
+        self._recorder.publish(goes_on=True)
+        return True
+
+    def _publish(self, what: str) -> None:
+        self._recorder.events.append(what)
+        self._recorder.publish(goes_on=True)
 
 
 def add_explanation(error: TransferError, group: Group) -> None:
@@ -69,7 +97,7 @@ def add_explanation(error: TransferError, group: Group) -> None:
     recorder = None if known is None else known()
     if recorder is None:
         return
-    recorder.events.append(f"failed in {error.fact}")
+    recorder.events.append(f"{_LOST}{error.fact}")
     recorder.publish()
     records = [f"  rank {rank}: {last}" for rank, last in recorder.dump_all_ranks(error.gone).items()]
     error.args = ("\n".join([str(error), "What each rank did last:", *records]),)

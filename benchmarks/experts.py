@@ -1,0 +1,274 @@
+"""A mixture of experts divided between ranks, beside one process and beside the implementations of transformers.
+
+    python benchmarks/experts.py                        # worlds 2 and 4; some minutes of two cores
+    python benchmarks/experts.py --turns 9
+    python benchmarks/experts.py --smoke                # tiny sizes, one turn: that it runs
+    python benchmarks/experts.py --date 2026-11-27      # also writes results/2026-11-27-experts.*
+
+Forward and backward of one layer with a gradient for its input, fp32, one thread. On one process: the same weights and
+the same routing by a loop over experts in plain PyTorch, by the three implementations of transformers and by `MoE`; CPU
+time, the median over turns, and its ratio to the loop's in the same turn.
+
+Divided: each rank has its part of the same tokens; gloo. "CPU" is that of all ranks over that of `MoE` on one process
+with all tokens. "sent" is what one rank writes to its sockets in a step, per token of
+its own, counted by the kernel; "floor" is 4 * k * dim * itemsize * (W - 1) / W: there and back, in both directions, for
+choices that are evenly spread (of this batch a few more stay at home).
+"imbalance" is the most rows that a rank computes with, over the mean.
+
+Simulated: rank 0 of 64 and 512, the second step, blocks as those of Mixtral 8x7B without attention, bf16 with fp32
+shards, 4096 tokens on each rank; all by scale-fsdp alone, or the experts of a block over 8 ranks and sharded over the
+others. Tokens are evenly spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from measure import spending
+from report import Table, save
+from torch import Tensor, nn
+
+from scale_core.comm.group import Group
+from scale_core.simulate import simulate
+from scale_core.testing import run_ranks
+from scale_fsdp import MixedPrecisionPolicy, fully_shard
+from scale_moe import MoE
+
+GIB = 1 << 30
+CASES = [(64, 1), (64, 8), (512, 1), (512, 8)]
+"""Ranks, and how many of them divide the experts of a block."""
+MIXTRAL = (32, 4096, 4096, 14336)
+"""Layers, tokens of a rank, features of a token and inside an expert."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer, and tokens of all ranks together."""
+
+    dim: int = 256
+    hidden_dim: int = 512
+    num_experts: int = 16
+    top_k: int = 2
+    num_tokens: int = 1024
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What was found of a rank: CPU seconds by turn, bytes sent in a step, rows that it computes with."""
+
+    cpu: list[float]
+    sent: int
+    rows: int
+
+
+def build(sizes: Sizes, group: Group | None = None) -> MoE:
+    torch.manual_seed(0)
+    return MoE(sizes.dim, sizes.hidden_dim, sizes.num_experts, sizes.top_k, process_group=group)
+
+
+def loop(layer: MoE, x: Tensor) -> Tensor:
+    """The layer in plain PyTorch."""
+    experts = layer.experts
+    scores = layer.router(x).softmax(-1)
+    weight, index = scores.topk(layer.routing.top_k, dim=-1)
+    weight = weight / weight.sum(-1, keepdim=True)
+    output = torch.zeros_like(x)
+    for expert in range(layer.num_experts):
+        token, choice = (index == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], experts.gate_up_proj[expert]).chunk(2, -1)
+        rows = F.linear(F.silu(gate) * up, experts.down_proj[expert]) * weight[token, choice, None]
+        output = output.index_add(0, token, rows)
+    return output
+
+
+def of_transformers(layer: MoE, sizes: Sizes, implementation: str) -> Callable[[Tensor], Tensor]:
+    """transformers' block of Mixtral with the same weights."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=sizes.dim,
+        intermediate_size=sizes.hidden_dim,
+        num_local_experts=sizes.num_experts,
+        num_experts_per_tok=sizes.top_k,
+    )
+    config._experts_implementation = implementation
+    block = MixtralSparseMoeBlock(config)
+    with torch.no_grad():
+        block.gate.weight.copy_(layer.router.weight)
+        block.experts.gate_up_proj.copy_(layer.experts.gate_up_proj)
+        block.experts.down_proj.copy_(layer.experts.down_proj)
+    return lambda x: block(x[None])[0]
+
+
+def tokens(sizes: Sizes) -> Tensor:
+    return torch.randn(sizes.num_tokens, sizes.dim, generator=torch.Generator().manual_seed(1))
+
+
+def seconds(compute: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    x = x.clone().requires_grad_()
+    with spending() as spent:
+        compute(x).square().mean().backward()
+    return spent.cpu_seconds
+
+
+def alone(sizes: Sizes, turns: int) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    layer, x = build(sizes, Group()), tokens(sizes)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"a loop over experts": lambda x: loop(layer, x)}
+    for name in ("eager", "batched_mm", "grouped_mm"):
+        ways[f"transformers, {name}"] = of_transformers(layer, sizes, name)
+    ways["scale-moe"] = layer
+    expected = loop(layer, x)
+    for name, way in ways.items():
+        torch.testing.assert_close(way(x), expected, rtol=1e-4, atol=1e-5, msg=name)
+        seconds(way, x)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, way in ways.items():
+            found[name].append(seconds(way, x))
+    return found
+
+
+def on_ranks(sizes: Sizes, turns: int) -> Divided:
+    torch.set_num_threads(1)
+    layer = build(sizes)
+    group = layer.group
+    x = tokens(sizes).chunk(group.size)[group.rank].clone().requires_grad_()
+    found, sent = [], 0
+    for turn in range(turns + 2):
+        layer.zero_grad()
+        with spending() as spent:
+            layer(x).square().mean().backward()
+        if turn >= 2:
+            found.append(spent.cpu_seconds)
+            sent = spent.bytes_sent
+    rows: list[int] = []
+    layer.experts.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    layer(x)
+    return Divided(found, sent, rows[0])
+
+
+class MixtralLike(nn.Module):
+    """The feed-forward half of Mixtral's blocks, which holds 96% of its weights."""
+
+    def __init__(self, num_layers: int, group: Any, **sizes: Any) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(sizes["dim"]) for _ in range(num_layers))
+        self.layers = nn.ModuleList(MoE(**sizes, process_group=group) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x
+
+
+def simulated(world: int, expert_ranks: int, num_layers: int, num_tokens: int, dim: int, hidden: int) -> dict[str, Any]:
+    """Books of rank 0 in its second step."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    with simulate(rank=0, world_size=world) as simulation:
+        group = dist.new_group(list(range(expert_ranks))) if expert_ranks > 1 else Group()
+        replicas = dist.new_group(list(range(0, world, expert_ranks)))
+        model = MixtralLike(num_layers, group, dim=dim, hidden_dim=hidden, num_experts=8)
+        for layer in model.layers:
+            if expert_ranks > 1:
+                fully_shard(layer.experts, replicas, mp_policy=policy)
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(2):
+            simulation.restart()
+            model(torch.zeros(num_tokens, dim, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {
+            "world": world,
+            "expert_ranks": expert_ranks,
+            "peak_bytes": simulation.peak_bytes,
+            "peak_by_kind": simulation.peak_by_kind,
+            "bytes_sent": simulation.bytes_sent,
+        }
+
+
+Part = tuple[Table, list[dict[str, Any]]]
+"""A table for people, and the same figures for machines."""
+
+
+def on_one_process(sizes: Sizes, turns: int) -> Part:
+    found = alone(sizes, turns)
+    base = found["a loop over experts"]
+    rows = [
+        [name, f"{1000 * median(cpu):.1f}", f"{median(a / b for a, b in zip(cpu, base, strict=True)):.2f}"]
+        for name, cpu in found.items()
+    ]
+    figures = [{"way": name, "cpu_seconds": cpu} for name, cpu in found.items()]
+    return Table(f"One process: {sizes}", ["way", "CPU ms", "CPU ratio"], rows), figures
+
+
+def divided(sizes: Sizes, turns: int, worlds: list[int]) -> Part:
+    rows, figures = [], []
+    base = median(cpu for cpu in run_ranks(on_ranks, 1, sizes, turns)[0].cpu)
+    for world in worlds:
+        ranks = run_ranks(on_ranks, world, sizes, turns)
+        total = median(sum(cpu) for cpu in zip(*(rank.cpu for rank in ranks), strict=True))
+        found = {
+            "CPU": total / base,
+            "sent": sum(rank.sent for rank in ranks) / sizes.num_tokens,
+            "most sent": max(rank.sent for rank in ranks) * world / sizes.num_tokens,
+            "floor": 4 * sizes.top_k * sizes.dim * 4 * (world - 1) / world,
+            "imbalance": max(rank.rows for rank in ranks) * world / sum(rank.rows for rank in ranks),
+        }
+        rows.append([str(world), *(f"{value:.0f}" if value > 100 else f"{value:.2f}" for value in found.values())])
+        figures.append({"world": world, **found})
+    heads = ["ranks", "CPU", "sent per token", "of the rank that sends most", "floor", "imbalance"]
+    return Table("Divided", heads, rows), figures
+
+
+def at_scale(cases: list[tuple[int, int]], *sizes: int) -> Part:
+    books = [simulated(world, expert_ranks, *sizes) for world, expert_ranks in cases]
+    kinds = sorted({kind for book in books for kind in book["peak_by_kind"]})
+    rows = [
+        [
+            str(book["world"]),
+            "scale-fsdp alone" if book["expert_ranks"] == 1 else f"experts over {book['expert_ranks']}",
+            f"{book['peak_bytes'] / GIB:.2f}",
+            *(f"{book['peak_by_kind'].get(kind, 0) / GIB:.2f}" for kind in kinds),
+            f"{sum(book['bytes_sent'].values()) / GIB:.2f}",
+        ]
+        for book in books
+    ]
+    return Table("Simulated, GiB of rank 0", ["ranks", "how", "peak", *kinds, "sent in a step"], rows), books
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, one turn")
+    parser.add_argument("--date", help="write results under this date")
+    options = parser.parse_args()
+    if options.smoke:
+        small = Sizes(16, 32, 4, 2, 64)
+        parts = [on_one_process(small, 1), divided(small, 1, [2]), at_scale([(8, 1), (8, 4)], 1, 32, 16, 32)]
+    else:
+        parts = [
+            on_one_process(Sizes(), options.turns),
+            divided(Sizes(), options.turns, options.worlds),
+            at_scale(CASES, *MIXTRAL),
+        ]
+    tables = [table for table, _ in parts]
+    for table in tables:
+        print(table.markdown())
+    if options.date:
+        save("experts", options.date, __doc__ or "", tables, [figure for _, figures in parts for figure in figures])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

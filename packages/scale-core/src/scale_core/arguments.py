@@ -1,0 +1,266 @@
+"""Wrong arguments, told at the call by the annotations of the function or class that was called.
+
+A type checker tells of them before; without one, `"false"` is true, the letters of a text are names, and what is no
+module fails ten calls further down. `checked_arguments` compares each argument with its annotation, and refuses what
+can't be meant. Whatever acts like what is asked for is taken: integers of NumPy and of torch, whole floats (5e9), lists
+and generators for sequences, tensors in tracing, mocks, and all that an annotation does not tell, such as `Any`. What a
+value may be beyond its type (positive, divides the ranks) is checked where it has its meaning.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import math
+import operator
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BOOLS = {"bool", "bool_", "SymBool"}  # Python's, NumPy's in its versions, and torch's while it traces.
+
+
+@typing.overload
+def checked_arguments(function: F, /) -> F: ...
+
+
+@typing.overload
+def checked_arguments(*, own: str) -> Callable[[F], F]: ...
+
+
+def checked_arguments(function: Any = None, *, own: str = "") -> Any:
+    """Makes a function, or a class when it is constructed, refuse arguments that their annotations rule out.
+
+    The signature stays as it is. Annotations are read at the first call; one that can't be read (a name that is
+    imported for type checkers alone, an alias in quotes) is not compared with anything. Nothing is checked while
+    torch.compile traces. `own` names parameters that the function compares itself, as it has more to say of them.
+
+    >>> @checked_arguments
+    ... def average(values: list[float], weighted: bool = False) -> float:
+    ...     return sum(values) / len(values)
+    >>> average([1, 2], weighted="no")
+    Traceback (most recent call last):
+    TypeError: average: expected weighted to be a bool, got 'no' (str); write weighted=False
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A device that torch does not know.
+    """
+    if function is None:
+        return functools.partial(checked_arguments, own=own)
+    if not isinstance(function, type):
+        return _checked(function, function.__qualname__.removesuffix(".__init__"), own.split())
+    function.__init__ = _checked(function.__init__, function.__qualname__, own.split())  # type: ignore[misc]
+    return function
+
+
+def _checked(function: Callable[..., Any], title: str, own: Sequence[str]) -> Callable[..., Any]:
+    signature = functools.cache(lambda: _Signature.of(function, own))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            names, kinds, _ = signature()
+            for name, value in chain(zip(names, args, strict=False), kwargs.items()):
+                kind = kinds.get(name)
+                if kind is not None and type(value) not in kind.types and not kind.fits(value):
+                    signature().refuse(title, name, value)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _Kind(NamedTuple):
+    """What an annotation asks for: its name without an article, whether a value is one, and types that always are."""
+
+    name: str
+    fits: Callable[[Any], bool]
+    types: frozenset[type] = frozenset()
+
+
+class _Signature(NamedTuple):
+    """The parameters that can be given by their place, in order, and what is asked for, and the default, by name."""
+
+    names: tuple[str, ...]
+    kinds: dict[str, _Kind]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], own: Sequence[str]) -> _Signature:
+        known = inspect.unwrap(function).__globals__
+        parameters = inspect.signature(function).parameters.values()
+        placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        compared = [each for each in parameters if each.kind not in several and each.name not in own]
+        kinds = {each.name: _kind(_read(each.annotation, known), known) for each in compared}
+        return cls(
+            tuple(each.name for each in parameters if each.kind in placed),
+            {name: kind for name, kind in kinds.items() if kind is not None},
+            {each.name: each.default for each in parameters if each.default is not each.empty},
+        )
+
+    def refuse(self, title: str, name: str, value: Any) -> None:
+        """Raises the error of an argument that does not fit, unless it is the default itself."""
+        if name in self.defaults and value is self.defaults[name]:
+            return
+        kind = self.kinds[name]
+        hint = ""
+        if isinstance(value, str) and "bool" in kind.name and value.lower() in ("true", "false", "yes", "no"):
+            hint = f"; write {name}={value.lower() in ('true', 'yes')}"
+        elif isinstance(value, str) and " of str" in kind.name:
+            hint = f"; write [{value!r:.60}]"
+        elif isinstance(value, type):
+            hint = f"; write {value.__name__}(...) for an object of it"
+        elif kind.name.startswith("class"):
+            hint = f"; write {type(value).__name__} for the class itself"
+        elif isinstance(self.defaults.get(name, ...), bool | int | float | str | None):
+            hint = f"; leave {name} out for the default, {self.defaults[name]!r}"
+        error = ValueError if isinstance(value, str) and "device" in kind.name else TypeError
+        raise error(f"{title}: expected {name} to be {_with_articles(kind.name)}, got {_came(value)}{hint}")
+
+
+def _with_articles(name: str) -> str:
+    words = [
+        word if word[0] == "'" or word in ("None", "False") else f"a{'n' if word[0] in 'aeiouAEIO' else ''} {word}"
+        for word in name.split("|")
+    ]
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _came(value: Any) -> str:
+    """What was given; of a container, of what sort its items are."""
+    if value is None or isinstance(value, str | bytes | bool | int | float):
+        return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, list | tuple | set):
+        kinds = ", ".join(sorted({type(item).__name__ for item in value}))
+        return f"{type(value).__name__} of {kinds}" if kinds else f"an empty {type(value).__name__}"
+    return type(value).__name__
+
+
+# Annotations.
+
+
+def _read(hint: Any, known: dict[str, Any]) -> Any:
+    """An annotation of an object that was written as text; itself, where there is no such name here."""
+    try:
+        return eval(getattr(hint, "__forward_arg__", hint), known)
+    except Exception:  # It is no text, or has a name for type checkers alone.
+        return hint
+
+
+def _kind(hint: Any, known: dict[str, Any]) -> _Kind | None:
+    """What an annotation asks for; None where it tells nothing that can be compared."""
+    if isinstance(hint, TypeVar):
+        return None if hint.__bound__ is None else _kind(_read(hint.__bound__, known), known)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if torch.device in arguments:  # It tells which texts and numbers are right.
+            arguments = tuple(each for each in arguments if each not in (str, int))
+        return _union([_kind(each, known) for each in arguments])
+    if origin is typing.Literal:
+        sorts = tuple({type(choice) for choice in arguments})  # Which words there are is for the function to say.
+        return _Kind("|".join(map(repr, arguments)), lambda value: isinstance(value, sorts), frozenset(sorts))
+    if origin is type:  # Of which other one is for the function to say.
+        return _Kind("class", lambda value: isinstance(value, type))
+    if (origin or hint) in _SIMPLE:
+        return _SIMPLE[origin or hint]
+    if not isinstance(origin or hint, type) or hint in (Any, object, inspect.Parameter.empty):
+        return None
+    return _container(origin or hint, arguments, known)
+
+
+def _union(kinds: list[_Kind | None]) -> _Kind | None:
+    told = [kind for kind in kinds if kind is not None]
+    if len(told) < len(kinds):
+        return None
+    always = frozenset[type]().union(*(kind.types for kind in told))
+    return _Kind("|".join(kind.name for kind in told), lambda value: any(kind.fits(value) for kind in told), always)
+
+
+def _container(kind: Any, arguments: tuple[Any, ...], known: dict[str, Any]) -> _Kind:
+    """A class, or a container of items."""
+    if kind is collections.abc.Callable:
+        return _Kind("function", callable)
+    if getattr(kind, "_is_protocol", False):
+        told = [name for each in kind.__mro__ for name in (*vars(each), *vars(each).get("__annotations__", ()))]
+        names = [name for name in told if not name.startswith("_")]
+        return _Kind(kind.__name__, lambda value: not isinstance(value, type) and all(hasattr(value, n) for n in names))
+    if issubclass(kind, Mapping):
+        return _Kind("mapping", lambda value: isinstance(value, Mapping) or _has(value, "keys", "__getitem__"))
+    if issubclass(kind, collections.abc.Container | Iterable) and kind.__module__ in ("builtins", "collections.abc"):
+        item = _kind(arguments[0], known) if arguments and (kind is not tuple or arguments[1:] == (...,)) else None
+        name = "sequence" if issubclass(kind, collections.abc.Sequence) else "collection"
+        return _Kind(name + (f" of {item.name.replace('|', ' or ')}" if item else ""), _holds(item))
+    name = f"torch.{kind.__name__}" if kind.__module__ == "torch" else kind.__name__
+    return _Kind(name, lambda value: isinstance(value, kind), frozenset({kind}))
+
+
+def _holds(item: _Kind | None) -> Callable[[Any], bool]:
+    """Whether a value is a container, and no text; its items are looked at where that does not use them up."""
+
+    def fits(value: Any) -> bool:
+        ways = ("__iter__", "__getitem__", "__contains__")
+        if isinstance(value, str | bytes) or not any(_has(value, way) for way in ways):
+            return False
+        return item is None or not isinstance(value, list | tuple | set) or all(map(item.fits, value))
+
+    return fits
+
+
+def _has(value: Any, *names: str) -> bool:
+    return all(hasattr(type(value), name) for name in names)
+
+
+def _is_tensor(value: Any) -> bool:
+    return _has(value, "__torch_function__")  # What stands for one while torch.fx traces has it as well.
+
+
+def _is_bool(value: Any) -> bool:
+    if type(value).__name__ in _BOOLS or _is_tensor(value):
+        return True
+    return isinstance(value, SupportsIndex) and not _has(value, "__len__") and operator.index(value) in (0, 1)
+
+
+def _is_int(value: Any) -> bool:
+    if isinstance(value, float):
+        return value.is_integer() or math.isinf(value)
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, bool)
+
+
+def _is_device(value: Any) -> bool:
+    if not isinstance(value, str | int):
+        return isinstance(value, torch.device)
+    try:
+        torch.device(value)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_NONE = _Kind("None", lambda value: value is None, frozenset({types.NoneType}))
+_SIMPLE: dict[Any, _Kind] = {
+    None: _NONE,
+    types.NoneType: _NONE,
+    bool: _Kind("bool", _is_bool, frozenset({bool})),
+    int: _Kind("integer", _is_int, frozenset({int})),
+    float: _Kind("number", _is_float, frozenset({int, float})),
+    torch.Tensor: _Kind("tensor", _is_tensor, frozenset({torch.Tensor, torch.nn.Parameter})),
+    str: _Kind("str", lambda value: isinstance(value, str), frozenset({str})),
+    torch.device: _Kind("torch.device or its name", _is_device),
+    os.PathLike: _Kind("path", lambda value: isinstance(value, os.PathLike)),
+}

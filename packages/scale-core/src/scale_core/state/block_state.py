@@ -1,0 +1,58 @@
+"""State of optimizers that is quantised block by block: codes for each element, a scale for each block, code books.
+
+Codes have the parameter's shape, as any other state. A scale belongs to so many consecutive elements, so a parameter
+has to be cut where a block ends, which `fully_shard(..., atom=BlockAtom(k))` sees to. Code books are the same for every
+rank. Scales and code books are known by their keys, since their shapes could be those of anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import Tensor
+
+from scale_core.state.chunks import LocalShard
+from scale_core.state.param_ownership import ParamSlice, not_elementwise
+
+BLOCK_SIZES: Mapping[str, int] = MappingProxyType({"absmax1": 256, "absmax2": 256})
+"""Keys of scales, and the elements that each scale is for: those of bitsandbytes."""
+
+CODE_BOOKS = frozenset({"qmap1", "qmap2"})
+"""Keys of code books: those of bitsandbytes."""
+
+
+def num_blocks(key: str, holding: ParamSlice) -> int:
+    """Of the elements that this rank holds.
+
+    Raises:
+        ValueError: They begin within a block.
+    """
+    size = BLOCK_SIZES[key]
+    if holding.start == holding.stop:
+        return 0
+    if holding.start % size or holding.ranges or holding.shares_owner:
+        raise ValueError(
+            f"optimizer state {holding.name}.{key} has one value for {size} elements, and this rank's part of the "
+            f"parameter is cut within a block: write fully_shard(..., atom=BlockAtom({size}))"
+        )
+    return -(-(holding.stop - holding.start) // size)
+
+
+def whole_shape(key: str, holding: ParamSlice) -> tuple[int, ...]:
+    """The shape of the scales of the whole parameter."""
+    return (-(-math.prod(holding.shape) // BLOCK_SIZES[key]),)
+
+
+def block_shard(key: str, value: Tensor, holding: ParamSlice) -> LocalShard:
+    """This rank's scales, as a shard of those of the whole parameter.
+
+    Raises:
+        ValueError: The elements begin within a block, or there is another number of scales.
+    """
+    held = num_blocks(key, holding)
+    if tuple(value.shape) != (held,):
+        raise not_elementwise(f"{holding.name}.{key}", value.shape, holding.owner.shape)
+    first = holding.start // BLOCK_SIZES[key] if held else 0
+    return LocalShard(value.detach(), whole_shape(key, holding), first, first + held, written=holding.written)

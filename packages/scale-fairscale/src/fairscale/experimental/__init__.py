@@ -1,0 +1,1 @@
+"""What FairScale called experimental. Begin with `nn/offload.py`."""

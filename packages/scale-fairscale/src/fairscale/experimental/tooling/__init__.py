@@ -1,0 +1,1 @@
+"""Tools that show where memory goes. Begin with `layer_memory_tracker.py`."""

@@ -1,0 +1,1 @@
+"""What tests of programs on FairScale import. Begin with `testing/testing.py`."""

@@ -1,0 +1,62 @@
+"""Tensors in equal chunks, and process groups by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fairscale.nn.data_parallel.fully_sharded_data_parallel import ProcessGroupName
+
+_GROUPS: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+
+
+def chunk_and_pad(tensor: Tensor, num_chunks: int) -> list[Tensor]:
+    """Returns `num_chunks` flat chunks of one size, the last ones filled with zeros.
+
+    >>> [chunk.tolist() for chunk in chunk_and_pad(torch.arange(3), 2)]
+    [[0, 1], [2, 0]]
+    """
+    size = -(-tensor.numel() // num_chunks)
+    return (
+        list(F.pad(tensor.reshape(-1), (0, size * num_chunks - tensor.numel())).split(size))
+        if size
+        else [tensor.reshape(-1) for _ in range(num_chunks)]
+    )
+
+
+def get_process_group_cached(
+    name: ProcessGroupName = ProcessGroupName.default, ranks: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    """Returns the default group, or one of these ranks that is made once; all ranks call it together."""
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
+    if name is ProcessGroupName.default and ranks is None:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    key = name.value, None if ranks is None else tuple(sorted(ranks))
+    if key not in _GROUPS:
+        _GROUPS[key] = dist.new_group(ranks)
+    found: dist.ProcessGroup = _GROUPS[key]
+    return found
+
+
+def validate_process_group(device: torch.device, process_group: dist.ProcessGroup) -> None:
+    """Takes FairScale's check, which ranks that differ in their devices fail by themselves."""
+
+
+def enable_pytorch_sync_bn(module: torch.nn.Module) -> None:
+    """Takes FairScale's patch of old versions of torch, which needs none now."""
+
+
+__all__ = [
+    "ProcessGroupName",
+    "chunk_and_pad",
+    "enable_pytorch_sync_bn",
+    "get_process_group_cached",
+    "validate_process_group",
+]

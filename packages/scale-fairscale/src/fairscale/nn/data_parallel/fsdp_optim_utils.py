@@ -1,0 +1,54 @@
+"""An optimizer's whole state by numbers, as FairScale gathers it, and by names, as scale-fsdp does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state by names in torch's form: parameters have numbers, in the order of the groups."""
+    names = [name for group in full["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        **full,
+        "state": {numbers[name]: state for name, state in full["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in full["param_groups"]
+        ],
+        "param_id_map": numbers,
+        "uncollected_local_ids": [],
+    }
+
+
+def by_name(full: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Returns what `by_number` has made as it was; the argument is not changed.
+
+    Raises:
+        ValueError: It does not say which parameter has which number, as a file of FairScale's own.
+    """
+    if full is None or all(isinstance(name, str) for group in full["param_groups"] for name in group["params"]):
+        return full
+    names = {number: name for name, number in full.get("param_id_map", {}).items() if isinstance(name, str)}
+    if lacking := [number for group in full["param_groups"] for number in group["params"] if number not in names]:
+        raise ValueError(
+            f"this optimizer state does not say which parameter has number {lacking[0]}, as one that FairScale has "
+            "gathered: start with a fresh optimizer, or gather it by this package"
+        )
+    return {
+        **{key: value for key, value in full.items() if key not in ("param_id_map", "uncollected_local_ids")},
+        "state": {names[number]: state for number, state in full["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in full["param_groups"]
+        ],
+    }
+
+
+def is_singleton_tensor(value: Any) -> bool:
+    """Whether this is a tensor of no dimension, as Adam's `step`."""
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+__all__ = ["by_name", "by_number", "is_singleton_tensor"]

@@ -1,0 +1,558 @@
+"""`FullyShardedDataParallel`: FairScale's arguments, methods and attributes on scale-fsdp's wrapper."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import scale_fsdp
+from fairscale._warnings import warn_argument
+from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number
+from fairscale.nn.data_parallel.param_metadata import param_metadata
+from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
+from scale_core.consistency.contract import Contract
+from scale_core.divergence import digests_of
+from scale_core.shard import unit_shard_of
+from scale_fsdp.runtime.param_registry import managed_params
+from scale_fsdp.runtime.unit import Unit, unit_of, units_in
+
+# Arguments that tuned FairScale's own machinery: their default there, and what holds here.
+_WITHOUT_EFFECT = {
+    "process_group_reduce_scatter": (None, "all collectives go over process_group"),
+    "disable_reshard_on_root": (True, "the unit that the model is entered by keeps its parameters"),
+    "bucket_cap_mb": (25, "each unit's gradients are reduced together"),
+    "no_broadcast_optim_state": (False, "gather_full_optim_state_dict gathers what each rank has"),
+    "clear_autocast_cache": (False, "weights are cast by the unit, and not by autocast"),
+    "verbose": (False, "scale_fsdp.describe(model) tells what is where"),
+    "gradient_predivide_factor": (
+        None,
+        "gradients are summed and then divided, in fp32 with fp32_reduce_scatter=True or on gloo",
+    ),
+}
+
+
+class TrainingState(enum.Enum):
+    """What a wrapper is doing."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+
+class ProcessGroupName(enum.StrEnum):
+    """Names of groups, which FairScale's users pass in the place of a second group."""
+
+    default = "default"
+    reduce_scatter = "reduce_scatter"
+
+
+class TrainingStateError(ValueError, RuntimeError):
+    """A method was called amid a pass; a ValueError as in FairScale, and a RuntimeError as in scale-fsdp."""
+
+
+class NotTheRootError(AssertionError, ValueError):
+    """A method of the outermost wrapper was called on one inside; an AssertionError as in FairScale."""
+
+
+@dataclass
+class _Weights:
+    """What a wrapper was given, to be compared between the ranks.
+
+    Attributes:
+        digests: A name and a number for each parameter's values.
+        versions: Of the shards, as they were made.
+    """
+
+    digests: list[str]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, digests: list[str], unit: Unit) -> _Weights:
+        """As they are now."""
+        return cls(digests, unit.shard_versions)
+
+    def lines(self, unit: Unit) -> list[str]:
+        """What must be equal; weights that were written to since, as by loading, are equal on all ranks already."""
+        return self.digests if unit.shard_versions == self.versions else ["written to since"]
+
+
+class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
+    """Shards a module in place and wraps it, as FairScale's class of this name.
+
+    In new code: `scale_fsdp.fully_shard(module, ...)`, or `scale_fsdp.FullyShardedDataParallel`.
+
+        >>> import torch
+        >>> from fairscale.nn import FullyShardedDataParallel
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(2, 2))
+        >>> [name for name, _ in model.named_parameters()]
+        ['flat_param_0']
+
+    Args:
+        module: As in FairScale.
+        process_group: As in FairScale; None is the default group. In a world of one anything with `rank()` and `size()`
+            will do.
+        process_group_reduce_scatter: Without effect.
+        reshard_after_forward: As in FairScale.
+        disable_reshard_on_root: Without effect.
+        mixed_precision: As in FairScale, but buffers keep their dtype unless `buffer_dtype` is given.
+        fp32_reduce_scatter: As in FairScale; None is False.
+        flatten_parameters: As in FairScale.
+        move_params_to_cpu: As in FairScale; with it the module may also be on the device.
+        compute_dtype: As in FairScale; `torch.bfloat16` works.
+        buffer_dtype: As in FairScale, but None leaves buffers alone.
+        move_grads_to_cpu: As in FairScale, in every combination.
+        bucket_cap_mb: Without effect.
+        compute_device: As in FairScale.
+        no_broadcast_optim_state: Without effect.
+        state_dict_device: As in FairScale.
+        clear_autocast_cache: Without effect.
+        force_input_to_fp32: As in FairScale.
+        verbose: Without effect.
+        cpu_offload: The older name of `move_params_to_cpu`.
+        state_dict_on_rank_0_only: As in FairScale, by the rank in `process_group`.
+        gradient_predivide_factor: Without effect.
+        allow_reset_parameters: Lets `reset_parameters()` run, on whole parameters.
+
+    Raises:
+        TypeError: `process_group_reduce_scatter` is no group.
+        ValueError: `fp32_reduce_scatter` without `mixed_precision`; as for `scale_fsdp.fully_shard`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        process_group_reduce_scatter: Any = None,
+        reshard_after_forward: bool = True,
+        disable_reshard_on_root: bool = True,
+        mixed_precision: bool = False,
+        fp32_reduce_scatter: bool | None = False,
+        flatten_parameters: bool = True,
+        move_params_to_cpu: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        move_grads_to_cpu: bool | None = None,
+        bucket_cap_mb: int = 25,
+        compute_device: torch.device | None = None,
+        no_broadcast_optim_state: bool | None = False,
+        state_dict_device: torch.device | None = None,
+        clear_autocast_cache: bool = False,
+        force_input_to_fp32: bool = False,
+        verbose: bool = False,
+        cpu_offload: bool = False,
+        state_dict_on_rank_0_only: bool = False,
+        gradient_predivide_factor: float | None = None,
+        allow_reset_parameters: bool = False,
+    ) -> None:
+        given = locals()
+        if process_group_reduce_scatter is not None and not _is_group(process_group_reduce_scatter):
+            raise TypeError(
+                f"unsupported type for reduce_scatter process group: {type(process_group_reduce_scatter).__name__}; "
+                "leave process_group_reduce_scatter out: all collectives go over process_group"
+            )
+        for name, (default, now) in _WITHOUT_EFFECT.items():
+            if given[name] != default and not isinstance(given[name], ProcessGroupName):
+                warn_argument("FullyShardedDataParallel", name, f"has no effect, leave it out: {now}")
+        if cpu_offload:
+            warn_argument("FullyShardedDataParallel", "cpu_offload", "write move_params_to_cpu=True")
+        move_params_to_cpu = move_params_to_cpu or cpu_offload
+        computed_in = compute_dtype if mixed_precision else None  # Else it says only what outer wrappers cast to.
+        if force_input_to_fp32 and not mixed_precision:
+            computed_in = torch.float32
+        held = [
+            (place.name, place.param)
+            for place in (managed_params(module) if dist.is_initialized() else ())
+            if not place.param.is_meta and unit_shard_of(place.param) is None
+        ]
+        digests = digests_of([param for _, param in held])
+        options = {
+            "process_group": getattr(process_group, "tracked_group", process_group),
+            "reshard_after_forward": reshard_after_forward,
+            "mixed_precision": mixed_precision,
+            "flatten_parameters": flatten_parameters,
+            "move_params_to_cpu": move_params_to_cpu,
+            "move_grads_to_cpu": move_grads_to_cpu,
+            "compute_device": compute_device,
+            "state_dict_device": state_dict_device,
+            "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
+            "compute_dtype": computed_in,
+            "buffer_dtype": buffer_dtype,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+            "sync_module_states": False,
+        }
+        super().__init__(module, **cast(Any, options))
+        lines = [f"{name}: {digest}" for (name, _), digest in zip(held, digests, strict=True)]
+        self._weights: _Weights | None = _Weights.of(lines, self._unit)
+        self._mixed_precision = mixed_precision
+        # What programs read, as FairScale derives it.
+        self.fp32_reduce_scatter = bool(fp32_reduce_scatter)
+        self.compute_dtype = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
+        self.buffer_dtype = buffer_dtype or self.compute_dtype
+        self.move_params_to_cpu = move_params_to_cpu
+        self.move_grads_to_cpu = move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
+        self.bucket_cap_mb = bucket_cap_mb
+        self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
+        self.force_input_to_fp32 = force_input_to_fp32
+        self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
+        self.allow_reset_parameters = allow_reset_parameters
+        self.uncollected_opt_state: dict[int, Any] = {}
+        object.__setattr__(self, "_inner", _Inner(self))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        if self._weights is not None:
+            self._compare_weights()
+        return super().forward(*args, **kwargs)
+
+    def _compare_weights(self) -> None:
+        """Compares what all ranks were built with, once, before the model first runs.
+
+        As in FairScale nothing is sent while a model is wrapped, so that ranks may wrap its parts in different orders,
+        as Tango does. There, ranks that were seeded differently trained on parts of different weights.
+        """
+        ranks = self._options.mesh_info.whole
+        lines: list[str] = []
+        for name, each in self.named_modules():
+            if isinstance(each, FullyShardedDataParallel) and each._weights is not None:
+                if each._options.mesh_info.whole.ranks == ranks.ranks:
+                    lines += [f"{name} {line}" for line in each._weights.lines(each._unit)]
+                each._weights = None
+        Contract(ranks, self._options.limit_seconds).check_equal(
+            "the weights that ranks were built with (write torch.manual_seed(seed), with one seed on all ranks, before "
+            "the model is built; scale_fsdp.fully_shard sends rank 0's)",
+            lines,
+        )
+
+    # The module inside, and what programs read of a wrapper.
+
+    @property
+    def mixed_precision(self) -> bool:
+        """As given."""
+        return self._mixed_precision
+
+    @property
+    def module(self) -> FlattenParamsWrapper:  # type: ignore[override]  # the base registers it
+        """The wrapper inside, as in FairScale; its `.module` is the module that was given."""
+        found: FlattenParamsWrapper = self._inner
+        return found
+
+    @property
+    def cpu_offload(self) -> bool:
+        """The older name of `move_params_to_cpu`."""
+        return self.move_params_to_cpu
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the module computes."""
+        return next((buffer.compute_device for buffer in self._unit.buffers), torch.device("cpu"))
+
+    @property
+    def state_dict_device(self) -> torch.device:
+        """Where `state_dict()` puts its tensors."""
+        return self._options.state_dict_config.device or self.compute_device
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This wrapper's own parameters: flat ones, or local shards; not those of wrappers inside."""
+        return list(dict.fromkeys(param for buffer in self._unit.buffers for param in buffer.sharded_params))
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """All parameters, of wrappers inside too, that have a gradient."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """This wrapper's own parameters, but for those that a wrapper around has as well."""
+        return self.params
+
+    @property
+    def has_full_params(self) -> bool:
+        """Whether the parameters are whole now."""
+        return bool(self._unit.gathered) or self._unit.in_summon
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the wrapper is doing."""
+        unit = self._unit
+        if unit.in_summon:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if unit.in_backward:
+            return TrainingState.BACKWARD_PRE
+        return TrainingState.FORWARD if unit.use_count else TrainingState.IDLE
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether the model is entered by this wrapper; None before the first forward pass."""
+        root = self._unit.root
+        return None if root is None else getattr(root, "outermost", None) is self._unit
+
+    @property
+    def _fsdp_instances(self) -> list[FullyShardedDataParallel]:
+        return get_fsdp_instances(self)
+
+    def _reset_lazy_init(self) -> None:
+        """Takes FairScale's reset, which is not needed: which wrapper is the root is found in each pass."""
+
+    def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
+        """Checks what the wrapper is doing.
+
+        Raises:
+            ValueError: It is doing something else.
+        """
+        states = [state] if isinstance(state, TrainingState) else list(state)
+        if self.training_state not in states:
+            raise ValueError(f"expected to be in states {states} but current state is {self.training_state}")
+
+    # Methods whose errors or results were others.
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips by the norm over all ranks; on the outermost wrapper.
+
+        Raises:
+            AssertionError: This is a wrapper inside another one.
+        """
+        self._check_outermost("clip_grad_norm should only be called on the root (parent) instance")
+        found: Tensor = self.sharded_module.clip_grad_norm_(max_norm, norm_type)
+        return found
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are accumulated on this rank.
+
+        Raises:
+            AssertionError: This is a wrapper inside another one.
+        """
+        self._check_outermost("no_sync on inner FSDP is not supported")
+        with self.sharded_module.no_sync():
+            yield
+
+    @contextmanager
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+        """Inside, parameters are whole, under their own names.
+
+        Raises:
+            ValueError: The parameters are in use; a RuntimeError, too.
+        """
+        for unit in units_in(self.sharded_module) if recurse else [self._unit]:
+            if unit.use_count or unit.in_backward or unit.in_summon:
+                raise TrainingStateError(
+                    f"expected to be in states [{TrainingState.IDLE}] but current state is {self.training_state}: "
+                    "call summon_full_params() between steps, and not inside of another one"
+                )
+        with self.sharded_module.summon_full_params(recurse=recurse, volatile=volatile):
+            yield
+
+    def gather_full_optim_state_dict(
+        self, optim: Any, recipient_rank: int | None = 0, **ignored: Any
+    ) -> dict[str, Any] | None:
+        """Gathers the optimizer's whole state, which a plain optimizer of the plain model loads.
+
+        Returns:
+            On rank 0 the state by numbers, as torch's optimizers have it, with `param_id_map`, the number of each
+            parameter by name; None on the others.
+        """
+        full = self.sharded_module.gather_full_optim_state_dict(optim, recipient_rank)
+        return None if full is None else by_number(full)
+
+    def get_shard_from_optim_state_dict(  # type: ignore[override]  # FairScale's has no optimizer
+        self, full_optim_state_dict: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns this rank's part of what `gather_full_optim_state_dict` gave, for `optim.load_state_dict`."""
+        found: dict[str, Any] = self.sharded_module.get_shard_from_optim_state_dict(by_name(full_optim_state_dict))
+        return found
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """Returns which elements this rank's shards are; with FairScale's `param_metadata` beside scale-fsdp's own."""
+        own: dict[str, Any] = self.sharded_module.local_metadata_dict()
+        wrappers = [(name, each) for name, each in self.named_modules() if isinstance(each, FullyShardedDataParallel)]
+        units = [(name, each._unit, each.no_broadcast_optim_state) for name, each in wrappers]
+        return {**own, "param_metadata": param_metadata(units, own)}
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divides summed gradients by `pre * post`, once, in place of the number of ranks."""
+        for unit in units_in(self.sharded_module) if recursive else [self._unit]:
+            cast(Any, unit.module).set_gradient_divide_factor(pre * post)
+
+    def reset_parameters(self) -> None:
+        """Has the module initialise its whole parameters anew.
+
+        Raises:
+            RuntimeError: `allow_reset_parameters` was not given.
+        """
+        if not self.allow_reset_parameters:
+            raise RuntimeError(
+                "reset parameters after FSDP wrapping is not allowed: initialise before, or build it with "
+                "allow_reset_parameters=True"
+            )
+        plain = self.sharded_module
+        plain.apply(lambda module: module.reset_parameters() if module is plain else None)
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Refuses: a parameter that two wrappers share is found when the model is wrapped."""
+        raise NotImplementedError(
+            "append_shared_param is not needed: scale-fsdp finds a parameter that two units share when they are made, "
+            "keeps it once and sums its gradients. Leave this call out"
+        )
+
+    # nn.Module's own.
+
+    def extra_repr(self) -> str:
+        """What printing the model shows of the wrapper."""
+        return (
+            f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, "
+            f"mixed_precision={self.mixed_precision}, "
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return {name: value for name, value in state.items() if name != "_inner"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        object.__setattr__(self, "_inner", _Inner(self))
+
+    @property
+    def _unit(self) -> Unit:
+        unit = unit_of(self.sharded_module)
+        assert unit is not None
+        return unit
+
+    def _check_outermost(self, text: str) -> None:
+        if self._is_root is False:
+            raise NotTheRootError(f"{text}: this is a unit inside a sharded model, '{self._unit.name}'")
+
+
+class _Inner(FlattenParamsWrapper):
+    """What FairScale has between a wrapper and the module: shows its flat parameters, and is no step itself."""
+
+    def __init__(self, wrapper: FullyShardedDataParallel) -> None:
+        nn.Module.__init__(self)
+        self._modules["_fpw_module"] = wrapper.sharded_module
+        self.flat_param_names = [f"flat_param_{number}" for number, _ in enumerate(wrapper._unit.buffers)]
+        self.is_flattened_here = wrapper.flatten_parameters
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was given."""
+        return cast(nn.Module, self._modules["_fpw_module"])
+
+    @property
+    def flat_params(self) -> list[nn.Parameter]:  # type: ignore[override]  # an attribute there
+        """The flat parameters, this rank's shards of them."""
+        unit = unit_of(self.module)
+        assert unit is not None
+        return [buffer.sharded_params[0] for buffer in unit.buffers] if self.is_flattened_here else []
+
+    @property
+    def num_params_managed(self) -> int:  # type: ignore[override]  # an attribute there
+        """How many parameters are in the flat ones."""
+        unit = unit_of(self.module)
+        assert unit is not None
+        return sum(len(buffer.names) for buffer in unit.buffers) if self.is_flattened_here else 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the module."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
+    """Returns the wrappers in a module, itself included; those without parameters of their own only if wanted."""
+    found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
+    return [each for each in found if each.params or not skip_empty]
+
+
+@contextmanager
+def no_pre_load_state_dict_hook() -> Iterator[None]:
+    """Takes FairScale's switch, which changes nothing: names need no hook here."""
+    yield
+
+
+def auto_wrap_bn(
+    module: nn.Module,
+    single_rank_pg: bool = False,
+    process_group: Any = None,
+    fsdp_config: dict[str, Any] | None = None,
+    wrap_it: bool = True,
+    assert_on_collision: bool = True,
+) -> nn.Module:
+    """Wraps each batch norm by itself, in fp32 and gathered until its backward.
+
+    Args:
+        module: The module around them.
+        single_rank_pg: Without effect: there it left the gradients of batch norms unreduced.
+        process_group: The ranks.
+        fsdp_config: Arguments of the wrapper, in place of FairScale's own for batch norms.
+        wrap_it: False only sets `wrapper_config`.
+        assert_on_collision: Refuse a batch norm that has a `wrapper_config` already.
+
+    Returns:
+        The module, or the wrapper around it.
+    """
+    from fairscale.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
+
+    if single_rank_pg:
+        warn_argument(
+            "auto_wrap_bn",
+            "single_rank_pg",
+            "has no effect, leave it out: batch norms are sharded over all ranks, and their gradients averaged",
+        )
+    config = {"mixed_precision": False, "flatten_parameters": False, "reshard_after_forward": False}
+    config = dict(config if fsdp_config is None else fsdp_config)
+    if process_group is not None:
+        config = {"process_group": process_group, **config}
+    for norm in [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]:
+        assert not (assert_on_collision and hasattr(norm, "wrapper_config")), (
+            f"a {type(norm).__name__} has a wrapper_config already: pass assert_on_collision=False to replace it"
+        )
+        norm.wrapper_config = config  # type: ignore[assignment]
+    if not wrap_it:
+        return module
+    with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
+        return auto_wrap(module)
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, dist.ProcessGroup | ProcessGroupName) or (
+        hasattr(value, "rank") and hasattr(value, "size")
+    )
+
+
+__all__ = [
+    "FullyShardedDataParallel",
+    "NotTheRootError",
+    "ProcessGroupName",
+    "TrainingState",
+    "TrainingStateError",
+    "auto_wrap_bn",
+    "get_fsdp_instances",
+    "no_pre_load_state_dict_hook",
+]

@@ -1,0 +1,98 @@
+"""`ShardedDataParallel`: FairScale's arguments and texts on scale-oss's wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+import scale_oss
+from fairscale._warnings import warn_argument
+from fairscale.optim.oss import OSS
+
+_WITHOUT_EFFECT = {
+    "reduce_buffer_size": (2**23, "the size of a bucket is scale_oss.OSS(bucket_numel=...)"),
+    "auto_refresh_trainable": (True, "what trains is looked up in every pass"),
+    "warn_on_trainable_params_changed": (True, "what trains may change without a warning"),
+}
+
+
+class NothingToReduceError(AssertionError, RuntimeError):
+    """`reduce()` found nothing; an AssertionError as in FairScale."""
+
+
+class DeviceChangedError(AssertionError, RuntimeError):
+    """The model was moved or converted after its optimizer was built; an AssertionError as in FairScale."""
+
+
+class ShardedDataParallel(scale_oss.ShardedDataParallel):
+    """Data parallelism for a model whose optimizer is an `OSS`, as FairScale's class of this name.
+
+    In new code: `scale_oss.ShardedDataParallel(model, optimizer)`.
+
+    Args:
+        module: As in FairScale.
+        sharded_optimizer: As in FairScale.
+        process_group: As in FairScale; the optimizers' own.
+        broadcast_buffers: As in FairScale.
+        sync_models_at_startup: As in FairScale.
+        reduce_buffer_size: Without effect.
+        auto_refresh_trainable: Without effect.
+        reduce_fp16: As in FairScale, whatever the size of buckets.
+        warn_on_trainable_params_changed: Without effect.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded_optimizer: Optimizer | Sequence[Optimizer],
+        process_group: Any = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int = 2**23,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+        warn_on_trainable_params_changed: bool = True,
+    ) -> None:
+        given = locals()
+        for name, (default, now) in _WITHOUT_EFFECT.items():
+            if given[name] not in (default, 0):  # 0 asks for no buckets of its own.
+                warn_argument("ShardedDataParallel", name, f"has no effect, leave it out: {now}")
+        super().__init__(
+            module,
+            sharded_optimizer,
+            process_group,
+            broadcast_buffers=broadcast_buffers,
+            sync_models_at_startup=sync_models_at_startup,
+            reduce_fp16=reduce_fp16,
+        )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        try:
+            return super()._apply(fn, recurse)
+        except RuntimeError as error:
+            if "the optimizer holds parameters" not in str(error):
+                raise
+            raise DeviceChangedError(
+                f"Changing devices is not supported, because this would break OSSs state: {error}"
+            ) from error
+
+    def reduce(self) -> None:
+        """Reduces what passes under `no_sync()` have left.
+
+        Raises:
+            AssertionError: There is nothing to reduce; a RuntimeError, too.
+        """
+        try:
+            super().reduce()
+        except RuntimeError as error:
+            if "no gradient waits" not in str(error):
+                raise
+            raise NothingToReduceError(
+                "No grads waiting to be reduced, maybe that this was called twice or there was no BW pass ?"
+            ) from error
+
+
+__all__ = ["OSS", "ShardedDataParallel"]

@@ -1,0 +1,107 @@
+"""Process groups of model, context, pipeline and data parallelism, from `scale_tp`.
+
+A process by itself needs no initialisation: there every layer is whole, where FairScale raised.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+import scale_tp
+from fairscale._warnings import warn_argument, warn_once
+from scale_tp import (
+    destroy_model_parallel,
+    get_context_parallel_group,
+    get_context_parallel_rank,
+    get_context_parallel_ranks,
+    get_context_parallel_world_size,
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_ranks,
+    get_data_parallel_world_size,
+    get_model_parallel_group,
+    get_model_parallel_rank,
+    get_model_parallel_src_rank,
+    get_model_parallel_world_size,
+    get_pipeline_parallel_group,
+    get_pipeline_parallel_ranks,
+    model_parallel_is_initialized,
+)
+
+__all__ = [
+    "destroy_model_parallel",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_ranks",
+    "initialize_model_parallel",
+    "model_parallel_is_initialized",
+]
+
+
+def initialize_model_parallel(
+    model_parallel_size_: int,
+    pipeline_length: int = 1,
+    context_parallel_size: int = 1,
+    *,
+    model_parallel_backend: str | None = None,
+    pipeline_backend: str | None = None,
+    cp_backend: str | None = None,
+    ddp_backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Divides all ranks into groups, as `scale_tp.initialize_model_parallel` does. All ranks call it, once.
+
+    As in FairScale, a model parallel size above the number of ranks is that number; there is a warning.
+
+    Args:
+        model_parallel_size_: Between how many ranks each layer is divided.
+        pipeline_length: Between how many stages the layers are.
+        context_parallel_size: Between how many ranks each sequence is.
+        model_parallel_backend: Transport of the groups that divide layers.
+        pipeline_backend: Transport between stages.
+        cp_backend: Transport of the groups that divide sequences.
+        ddp_backend: Transport between replicas.
+        timeout: How long an operation of these groups may take.
+
+    Raises:
+        ValueError: The sizes don't divide the number of ranks.
+        RuntimeError: It was called before.
+    """
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if model_parallel_size_ > world:
+        warn_once(
+            f"initialize_model_parallel({model_parallel_size_})",
+            f"there are {world} ranks, so each layer is divided between {world}: "
+            f"scale_tp.initialize_model_parallel({world})",
+        )
+        model_parallel_size_ = world
+    if timeout is not None:
+        warn_argument(
+            "initialize_model_parallel",
+            "timeout",
+            "is written limit_seconds: scale_tp.initialize_model_parallel("
+            f"{model_parallel_size_}, limit_seconds={timeout.total_seconds():g})",
+        )
+    scale_tp.initialize_model_parallel(
+        model_parallel_size_,
+        pipeline_length,
+        context_parallel_size,
+        model_parallel_backend=model_parallel_backend,
+        pipeline_backend=pipeline_backend,
+        cp_backend=cp_backend,
+        ddp_backend=ddp_backend,
+        limit_seconds=None if timeout is None else timeout.total_seconds(),
+    )

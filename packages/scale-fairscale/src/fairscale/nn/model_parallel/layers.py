@@ -1,0 +1,76 @@
+"""Layers divided between ranks: those of `scale_tp`, whose state dict is this rank's part, as FairScale's is.
+
+A program that saves `model.state_dict()` on each rank so writes the files that it wrote before, such as Llama's
+`consolidated.00.pth`. Whole tensors load, too.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import scale_tp
+from fairscale.nn.model_parallel.initialize import get_model_parallel_rank, get_model_parallel_world_size
+from fairscale.nn.model_parallel.mappings import (
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_model_parallel_region,
+)
+from fairscale.nn.model_parallel.utils import VocabUtility, divide_and_check_no_remainder
+from scale_tp import Split
+from scale_tp.layers.base import ParallelModule
+from scale_tp.parallel_state import tensor_parallel_group
+from scale_tp.weight_init import Initializer, init_shard
+
+__all__ = [  # Functions, too: programs import them from here, as FairScale's file had them.
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "VocabUtility",
+    "copy_to_model_parallel_region",
+    "divide_and_check_no_remainder",
+    "gather_from_model_parallel_region",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region",
+]
+
+
+def _initialize_affine_weight(
+    weight: Tensor,
+    out_features: int,
+    in_features: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: Initializer,
+    stride: int = 1,
+    return_master_weight: bool = False,
+) -> Tensor | None:
+    """Fills this rank's part of a weight [out_features, in_features] as the whole would be; returns that if asked."""
+    shape, ranks = (out_features, in_features), tensor_parallel_group()
+    split = Split.strided(shape[partition_dim], ranks.size, stride)
+    return init_shard(weight, shape, partition_dim, split, ranks.rank, init_method, keep_full=return_master_weight)
+
+
+class _LocalStateDict(ParallelModule):
+    """A layer whose `state_dict()` has this rank's part; torch's checkpoint functions get what scale_tp gives them."""
+
+    _saves_whole = False
+
+
+class ColumnParallelLinear(_LocalStateDict, scale_tp.ColumnParallelLinear):
+    """`scale_tp.ColumnParallelLinear`: a linear layer divided by its output features."""
+
+
+class RowParallelLinear(_LocalStateDict, scale_tp.RowParallelLinear):
+    """`scale_tp.RowParallelLinear`: a linear layer divided by its input features."""
+
+
+class VocabParallelEmbedding(_LocalStateDict, scale_tp.VocabParallelEmbedding):
+    """`scale_tp.VocabParallelEmbedding`: an embedding divided by words."""
+
+
+class ParallelEmbedding(_LocalStateDict, scale_tp.ParallelEmbedding):
+    """`scale_tp.ParallelEmbedding`: an embedding divided by features."""

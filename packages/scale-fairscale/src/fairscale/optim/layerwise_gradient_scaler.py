@@ -1,0 +1,149 @@
+"""`LayerwiseGradientScaler`: a scale of its own for the gradients of each layer, between it and the next one.
+
+Layers run one after the other. A hook multiplies the gradient of a layer's output by its scale over that of the layer
+after it, so that the gradient inside is `scale` times the true one, and `unscale` divides what its parameters got.
+Where a layer's gradient overflows, that step is skipped and its scale shrinks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from scale_core.tree import tensors_in
+
+_FP32 = torch.finfo(torch.float32)
+
+
+@dataclass
+class LayerInfo:
+    """One layer and its scale.
+
+    Attributes:
+        layer_name: Qualified.
+        layer: The module.
+        scaling_factor: What its gradients are multiplied by.
+        found_inf_or_nan: Whether one of them was not finite since the last `update`.
+        growth_tracker: Steps in a row in which all were.
+        scale_layer: Whether it has a scale of its own.
+    """
+
+    layer_name: str
+    layer: nn.Module
+    scaling_factor: float = 1.0
+    found_inf_or_nan: bool = False
+    growth_tracker: int = 0
+    scale_layer: bool = False
+
+
+class LayerwiseGradientScaler:
+    """Scales gradients layer by layer: `scale()`, `loss.backward()`, `unscale()`, `step(optimizer)`, `update()`.
+
+    Args:
+        model: Its layers run in the order in which they are registered.
+        layer_scale_dict: The first scale of layers, by qualified name; others have the scale 1.
+        growth_factor: Above 1.
+        backoff_factor: Below 1.
+        growth_interval: After how many finite steps in a row a scale grows.
+        min_scale: The least.
+        max_scale: The greatest.
+
+    Raises:
+        AssertionError: A number out of its range.
+        ValueError: A name is none of the model's layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer_scale_dict: Mapping[str, float],
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 10000,
+        min_scale: float = _FP32.tiny,
+        max_scale: float = _FP32.max,
+    ) -> None:
+        assert growth_factor > 1.0, "The growth factor must be > 1.0."
+        assert 0.0 < backoff_factor < 1.0, "The backoff factor must be < 1.0."
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval, self._min_scale, self._max_scale = growth_interval, min_scale, max_scale
+        layers = [(name, layer) for name, layer in model.named_modules() if name and not list(layer.children())]
+        if unknown := sorted(set(layer_scale_dict) - {name for name, _ in layers}):
+            raise ValueError(
+                f"layer_scale_dict: the model has no layer {unknown[0]!r}; it has {[n for n, _ in layers]}"
+            )
+        self.layer_info = [
+            LayerInfo(name, layer, float(layer_scale_dict.get(name, 1.0)), scale_layer=name in layer_scale_dict)
+            for name, layer in layers
+        ]
+        self._hooks: list[RemovableHandle] = []
+
+    def scale(self) -> None:
+        """Registers the hooks of the pass that comes."""
+        self._remove_hooks()
+        after = 1.0  # of what the last layer's gradient comes from
+        for info in reversed(self.layer_info):
+            factor, after = info.scaling_factor / after, info.scaling_factor
+            self._hooks.append(info.layer.register_forward_hook(functools.partial(_scale_gradient, factor)))
+
+    def unscale(self) -> None:
+        """Divides the gradients of each layer's parameters by its scale."""
+        for info in self.layer_info:
+            grads = [param.grad for param in info.layer.parameters(recurse=False) if param.grad is not None]
+            info.found_inf_or_nan |= not _finite(grads)
+            for grad in grads:
+                grad.div_(info.scaling_factor)
+        self._remove_hooks()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Steps, unless a gradient was not finite."""
+        if not any(info.found_inf_or_nan for info in self.layer_info):
+            optimizer.step()
+
+    def update(self) -> None:
+        """Grows or shrinks the scales of those layers that have one."""
+        for info in self.layer_info:
+            if info.scale_layer:
+                if info.found_inf_or_nan:
+                    info.scaling_factor = max(self._min_scale, info.scaling_factor * self._backoff_factor)
+                    info.growth_tracker = 0
+                elif info.growth_tracker + 1 >= self._growth_interval:
+                    info.scaling_factor = min(self._max_scale, info.scaling_factor * self._growth_factor)
+                    info.growth_tracker = 0
+                else:
+                    info.growth_tracker += 1
+            info.found_inf_or_nan = False
+
+    def get_layer_info(self) -> list[LayerInfo]:
+        """Returns the layers and their scales."""
+        return self.layer_info
+
+    def get_backward_hooks(self) -> list[RemovableHandle]:
+        """Returns the hooks that are registered now; none after `unscale`."""
+        return self._hooks
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _scale_gradient(factor: float, module: nn.Module, inputs: Any, output: Any) -> None:
+    """After a layer's forward: its output's gradient is multiplied on its way in."""
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: grad * factor)
+
+
+def _finite(grads: Any) -> bool:
+    return all(grad is None or bool(torch.isfinite(grad).all()) for grad in grads)
+
+
+__all__ = ["LayerInfo", "LayerwiseGradientScaler"]

@@ -1,0 +1,85 @@
+"""fairseq 0.12.2, unmodified, trains under `--ddp-backend fully_sharded` on two CPU ranks as under `legacy_ddp`.
+
+It is not installed beside our packages: `nox -s fairscale_clients` makes an environment for it.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("fairseq") is None, reason="needs fairseq: nox -s 'fairscale_clients(fairseq)'"
+)
+
+SHIM = '''
+"""What fairseq 0.12.2 needs before it starts, on Python 3.11 and without CUDA; its source stays as it is."""
+import dataclasses
+
+import torch
+
+if not torch.cuda.is_available():
+    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # Its trainer calls this under fully_sharded alone.
+
+plain = dataclasses.dataclass
+
+
+def dataclass(cls=None, /, **kwargs):  # Python 3.11 takes no default that can't be hashed.
+    def decorate(of):
+        return plain(of, **{**({} if "__hash__" in vars(of) else {"unsafe_hash": True}), **kwargs})
+
+    return decorate if cls is None else decorate(cls)
+
+
+dataclasses.dataclass = dataclass
+'''
+MODEL = (
+    "--task dummy_lm --dict-size 1000 --tokens-per-sample 16 --batch-size 2 --arch transformer_lm --decoder-layers 2 "
+    "--decoder-embed-dim 64 --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --optimizer adam --lr 0.0001 "
+    "--dropout 0.0 --disable-validation --log-format json --log-interval 1 --seed 1 "
+    "--cpu --distributed-backend gloo --distributed-world-size 2"
+)
+SHARDED = ("--ddp-backend", "fully_sharded", "--cpu-offload", "--checkpoint-activations")
+
+
+def train(folder: Path, num_updates: int, *options: str) -> list[str]:
+    """Runs fairseq-train on two ranks; returns the loss of each update as it prints it."""
+    shim = folder / "shim"
+    shim.mkdir(exist_ok=True)
+    (shim / "sitecustomize.py").write_text(SHIM)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = Path(sys.executable).with_name("fairseq-train")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    command += [str(script), *MODEL.split(), "--max-update", str(num_updates), *options]
+    environment = {**os.environ, "PYTHONPATH": str(shim), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # Its checkpoints have objects of omegaconf.
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert run.returncode == 0, run.stderr[-6000:]
+    lines = re.findall(r"INFO \| train_inner \| (\{.*\})", run.stdout + run.stderr)
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The losses under fairseq's own data parallelism."""
+    return train(tmp_path_factory.mktemp("legacy"), 5, "--ddp-backend", "legacy_ddp", "--no-save")
+
+
+def test_losses_are_those_of_legacy_ddp(expected: list[str], tmp_path: Path) -> None:
+    assert len(expected) == 5 and len(set(expected)) == 5
+    assert train(tmp_path, 5, *SHARDED, "--no-save") == expected
+
+
+@pytest.mark.parametrize("options", [(), ("--use-sharded-state",)], ids=["whole", "sharded"])
+def test_it_saves_and_resumes(expected: list[str], tmp_path: Path, options: tuple[str, ...]) -> None:
+    save = ("--save-dir", str(tmp_path / "checkpoints"), "--save-interval-updates", "3")
+    assert train(tmp_path, 3, *SHARDED, *save, *options) == expected[:3]
+    assert list((tmp_path / "checkpoints").glob("checkpoint_last*.pt"))
+    assert train(tmp_path, 5, *SHARDED, *save, *options) == expected[3:]

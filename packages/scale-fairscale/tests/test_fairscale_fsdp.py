@@ -1,0 +1,230 @@
+"""`FullyShardedDataParallel` of the alias: FairScale's arguments, names, attributes and errors."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairscale import _warnings
+from fairscale._warnings import FairScaleWarning
+from fairscale.nn import FlattenParamsWrapper, FullyShardedDataParallel, auto_wrap, enable_wrap, wrap
+from fairscale.nn.data_parallel import TrainingState, auto_wrap_bn, get_fsdp_instances
+from fairscale.nn.wrap import config_auto_wrap_policy
+from fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
+from fairscale.utils.testing import DummyProcessGroup
+from scale_core.errors import ContractError
+from scale_core.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_warnings, "_SAID", set())
+
+
+def plain_model(seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def nested_model() -> FullyShardedDataParallel:
+    module = plain_model()
+    module[0] = FullyShardedDataParallel(module[0])
+    return FullyShardedDataParallel(module)
+
+
+def test_the_wrapper_inside_has_flat_parameters_and_the_module() -> None:
+    module = plain_model()
+    model = FullyShardedDataParallel(module)
+    assert isinstance(model.module, FlattenParamsWrapper)
+    assert model.module.module is module
+    assert model.module.flat_param is model.params[0]
+    assert model.module.num_params_managed == 6
+    assert isinstance(model[3], nn.Linear) and isinstance(model.module[3], nn.Linear)
+    assert [name for name, _ in model.named_parameters()] == ["flat_param_0"]
+    assert list(model.state_dict()) == list(model.module.state_dict()) == list(plain_model().state_dict())
+
+
+def test_attributes_are_read_as_in_fairscale() -> None:
+    model = nested_model()
+    assert (model.rank, model.world_size, model.flatten_parameters, model.mixed_precision) == (0, 1, True, False)
+    assert (model.compute_dtype, model.buffer_dtype, model.cpu_offload) == (torch.float32, torch.float32, False)
+    assert model.compute_device == model.state_dict_device == torch.device("cpu")
+    assert model.training_state is TrainingState.IDLE and model._is_root is None
+    assert get_fsdp_instances(model) == [model, model[0]]
+    assert not model.has_full_params and model.params_with_grad == []
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append((model.training_state, model[0]._is_root, model._is_root)))
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [(TrainingState.FORWARD, False, True)]
+    assert len(model.params_with_grad) == 2 and len(model.params) == 1
+    with model.summon_full_params():
+        assert model.has_full_params and model.training_state is TrainingState.SUMMON_FULL_PARAMS
+        assert [name for name, _ in model.named_parameters()] == [n for n, _ in plain_model().named_parameters()]
+    model.assert_state(TrainingState.IDLE)
+    with pytest.raises(ValueError, match=r"expected to be in states .*FORWARD.* but current state is .*IDLE"):
+        model.assert_state([TrainingState.FORWARD])
+    assert "world_size=1, flatten_parameters=True, mixed_precision=False" in repr(model)
+
+
+def test_errors_have_fairscales_types_and_texts() -> None:
+    model = nested_model()
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(AssertionError, match="clip_grad_norm should only be called on the root"):
+        model[0].clip_grad_norm_(1.0)
+    with pytest.raises(AssertionError, match="no_sync on inner FSDP is not supported"), model[0].no_sync():
+        pass
+    with pytest.raises(ValueError, match="fp32_reduce_scatter requires mixed_precision=True"):
+        FullyShardedDataParallel(plain_model(), fp32_reduce_scatter=True)
+    once, again = model.summon_full_params(), model.summon_full_params()
+    with once, pytest.raises(ValueError, match="expected to be in states"), again:
+        pass
+    with pytest.raises(RuntimeError, match="reset parameters after FSDP wrapping is not allowed"):
+        model.reset_parameters()
+    with pytest.raises(TypeError, match="unsupported type for reduce_scatter process group"):
+        FullyShardedDataParallel(plain_model(), process_group_reduce_scatter="all")
+    with pytest.raises(AssertionError, match="isn't wrapped"), enable_wrap(wrapper_cls=FullyShardedDataParallel):
+        wrap(model)
+    with pytest.raises(AssertionError, match="wrapper_cls"), enable_wrap(flatten_parameters=True):
+        pass
+
+
+def test_arguments_of_fairscales_machinery_warn_once_where_they_are_given() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            FullyShardedDataParallel(plain_model(), bucket_cap_mb=5, cpu_offload=True)
+        FullyShardedDataParallel(plain_model(), bucket_cap_mb=25, verbose=False, fp32_reduce_scatter=None)
+    assert [str(warning.message).split(":")[0] for warning in caught] == [
+        "FullyShardedDataParallel(bucket_cap_mb=)",
+        "FullyShardedDataParallel(cpu_offload=)",
+    ]
+    assert {(warning.filename, warning.category) for warning in caught} == {(__file__, FairScaleWarning)}
+
+
+def test_force_input_to_fp32_and_groups_of_one_rank_are_taken() -> None:
+    model = FullyShardedDataParallel(plain_model(), DummyProcessGroup(rank=0, size=1), force_input_to_fp32=True)
+    assert model(torch.ones(2, 4, dtype=torch.float16)).dtype == torch.float32
+
+
+def test_copies_and_pickles_run_by_themselves() -> None:
+    inputs, model = torch.randn(3, 4), nested_model()
+    expected = model(inputs)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(inputs), expected)
+        assert copied.module.module is not model.module.module
+        assert len(get_fsdp_instances(copied)) == 2
+
+
+def test_subclasses_may_have_arguments_and_methods_of_their_own() -> None:
+    class Mine(FullyShardedDataParallel):
+        def __init__(self, *args: Any, use_sharded_state: bool = False, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.use_sharded_state = use_sharded_state
+
+        def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+            state = super().local_state_dict if self.use_sharded_state else super().state_dict
+            return state(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    with enable_wrap(wrapper_cls=Mine, use_sharded_state=True, bucket_cap_mb=25):
+        assert ConfigAutoWrap.in_autowrap_context and ConfigAutoWrap.kwargs["use_sharded_state"]
+        model = wrap(plain_model())
+    assert not ConfigAutoWrap.in_autowrap_context
+    assert type(model) is Mine and list(model.state_dict()) == ["flat_param_0"]
+
+
+def test_batch_norms_are_wrapped_by_themselves() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    wrapped = auto_wrap_bn(module)
+    assert isinstance(wrapped[1], FullyShardedDataParallel) and not wrapped[1].flatten_parameters
+    marked = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.warns(FairScaleWarning, match="single_rank_pg"):
+        auto_wrap_bn(marked, single_rank_pg=True, wrap_it=False)
+    assert marked[1].wrapper_config["reshard_after_forward"] is False
+    with pytest.raises(AssertionError, match="wrapper_config already"):
+        auto_wrap_bn(marked)
+    with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
+        assert isinstance(auto_wrap(marked)[1], FullyShardedDataParallel)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def on_two_ranks() -> dict[str, Any]:
+    # In another order on each rank, as Tango wraps what it keeps in a set.
+    module = plain_model()
+    for index in (0, 2) if dist.get_rank() else (2, 0):
+        module[index] = FullyShardedDataParallel(module[index])
+    model = FullyShardedDataParallel(module)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, optimizer, 2)
+    local = model.local_state_dict(), model.local_metadata_dict()
+    full = model.gather_full_optim_state_dict(optimizer)
+    held = [full]
+    dist.broadcast_object_list(held)
+    unflattened = FullyShardedDataParallel(plain_model(), flatten_parameters=False)
+    resumed = torch.optim.Adam(unflattened.parameters(), lr=0.01)
+    unflattened.load_state_dict(model.state_dict())
+    resumed.load_state_dict(unflattened.get_shard_from_optim_state_dict(held[0]))
+    for each in ((model, optimizer), (unflattened, resumed)):
+        train(*each, 2)
+    differing = FullyShardedDataParallel(plain_model(seed=dist.get_rank()))
+    with pytest.raises(ContractError, match=r"torch\.manual_seed") as caught:
+        differing(torch.ones(1, 4))
+    loaded = FullyShardedDataParallel(plain_model(seed=dist.get_rank()))
+    loaded.load_state_dict(model.state_dict())
+    loaded(torch.ones(1, 4))
+    return {
+        "local": local,
+        "is gathered": full is not None,
+        "weights": dict(model.state_dict()),
+        "resumed": dict(unflattened.state_dict()),
+        "error": str(caught.value),
+        "param_id_map": held[0]["param_id_map"],
+    }
+
+
+def test_two_ranks_train_save_consolidate_and_resume() -> None:
+    first, second = run_ranks(on_two_ranks, 2)
+    assert (first["is gathered"], second["is gathered"]) == (True, False)
+    torch.testing.assert_close(first["resumed"], first["weights"], rtol=0, atol=0)
+    assert first["param_id_map"] == {name: number for number, (name, _) in enumerate(plain_model().named_parameters())}
+    weights, metadata = zip(second["local"], first["local"], strict=True)  # in any order
+    whole = FullyShardedDataParallel.consolidate_shard_weights(weights, metadata)
+    reference = plain_model()
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.01)
+    for step in (0, 1, 0, 1):
+        optimizer.zero_grad()
+        for rank in range(2):
+            inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+            (reference(inputs).square().mean() / 2).backward()
+        optimizer.step()
+    torch.testing.assert_close(whole, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
+    (outer, *inner) = first["local"][1]["param_metadata"]
+    assert outer["fsdp_path"] == "" and outer["params"]["flat_param_0"]["names"] == ["3.weight", "3.bias"]
+    assert [each["fsdp_path"] for each in inner] == ["0", "2"]
+
+
+def test_a_whole_optimizer_state_loads_into_a_plain_optimizer() -> None:
+    model = FullyShardedDataParallel(plain_model())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    full = model.gather_full_optim_state_dict(optimizer)
+    assert full is not None
+    plain = torch.optim.Adam(plain_model().parameters())
+    plain.load_state_dict(full)
+    shapes = [tuple(param.shape) for param in plain_model().parameters()]
+    assert [tuple(state["exp_avg"].shape) for state in plain.state.values()] == shapes
+    foreign: dict[str, Tensor] = {key: value for key, value in full.items() if key != "param_id_map"}
+    with pytest.raises(ValueError, match="does not say which parameter has number 0"):
+        model.get_shard_from_optim_state_dict(foreign)

@@ -1,0 +1,68 @@
+"""Every path by which programs import something of FairScale's data-parallel half."""
+
+import importlib
+
+import pytest
+
+PATHS = {
+    "fairscale.nn": "checkpoint_wrapper FullyShardedDataParallel ShardedDataParallel MOELayer Top2Gate "
+    "FlattenParamsWrapper auto_wrap config_auto_wrap_policy default_auto_wrap_policy enable_wrap wrap",
+    "fairscale.nn.data_parallel": "FullyShardedDataParallel TrainingState auto_wrap_bn get_fsdp_instances "
+    "no_pre_load_state_dict_hook ShardedDataParallel",
+    "fairscale.nn.data_parallel.fully_sharded_data_parallel": "FullyShardedDataParallel TrainingState",
+    "fairscale.nn.data_parallel.sharded_ddp": "ShardedDataParallel",
+    "fairscale.nn.data_parallel.fsdp_optim_utils": "is_singleton_tensor",
+    "fairscale.nn.wrap": "auto_wrap config_auto_wrap_policy default_auto_wrap_policy enable_wrap wrap",
+    "fairscale.nn.wrap.auto_wrap": "ConfigAutoWrap",
+    "fairscale.nn.misc": "FlattenParamsWrapper GradBucket ParamBucket checkpoint_wrapper",
+    "fairscale.nn.misc.checkpoint_activations": "checkpoint_wrapper",
+    "fairscale.nn.misc.flatten_params_wrapper": "FlatParameter ParamGroups FlattenParamsWrapper",
+    "fairscale.nn.checkpoint": "checkpoint_wrapper is_checkpointing is_recomputing",
+    "fairscale.nn.checkpoint.checkpoint_activations": "disable_checkpointing enable_checkpointing enable_recomputing",
+    "fairscale.nn.checkpoint.checkpoint_utils": "patch_batchnorm",
+    "fairscale.nn.moe": "MOELayer Top2Gate",
+    "fairscale.nn.moe.top2gate": "top2gating",
+    "fairscale.optim": "AdaScale AdaScaleWrapper OSS Adam Precision GradScaler",
+    "fairscale.optim.grad_scaler": "GradScaler ShardedGradScaler OptState",
+    "fairscale.optim.layerwise_gradient_scaler": "LayerwiseGradientScaler LayerInfo",
+    "fairscale.experimental.nn": "BaselineSoftmaxNllLoss MEVO OffloadModel SyncBatchNorm",
+    "fairscale.experimental.nn.auto_shard": "shard_model",
+    "fairscale.experimental.nn.ampnet_pipe.pipe": "AMPnetPipe",
+    "fairscale.experimental.nn.data_parallel": "SlowMoBaseAlgorithm SlowMoDistributedDataParallel",
+    "fairscale.experimental.optim": "DynamicLossScaler",
+    "fairscale.experimental.tooling.layer_memory_tracker": "LayerwiseMemoryTracker ProcessGroupTracker "
+    "suggest_checkpoint_location find_best_reset_points compare_memory_traces_in_plot",
+    "fairscale.experimental.wgit": "",
+    "fairscale.utils.testing": "DummyProcessGroup",
+    "fairscale.fair_dev.testing.testing": "DummyProcessGroup dist_init objects_are_equal",
+    "fairscale.internal.version": "torch_version",
+    "fairscale.internal.containers": "apply_to_tensors pack_kwargs unpack_kwargs split_non_tensors unpack_non_tensors",
+    "fairscale.internal.parallel": "chunk_and_pad get_process_group_cached ProcessGroupName validate_process_group",
+    "fairscale.internal.params": "calc_grad_norm recursive_copy_to_device",
+    "fairscale.internal.state_dict": "replace_by_prefix_",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_of_fairscale_can_be_imported(path: str) -> None:
+    module = importlib.import_module(path)
+    missing = [name for name in PATHS[path].split() if not hasattr(module, name)]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "path, name, instead",
+    [
+        ("fairscale.nn", "MOELayer", "fully_shard"),
+        ("fairscale.nn", "Top2Gate", "fully_shard"),
+        ("fairscale.nn.moe.top2gate", "top2gating", "fully_shard"),
+        ("fairscale.experimental.nn", "MEVO", "vocab_parallel_cross_entropy"),
+        ("fairscale.experimental.nn.ampnet_pipe.pipe", "AMPnetPipe", "DistributedPipe"),
+        ("fairscale.experimental.wgit", "Repo", "scale_core.snapshot"),
+    ],
+)
+def test_what_is_not_offered_is_refused_when_it_is_used(path: str, name: str, instead: str) -> None:
+    offered = getattr(importlib.import_module(path), name)
+    with pytest.raises(NotImplementedError, match=rf"{name}|MemoryEfficientVocabOutput") as caught:
+        offered()
+    assert instead in str(caught.value)

@@ -1,0 +1,168 @@
+"""`OSS`, `ShardedDataParallel`, `AdaScale` and the scalers: FairScale's order of arguments, errors and attributes."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairscale import _warnings
+from fairscale._warnings import FairScaleWarning
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim import OSS, Adam, AdaScale, AdaScaleWrapper, GradScaler, Precision
+from fairscale.optim.grad_scaler import OptState, ShardedGradScaler
+from fairscale.optim.layerwise_gradient_scaler import LayerwiseGradientScaler
+from scale_core.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_warnings, "_SAID", set())
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+class FairseqOSS(OSS):
+    """As fairseq subclasses it."""
+
+    @property
+    def disable_mem_eff_fp16_loading_hack(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("supports") and hasattr(self.optim, name):
+            return getattr(self.optim, name)
+        raise AttributeError(f"FairseqOSS has no attribute {name!r}")
+
+
+def as_trainers_use_it() -> list[str]:
+    """As Lightning and fairseq construct it, on two ranks."""
+    module = model()
+    plain = torch.optim.AdamW(module.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lightning = OSS(params=plain.param_groups, optim=type(plain), **plain.defaults)
+        lightning.broadcast_fp16 = False
+        lightning._clear_cache()
+        lightning.refresh_trainable()
+        wrapped = ShardedDataParallel(module, sharded_optimizer=[lightning], reduce_buffer_size=0)
+        other = model()
+        fairseq = FairseqOSS([{"params": list(other.parameters())}], torch.optim.SGD, group=dist.group.WORLD, lr=0.1)
+    for parallel, optimizer in ((wrapped, lightning), (ShardedDataParallel(other, fairseq), fairseq)):
+        with parallel.no_sync():
+            parallel(torch.ones(2, 4)).sum().backward()
+        parallel.reduce()
+        with pytest.raises(AssertionError, match="No grads waiting to be reduced"):
+            parallel.reduce()
+        assert optimizer.clip_grad_norm(0.1) > 0.1
+        optimizer.step()
+        assert isinstance(optimizer.optim, torch.optim.Optimizer)
+        optimizer.consolidate_state_dict(recipient_rank=-1)
+        optimizer.load_state_dict(optimizer.state_dict())
+    for rank in range(2):  # all ranks hold the same
+        held = [param.detach().clone() for param in wrapped.parameters()]
+        for tensor in held:
+            dist.broadcast(tensor, rank)
+        assert all(map(torch.equal, held, wrapped.parameters()))
+    return [str(warning.message) for warning in caught]
+
+
+def test_oss_is_built_and_subclassed_as_trainers_do() -> None:
+    for said in run_ranks(as_trainers_use_it, 2):
+        assert said == [
+            "OSS(group=): is process_group in new code: scale_oss.OSS(params, SGD, process_group=group)",
+        ]
+
+
+def test_buckets_and_flags_of_fairscale_warn() -> None:
+    with pytest.warns(FairScaleWarning, match="broadcast_buffer_size"):
+        optimizer = OSS(model().parameters(), broadcast_buffer_size=10, lr=0.1)
+    module = nn.Linear(2, 2)
+    optimizer = OSS(module.parameters(), lr=0.1)
+    with pytest.warns(FairScaleWarning, match="reduce_buffer_size"):
+        wrapped = ShardedDataParallel(module, optimizer, reduce_buffer_size=100)
+    with pytest.raises(AssertionError, match="Changing devices is not supported"):
+        wrapped.double()
+
+
+def test_adascale_refuses_one_gradient_on_one_rank_as_fairscale_does() -> None:
+    parameters = list(model().parameters())
+    with pytest.raises(RuntimeError, match="AdaScale does not support a single worker without grad accumulation"):
+        AdaScale(torch.optim.SGD(parameters, lr=0.1))
+    optimizer = AdaScale(torch.optim.SGD(parameters, lr=0.1), num_gradients_to_accumulate=2)
+    assert (optimizer.scale, optimizer._smoothing) == (2.0, optimizer.smoothing)
+    wrapper = AdaScaleWrapper(
+        model().parameters(), num_gradients_to_accumulate=4, debias_ewma=False, optim_cls=torch.optim.SGD, lr=0.1
+    )
+    assert wrapper.scale == 4.0
+
+
+def test_adascale_gives_fairscales_gains() -> None:
+    """The figures are those of FairScale's own tests."""
+    for inputs, gain in (([[1.0, 0.0], [0.0, 1.0]], 4 / 3), ([[-1.0, 1.0], [1.0, -1.0]], 2.0)):
+        layer = nn.Linear(2, 2, bias=False)
+        optimizer = AdaScale(torch.optim.SGD(layer.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+        for each in inputs:
+            (layer(torch.tensor(each)).sum() / 2).backward()
+        if gain == 2.0:
+            assert optimizer.gain() == pytest.approx(gain, rel=1e-5)
+        else:
+            assert 1.0 <= optimizer.gain() <= 2.0
+
+
+def test_scalers_take_the_scale_first() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for scaler in (ShardedGradScaler(128.0), GradScaler(128.0)):
+        scaler.scale(module(torch.ones(2, 4)).sum()).backward()
+        assert scaler.get_scale() == 128.0
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert OptState.READY
+
+
+def test_adam_is_torchs_where_it_can_be() -> None:
+    expected, found = model(), model()
+    for module, optimizer in (
+        (expected, torch.optim.Adam(expected.parameters(), lr=0.1)),
+        (found, Adam(found.parameters(), lr=0.1, precision=Precision.FULL_PRECISION)),
+    ):
+        module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(dict(found.state_dict()), dict(expected.state_dict()))
+    with pytest.raises(NotImplementedError, match="MEMORY_EFFICIENT"):
+        Adam(model().parameters(), precision=Precision.MEMORY_EFFICIENT_MIXED_PRECISION)
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        Adam(model().parameters(), amsgrad=True)
+
+
+def test_layers_may_have_scales_of_their_own() -> None:
+    expected, scaled = model(), model()
+    inputs = torch.randn(3, 4)
+    expected(inputs).sum().backward()
+    scaler = LayerwiseGradientScaler(scaled, {"0": 8.0, "2": 64.0}, growth_interval=1)
+    optimizer = torch.optim.SGD(scaled.parameters(), lr=0.0)
+    scaler.scale()
+    scaled(inputs).sum().backward()
+    torch.testing.assert_close(scaled[2].weight.grad, 64 * expected[2].weight.grad)
+    scaler.unscale()
+    for found, true in zip(scaled.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, true.grad)
+    scaler.step(optimizer)
+    scaler.update()
+    assert [info.scaling_factor for info in scaler.get_layer_info()] == [16.0, 1.0, 128.0]
+    scaler.scale()
+    scaled(torch.full((1, 4), torch.inf)).sum().backward()
+    scaler.unscale()
+    scaler.update()
+    assert scaler.get_layer_info()[0].scaling_factor == 8.0
+    with pytest.raises(AssertionError, match="growth factor"):
+        LayerwiseGradientScaler(scaled, {}, growth_factor=1.0)
+    with pytest.raises(ValueError, match="no layer 'other'"):
+        LayerwiseGradientScaler(scaled, {"other": 2.0})

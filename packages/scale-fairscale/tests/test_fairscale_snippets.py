@@ -1,0 +1,141 @@
+"""What FairScale's README and documentation show runs as it is, and trains as plain PyTorch does."""
+
+import copy
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fairscale
+from fairscale.nn import checkpoint_wrapper
+from fairscale.nn.data_parallel import FullyShardedDataParallel as FSDP  # noqa: N817
+from fairscale.nn.data_parallel import ShardedDataParallel as ShardedDDP
+from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
+from fairscale.optim import AdaScale
+from fairscale.optim.grad_scaler import ShardedGradScaler
+from fairscale.optim.oss import OSS
+from scale_core.testing import run_ranks
+
+STEPS = 3
+
+
+def plain_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def inputs_of(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def reference(num_ranks: int, make_optimizer: Any, max_norm: float | None = None) -> dict[str, Tensor]:
+    """The plain model on one process: gradients of the ranks' batches, averaged."""
+    model = plain_model()
+    optimizer = make_optimizer(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(num_ranks):
+            (model(inputs_of(rank, step)).square().mean() / num_ranks).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: Any, scaler: Any = None, max_norm: float | None = None) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(inputs_of(dist.get_rank(), step)).square().mean()
+        if scaler is None:
+            loss.backward()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+        if isinstance(optimizer, OSS) and max_norm is not None:
+            optimizer.clip_grad_norm(max_norm)
+        elif isinstance(model, FSDP) and max_norm is not None:
+            model.clip_grad_norm_(max_norm)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def oss_with_sharded_ddp() -> dict[str, Tensor]:
+    model = plain_model()
+    base_optimizer_arguments = {"lr": 0.1, "momentum": 0.9}
+    base_optimizer = torch.optim.SGD
+    optimizer = OSS(params=model.parameters(), optim=base_optimizer, **base_optimizer_arguments)
+    model = ShardedDDP(model, optimizer)
+    train(model, optimizer, max_norm=0.5)
+    optimizer.consolidate_state_dict(recipient_rank=0)
+    if dist.get_rank() == 0:
+        state = optimizer.state_dict()
+        torch.optim.SGD(plain_model().parameters(), **base_optimizer_arguments).load_state_dict(state)
+    return dict(model.module.state_dict())
+
+
+def fsdp_with_auto_wrap() -> dict[str, Tensor]:
+    my_auto_wrap_policy = functools.partial(default_auto_wrap_policy, min_num_params=20)
+    fsdp_params = {"wrapper_cls": FSDP, "mixed_precision": False, "flatten_parameters": True}
+    with enable_wrap(auto_wrap_policy=my_auto_wrap_policy, **fsdp_params):
+        module = auto_wrap(plain_model())
+        model = module if isinstance(module, FSDP) else wrap(module)
+    assert any("flat_param_0" in name for name, _ in model.named_parameters())
+    optimizer = sgd(model.parameters())
+    train(model, optimizer, max_norm=0.5)
+    return dict(model.state_dict())
+
+
+def fsdp_with_checkpoint_wrapper_and_scaler() -> dict[str, Tensor]:
+    module = plain_model()
+    module[2] = FSDP(checkpoint_wrapper(module[2]), flatten_parameters=False)
+    module[0] = checkpoint_wrapper(module[0], offload_to_cpu=True)
+    model = FSDP(module, move_params_to_cpu=True)
+    optimizer = sgd(model.parameters())
+    train(model, optimizer, scaler=ShardedGradScaler(init_scale=16.0), max_norm=0.5)
+    return dict(model.state_dict())
+
+
+def snippets() -> dict[str, dict[str, Tensor]]:
+    return {
+        "OSS with ShardedDDP": oss_with_sharded_ddp(),
+        "FSDP with auto_wrap": fsdp_with_auto_wrap(),
+        "FSDP with checkpoint_wrapper and ShardedGradScaler": fsdp_with_checkpoint_wrapper_and_scaler(),
+        "AdaScale": adascale(),
+    }
+
+
+def adascale() -> dict[str, Tensor]:
+    model = nn.parallel.DistributedDataParallel(plain_model())
+    optim = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = 0.0
+    for step in range(STEPS):
+        optim.zero_grad()
+        model(inputs_of(dist.get_rank(), step)).square().mean().backward()
+        steps += optim.gain()
+        optim.step()
+    return {"steps": torch.tensor(steps)}
+
+
+def test_documented_programs_equal_plain_pytorch_on_two_ranks() -> None:
+    expected = reference(2, sgd, max_norm=0.5)
+    for found in run_ranks(snippets, 2):
+        gain = found.pop("AdaScale")["steps"]
+        assert STEPS <= gain <= 2 * STEPS
+        for name, weights in found.items():
+            torch.testing.assert_close(
+                weights, expected, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_the_version_is_read_as_programs_read_it() -> None:
+    assert fairscale.__version_tuple__ >= (0, 4, 6)
+    assert copy.copy(fairscale.__version__).startswith("0.4.")

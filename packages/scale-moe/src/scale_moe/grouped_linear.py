@@ -1,0 +1,96 @@
+"""Products of rows with the weights of their experts: a linear layer per segment of the rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from scale_core import compat
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Returns row @ weight[e].T for the rows of each expert e, as E linear layers would, one after the other.
+
+    `torch._grouped_mm` computes it where torch has it for the device and dtype, else a product per expert. Both give
+    the same bits on a CPU. The weight's gradient is written once, where indexing by expert would add E whole ones.
+
+    Args:
+        rows: [R, in], by expert.
+        weight: [E, out, in].
+        counts: How many of the rows each expert has.
+
+    Returns:
+        [R, out]; under autocast in its dtype.
+    """
+    kind = rows.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    return cast(Tensor, _GroupedLinear.apply(rows, weight, tuple(counts)))  # type: ignore[no-untyped-call]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
+        ctx.counts = counts
+        return _by_expert(rows, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _by_expert(grad, weight, ctx.counts)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            for expert, first, last in _segments(ctx.counts):
+                torch.mm(grad[first:last].t(), rows[first:last], out=grad_weight[expert])
+        return grad_rows, grad_weight, None
+
+
+def _by_expert(rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """[R, in] x [E, in, out] -> [R, out]."""
+    if len(rows) and _can_group(rows, weight):
+        ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=rows.device)
+        return torch._grouped_mm(rows, weight, offs=ends)
+    output = rows.new_empty(len(rows), weight.shape[2])
+    for expert, first, last in _segments(counts):
+        if last > first:
+            torch.mm(rows[first:last], weight[expert], out=output[first:last])
+    return output
+
+
+def _segments(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Each expert with its first row and one past its last."""
+    ends = list(itertools.accumulate(counts))
+    return [(expert, end - count, end) for expert, (end, count) in enumerate(zip(ends, counts, strict=True))]
+
+
+def _can_group(rows: Tensor, weight: Tensor) -> bool:
+    if compat.is_fake(rows) or rows.dtype != weight.dtype:
+        return False
+    # Kernels read 16 bytes at once: rows of other lengths, or memory that begins elsewhere, are refused.
+    sizes = [size * rows.element_size() for size in weight.shape[1:]]
+    is_dense = rows.is_contiguous() and (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous())
+    begins = [rows.data_ptr(), weight.data_ptr()]
+    is_aligned = is_dense and all(number % 16 == 0 for number in (*sizes, *begins))
+    return is_aligned and _has_kernel(rows.device.type, rows.dtype)
+
+
+@cache
+def _has_kernel(device: str, dtype: torch.dtype) -> bool:
+    """Whether this torch has grouped products for a device and dtype: it is tried once."""
+    try:
+        rows, weight = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(2, 16, 16, dtype=dtype, device=device)
+        ends = torch.tensor([4, 16], dtype=torch.int32, device=device)
+        return bool((torch._grouped_mm(rows, weight, offs=ends) == 16).all())
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False

@@ -1,0 +1,212 @@
+"""`parallelize_experts`: divides the experts of a model that exists, in place.
+
+Experts of transformers are one module for each layer: parameters [E, ...] for all E experts, and a forward of tokens,
+the indices of their experts, and weights. Each rank keeps the parameters of some experts. The module's forward becomes:
+dispatch, the module's own forward on what has come, combine. So whatever the module computes inside stays its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from scale_core import compat
+from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.consistency.same_call import check_same_call
+from scale_core.optim.step_checks import register_replaced
+from scale_core.shard import shard_of
+from scale_core.sharded_module import ShardedModule, mixed_class
+from scale_moe.experts import ExpertSharding, divide_gradient
+from scale_moe.token_dispatcher import combine, dispatch, experts_per_rank, plan_dispatch
+
+_logger = logging.getLogger(__name__)
+
+
+def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn.Module:
+    """Divides the experts of a model between ranks, in place; each rank has tokens of its own.
+
+    It finds modules by what they are: with an attribute `num_experts`, parameters whose first dimension is that, and a
+    forward of hidden states [T, dim], indices of experts [T, k] and weights [T, k], as all mixtures of transformers 5
+    have (Mixtral, Qwen-MoE, DeepSeek, OLMoE, GPT-OSS, ...). Routers, shared experts and all else stay whole on each
+    rank. Numbers are those of the undivided model, as `MoE` says; gradients too.
+
+    Each rank takes its experts out of its own copy, so that all must have the same values, as from one seed or file. On
+    the meta device nothing is copied: load weights afterwards with `scale_core.load_pretrained`.
+
+    Args:
+        model: On the host, a device or meta. Before it is wrapped and before an optimizer is built.
+        process_group: The ranks that divide the experts; None is the default group. A mesh of one dimension, too.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: It has no such modules, one that is divided already, or the ranks differ in theirs. Nothing has
+            been changed then.
+
+    Example:
+        model = AutoModelForCausalLM.from_pretrained("mistralai/Mixtral-8x7B-v0.1")
+        parallelize_experts(model, mesh["expert"])
+    """
+    group = group_of(process_group)
+    found = {path: module for path, module in model.named_modules() if _holds_experts(module)}
+    _check(model, found)
+    plans = [_plan(path, module, group) for path, module in found.items()]
+    check_same_call("parallelize_experts", "; ".join(map(str, plans)), group, each_time=True)
+    if group.size > 1:
+        for plan in plans:
+            _divide(found[plan.path], plan, group)
+            parent = model.get_submodule(plan.path.rpartition(".")[0])
+            object.__setattr__(found[plan.path], "parent", ref(parent))
+    if group.rank == 0:
+        sizes = sorted({plan.num_experts for plan in plans})
+        words = (type(model).__name__, len(plans), ", ".join(map(str, sizes)), group.size)
+        _logger.info("parallelize_experts of %s: %d modules of %s experts over %d ranks", *words)
+    return model
+
+
+class ParallelExperts(ShardedModule):
+    """What is added to the class of a module of experts."""
+
+    num_experts: int
+    path: str
+    shardings: dict[str, ExpertSharding]
+    parent: ReferenceType[nn.Module] | None  # Of which the router is a part; a copy has none.
+
+    @compat.untraced
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns [T, dim] for tokens [T, dim] of this rank, whose experts and weights are [T, k]."""
+        where = (self.num_experts, self.group, f"the experts '{self.path}'")
+        plan = plan_dispatch(hidden_states, top_k_index, top_k_weights, *where, router=self._router_weight())
+        rows = dispatch(hidden_states, plan)
+        with self._as_local() as params:
+            if len(rows):
+                counts = torch.tensor(plan.counts, device=rows.device)
+                index = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+                ones = torch.ones(len(rows), 1, dtype=top_k_weights.dtype, device=rows.device)
+                output: Tensor = super().forward(rows, index[:, None], ones)  # of the module's own class
+            else:  # Own forwards may leave out what has no tokens; the backward pass of other ranks waits for this one.
+                output = rows + sum(param[:0].sum() for param in params)
+        return combine(output, top_k_weights, plan)
+
+    def _router_weight(self) -> Tensor | None:
+        """The weight [E, ...] of a module beside this one, as of all routers of transformers; None where none is."""
+        parent = None if self.parent is None else self.parent()
+        for module in () if parent is None else parent.children():
+            weight = getattr(module, "weight", None)
+            if module is not self and isinstance(weight, Tensor) and weight.shape[:1] == (self.num_experts,):
+                return weight
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "parent": None}
+
+    @contextmanager
+    def _as_local(self) -> Iterator[list[Tensor]]:
+        """Inside, the module is one of this rank's experts alone; gradients of its parameters are averages."""
+        local: dict[str, Any] = {name: divide_gradient(getattr(self, name), self.group.size) for name in self.shardings}
+        params = list(local.values())
+        local["num_experts"] = next(iter(self.shardings.values())).sizes[self.group.rank]
+        before = {name: self.__dict__[name] for name in local if name in self.__dict__}
+        self.__dict__.update(local)  # They are found before parameters are.
+        try:
+            yield params
+        finally:
+            for name in local:
+                del self.__dict__[name]
+            self.__dict__.update(before)
+
+    def extra_repr(self) -> str:
+        sizes = next(iter(self.shardings.values())).sizes
+        return f"{super().extra_repr()}{sizes[self.group.rank]} of {self.num_experts} experts"
+
+
+class _Plan(NamedTuple):
+    """What is to be done to a module."""
+
+    path: str
+    num_experts: int
+    shardings: dict[str, ExpertSharding]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True)
+class _ReplacedParameter:
+    """A whole parameter that is no longer the model's, by its name: an optimizer that was built before still has it."""
+
+    names: list[str]
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    number = getattr(module, "num_experts", None)
+    params = list(module.parameters(recurse=False))
+    if not isinstance(number, int) or not params or isinstance(module, ShardedModule):
+        return False
+    names = list(inspect.signature(type(module).forward).parameters)[1:4]
+    return (
+        len(names) == 3
+        and names[0] == "hidden_states"
+        and "ind" in names[1]
+        and "weight" in names[2]
+        and all(param.dim() > 1 and param.shape[0] == number for param in params)
+    )
+
+
+def _check(model: nn.Module, found: dict[str, nn.Module]) -> None:
+    divided = [path for path, module in model.named_modules() if isinstance(module, ParallelExperts)]
+    if divided:
+        raise ValueError(f"parallelize_experts: '{divided[0]}' is divided already: call it once, with one group")
+    if not found:
+        raise ValueError(
+            f"parallelize_experts: {type(model).__name__} has no modules of experts, with num_experts, parameters "
+            "[num_experts, ...] and a forward of (hidden_states, indices, weights): build layers with scale_moe.MoE, "
+            "or divide experts that compute with rows of tokens by scale_moe.dispatch and combine"
+        )
+    for path, module in found.items():
+        for name, param in module.named_parameters(recurse=False):
+            shard = shard_of(param)
+            if shard is not None:
+                raise ValueError(
+                    f"parallelize_experts: '{path}.{name}' is a shard of {list(shard.shape)} already: divide experts "
+                    "before fully_shard and other wrappers"
+                )
+        inner = next((name for name, _ in module.named_parameters() if "." in name), None)
+        if inner is not None:
+            raise ValueError(
+                f"parallelize_experts: '{path}' has a parameter '{inner}' in a module inside of it, as an adapter, and "
+                "it can't be told which experts it belongs to: divide the experts before adapters are added"
+            )
+    owners: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            first = owners.setdefault(param, f"{path}.{name}")
+            if first != f"{path}.{name}" and (path in found or first.rpartition(".")[0] in found):
+                raise ValueError(f"parallelize_experts: '{path}.{name}' is tied to '{first}': untie them first")
+
+
+def _plan(path: str, module: nn.Module, group: Group) -> _Plan:
+    number = cast(int, module.num_experts)
+    sizes = tuple(experts_per_rank(number, group.size))
+    params = dict(module.named_parameters(recurse=False))
+    shardings = {name: ExpertSharding(tuple(param.shape), sizes) for name, param in params.items()}
+    return _Plan(path, number, shardings, tuple(param.dtype for param in params.values()))
+
+
+def _divide(module: nn.Module, plan: _Plan, group: Group) -> None:
+    """Makes a module one of this rank's experts, in place; it keeps its object, names and hooks."""
+    module.__class__ = mixed_class(ParallelExperts, type(module))
+    for name, value in {"group": group, "shardings": plan.shardings, "path": plan.path}.items():
+        object.__setattr__(module, name, value)
+    for name, sharding in plan.shardings.items():
+        whole = module.get_parameter(name)
+        register_replaced(whole, _ReplacedParameter([f"{plan.path}.{name}"]), 0)
+        part = sharding.local_part(whole.detach(), group.rank).clone(memory_format=torch.contiguous_format)
+        module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))

@@ -1,0 +1,61 @@
+"""Products by expert against a linear layer per expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from scale_moe import grouped_linear as module
+from scale_moe.grouped_linear import grouped_linear
+
+
+def one_by_one(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    parts = zip(rows.split(counts), weight, strict=True)
+    return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 9), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_each_expert_is_a_linear_layer(counts: list[int], dim: int, hidden: int, aligned: bool) -> None:
+    """Sizes that grouped kernels take, and sizes that they do not."""
+    if aligned:
+        dim, hidden = 4 * dim, 4 * hidden
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), dim, generator=generator).requires_grad_()
+    weight = torch.randn(len(counts), hidden, dim, generator=generator).requires_grad_()
+    grad = torch.randn(sum(counts), hidden, generator=generator)
+    found = [
+        grouped_linear(rows, weight, counts),
+        *torch.autograd.grad(grouped_linear(rows, weight, counts), [rows, weight], grad),
+    ]
+    plain = one_by_one(rows, weight, counts)
+    for one, other in zip(found, [plain, *torch.autograd.grad(plain, [rows, weight], grad)], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_both_ways_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weight, counts = torch.randn(23, 16), torch.randn(3, 32, 16), [9, 0, 14]
+    assert module._can_group(rows, weight)
+    grouped = grouped_linear(rows, weight, counts)
+    monkeypatch.setattr(module, "_can_group", lambda *_: False)
+    assert torch.equal(grouped, grouped_linear(rows, weight, counts))
+
+
+def test_no_rows_still_have_gradients_of_zero() -> None:
+    """A rank without tokens takes part in the backward pass of the others."""
+    weight = torch.randn(2, 3, 4, requires_grad=True)
+    grouped_linear(torch.zeros(0, 4), weight, [0, 0]).sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_autocast_is_that_of_a_linear_layer() -> None:
+    rows, weight = torch.randn(4, 8), torch.randn(1, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, plain = grouped_linear(rows, weight, [4]), F.linear(rows, weight[0])
+    assert found.dtype == plain.dtype == torch.bfloat16
+    assert torch.equal(found, plain)

@@ -1,0 +1,205 @@
+"""What is saved of divided experts, and what a layer keeps."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scale_core.comm.group import Group
+from scale_core.comm.work import LIMIT_VARIABLE
+from scale_core.errors import TransferError
+from scale_core.snapshot import load_snapshot, save_snapshot
+from scale_core.state import load_sharded_state_dict, sharded_state_dict
+from scale_core.state.state_dict import target_state_dict
+from scale_core.testing import run_ranks
+from scale_moe import Balance, ExpertChoice, MoE, TokenChoice, average_replicated_gradients
+
+DIM, EXPERTS = 4, 5
+
+
+def build(**options: Any) -> MoE:
+    torch.manual_seed(0)
+    return MoE(DIM, 6, EXPERTS, TokenChoice(2, "sigmoid"), balance=Balance(bias_update_rate=0.1), **options)
+
+
+def optimizer_of(model: MoE) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
+
+
+def step(model: MoE, optimizer: torch.optim.Optimizer, number: int, parts: int) -> None:
+    """A step with the same batch at any number of ranks; `parts` are its ranks, of which each has some tokens."""
+    x = torch.randn(12, DIM, generator=torch.Generator().manual_seed(number))
+    mine = x if model.group.size == 1 else x.split(12 // parts)[model.group.rank]
+    optimizer.zero_grad()
+    model(mine).square().mean().backward()
+    optimizer.step()
+    model.update_expert_bias()
+
+
+def save_on_ranks(folder: str) -> dict[str, Tensor]:
+    model = build()
+    average_replicated_gradients(model)
+    optimizer = optimizer_of(model)
+    for number in range(2):
+        step(model, optimizer, number, dist.get_world_size())
+    save_snapshot(folder, 2, sharded_state_dict(model, optimizer))
+    return dict(model.state_dict())
+
+
+def load_on_ranks(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = build()
+    average_replicated_gradients(model)
+    optimizer = optimizer_of(model)
+    read = load_snapshot(folder, partial(target_state_dict, model, optimizer))
+    load_sharded_state_dict(read.state, model, optimizer, copy=False)
+    loaded = {name: value.clone() for name, value in model.state_dict().items()}
+    step(model, optimizer, 2, dist.get_world_size())
+    return loaded, dict(model.state_dict())
+
+
+def test_a_snapshot_loads_at_another_number_of_expert_ranks(tmp_path: Path) -> None:
+    """Five experts on two ranks, then on three; the steps are those of one process."""
+    saved = run_ranks(save_on_ranks, 2, str(tmp_path))[0]
+    loaded, stepped = run_ranks(load_on_ranks, 3, str(tmp_path))[0]
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in saved.items())
+    model = build(process_group=Group())
+    optimizer = optimizer_of(model)
+    for number in range(3):
+        step(model, optimizer, number, 1)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(stepped[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_layer_is_copied_and_pickled_after_a_forward() -> None:
+    model = MoE(DIM, 6, EXPERTS, balance=Balance(0.1, 0.1, attached=False))
+    x = torch.randn(3, DIM)
+    y = model(x)
+    assert model.aux_loss is not None
+    assert model.aux_loss.requires_grad
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.aux_loss is None
+        assert torch.equal(other(x), y)
+
+
+def test_losses_added_by_hand_are_those_that_the_layer_adds() -> None:
+    grads = []
+    for attached in (True, False):
+        torch.manual_seed(0)
+        model = MoE(DIM, 6, EXPERTS, balance=Balance(0.3, 0.2, attached=attached))
+        loss = model(torch.randn(5, DIM)).sum()
+        if not attached:
+            assert model.aux_loss is not None and model.z_loss is not None
+            loss = loss + 0.3 * model.aux_loss + 0.2 * model.z_loss
+        loss.backward()
+        grads.append(model.router.weight.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_a_loss_that_is_scaled_scales_those_of_the_layer() -> None:
+    def gradient(scale: float) -> Tensor:
+        torch.manual_seed(0)
+        model = MoE(DIM, 6, EXPERTS, balance=Balance(0.3, 0.2))
+        model.aux_loss_scale = scale
+        (scale * model(torch.randn(5, DIM)).sum()).backward()
+        assert model.router.weight.grad is not None
+        return model.router.weight.grad
+
+    torch.testing.assert_close(gradient(1.0) * 8, gradient(8.0))
+
+
+def test_a_bias_stays_in_fp32() -> None:
+    model = build().to(torch.bfloat16)
+    assert model.router.weight.dtype == torch.bfloat16
+    assert model.expert_bias is not None
+    assert model.expert_bias.dtype == torch.float32
+    assert model(torch.randn(3, DIM, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_autocast_leaves_the_router_in_fp32() -> None:
+    model, x = build(), torch.randn(64, DIM)
+    chosen = model(x), model.tokens_per_expert
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert model.tokens_per_expert is not None and chosen[1] is not None
+    assert torch.equal(model.tokens_per_expert, chosen[1])
+    torch.testing.assert_close(y.float(), chosen[0], rtol=0.1, atol=0.02)
+
+
+def test_a_layer_on_meta_draws_its_values_later() -> None:
+    expected = build()
+    with torch.device("meta"):
+        model = build()
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.router.reset_parameters()
+    model.experts.reset_parameters()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: MoE(4, 6, 0), "expected num_experts of at least 1, got 0"),
+        (lambda: MoE(4, 6, 2, 3), "expected top_k from 1 to 2, the number of experts, got 3"),
+        (
+            lambda: MoE(4, 6, 2, TokenChoice(capacity_factor=0.0)),
+            "capacity_factor above 0, or None for no limit",
+        ),
+        (lambda: MoE(4, 6, 2, TokenChoice(jitter=1.0)), "jitter from 0 to below 1, got 1.0"),
+        (lambda: MoE(4, 6, 2, TokenChoice(drop_order="last")), "drop_order to be one of .*, got 'last'"),  # type: ignore[arg-type]
+        (lambda: MoE(4, 6, 2, ExpertChoice(), balance=Balance(0.1)), "would have no effect: leave balance= out"),
+        (lambda: MoE(4, 6, 2)(torch.zeros(3, 5)), r"expected tokens \[..., 4\], got \[3, 5\]"),
+        (
+            lambda: MoE(4, 6, 2)(torch.full((3, 4), torch.nan)),
+            r"MoE \d+: weights .* are not finite \(6 of rank 0",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_without_a_bias_there_is_none_to_update() -> None:
+    with pytest.raises(RuntimeError, match=r"this MoE has no bias: write MoE\(..., balance=Balance"):
+        MoE(4, 6, 2).update_expert_bias()
+
+
+def one_does_not_come() -> str:
+    layer = MoE(4, 6, 2)
+    layer(torch.zeros(3, 4))
+    if dist.get_rank() == 1:
+        return ""
+    os.environ[LIMIT_VARIABLE] = "1"
+    with pytest.raises(TransferError) as caught:
+        layer(torch.zeros(3, 4))
+    return "\n".join([str(caught.value), *caught.value.__notes__])
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    told = run_ranks(one_does_not_come, 2)[0]
+    assert "rank 1" in told
+    assert "in counts of tokens of MoE 1 over the ranks [0, 1]" in told
+
+
+def routers_differ() -> None:
+    model, x = build(), torch.randn(4, DIM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model((1 + dist.get_rank()) * x).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"the ranks \[0, 1\] have routers with other weights.*average_repl"):
+        model(x)
+
+
+def test_gradients_that_were_not_averaged_are_found_in_the_next_forward() -> None:
+    run_ranks(routers_differ, 2)

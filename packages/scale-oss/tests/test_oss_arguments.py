@@ -1,0 +1,32 @@
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import SGD
+
+from scale_oss import OSS, LocalSGD, ShardedDataParallel, split_by
+
+
+def test_a_wrong_argument_is_told_by_name_before_anything_is_built() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = OSS(model.parameters(), SGD, lr=0.1)
+    plain = SGD(model.parameters(), lr=0.1)
+    wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+        (
+            OSS,
+            (model.parameters(), SGD),
+            {"bucket_numel": "3", "lr": 0.1},
+            "OSS: expected bucket_numel to be an integer",
+        ),
+        (OSS, (model.parameters(), plain), {}, "expected optim to be a class of optimizers"),
+        (OSS, (None,), {}, "OSS: expected params to be a collection, got None"),
+        (ShardedDataParallel, (None, optimizer), {}, "ShardedDataParallel: expected module to be a Module, got None"),
+        (ShardedDataParallel, (model, optimizer), {"reduce_fp16": "no"}, "; write reduce_fp16=False"),
+        (split_by, (model, (SGD, {}), (SGD, {})), {"other_names": "layers"}, r"; write \['layers'\]"),
+        (LocalSGD, (model, plain), {"sync_every": 2, "nesterov": "no"}, "; write nesterov=False"),
+    ]
+    for call, args, kwargs, text in wrong:
+        with pytest.raises(TypeError, match=text):
+            call(*args, **kwargs)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert ShardedDataParallel(model, [optimizer], broadcast_buffers=1) is not None  # type: ignore[arg-type]

@@ -1,0 +1,41 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scale_pipe import Costs, DeferredBatchNorm, DistributedPipe, Pipe, lower_bound, one_forward_one_backward, split
+
+
+def test_a_wrong_argument_is_told_by_name_before_anything_is_built() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+        (DistributedPipe, (model,), {"deferred_batch_norm": "yes"}, "DistributedPipe: expected deferred_batch_norm to"),
+        (DistributedPipe, (model,), {"check_replicas_every": -3}, "number of steps in check_replicas_every, got -3"),
+        (
+            Pipe,
+            (model,),
+            {"balance": [2], "deferred_batch_norm": None},
+            "Pipe: expected deferred_batch_norm to be a bo",
+        ),
+        (split, (model, "1"), {}, "cuts are a list of names, as .* but got '1'"),
+        (
+            Costs,
+            (1.0, (1.0,), (1.0,), ()),
+            {},
+            r"Costs: expected forward to be a sequence of number, got 1.0 \(float\)",
+        ),
+        (DeferredBatchNorm, (4,), {"eps": "1e-5"}, "DeferredBatchNorm: expected eps to be a number"),
+    ]
+    for call, args, kwargs, text in wrong:
+        with pytest.raises((TypeError, ValueError), match=text):
+            call(*args, **kwargs)
+    assert type(model[1]) is nn.BatchNorm1d and not model._forward_hooks
+    with pytest.raises(ValueError, match="num_micro_batches must be at least 1"):
+        lower_bound(one_forward_one_backward(2, 4).placement, -3, Costs.uniform(2))
+
+
+def test_integers_of_tensors_and_devices_by_number_or_name_are_still_taken() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = Pipe(model, balance=torch.tensor([1, 1]), devices=("cpu", torch.device("cpu")), chunks=torch.tensor(2))  # type: ignore[arg-type]
+    assert pipe(torch.ones(4, 2)).shape == (4, 2)

@@ -1,0 +1,86 @@
+"""Frozen weights of bitsandbytes under adapters of peft, and its 8-bit optimizers, over shards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import client_low_bit as low_bit
+import pytest
+import torch
+from client_quantised import train_adapters, wide_llama
+from torch import nn
+
+from scale_core.testing import run_ranks
+
+bnb = pytest.importorskip("bitsandbytes")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Of the library itself, about GPUs that are not there.
+
+OPTIMIZERS = ["AdamW8bit", "Lion8bit"]
+
+
+def replaced(make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """A Llama with frozen weights; the projections of its blocks are made by `make`."""
+    model: Any = wide_llama().requires_grad_(False)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(part, name, make(child))
+    return model
+
+
+def in_4_bits(linear: nn.Linear, storage: torch.dtype) -> nn.Module:
+    kinds = {"quant_type": "nf4", "quant_storage": storage}
+    made = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32, **kinds)
+    made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, module=made, **kinds)
+    return made.to("cpu")  # Quantises.
+
+
+def in_8_bits(linear: nn.Linear) -> nn.Module:
+    made = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
+    made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+    return made.to("cpu")
+
+
+WEIGHTS: dict[str, tuple[Callable[[nn.Linear], nn.Module], torch.dtype]] = {
+    "4 bits in bytes": (functools.partial(in_4_bits, storage=torch.uint8), torch.uint8),
+    "4 bits in floats": (functools.partial(in_4_bits, storage=torch.float32), torch.float32),
+    "8 bits": (in_8_bits, torch.int8),
+}
+
+
+def train_all(folder: str) -> dict[str, list[str]]:
+    return {
+        name: train_adapters(lambda make=make: replaced(make), dtype, f"{folder}/{name}")
+        for name, (make, dtype) in WEIGHTS.items()
+    }
+
+
+def test_adapters_on_sharded_quantised_weights_train_and_are_saved_as_on_one_process(tmp_path: Path) -> None:
+    assert run_ranks(train_all, 2, str(tmp_path)) == [{name: [] for name in WEIGHTS}] * 2
+
+
+def make_optimizer(name: str) -> low_bit.Make:
+    return functools.partial(getattr(bnb.optim, name), lr=0.01)
+
+
+def step_all(folder: str) -> dict[str, list[str]]:
+    wrong = {}
+    for name in OPTIMIZERS:
+        wrong[f"{name} on blocks"] = low_bit.trains_on_blocks(make_optimizer(name))
+        wrong[f"{name} under OSS"] = low_bit.trains_under_oss(getattr(bnb.optim, name))
+        wrong[f"{name} in a snapshot"] = low_bit.is_saved_and_goes_on(make_optimizer(name), f"{folder}/{name}")
+    return wrong
+
+
+def test_optimizers_of_8_bits_step_on_shards_as_on_one_process_and_are_read_on_others(tmp_path: Path) -> None:
+    for found in run_ranks(step_all, 2, str(tmp_path)):
+        assert not any(found.values()), found
+    goes_on = functools.partial(low_bit.goes_on_from, make_optimizer(OPTIMIZERS[0]), f"{tmp_path}/{OPTIMIZERS[0]}")
+    (expected,), found_by_rank = run_ranks(goes_on, 1), run_ranks(goes_on, 4)
+    for found in found_by_rank:
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
