@@ -80,8 +80,8 @@ class FSDPOptions(CheckpointOptions):
         lightnings, self._shard_options = _split(options)
         if self._shard_options.get("flatten_parameters"):
             raise ValueError(
-                "flatten_parameters=True merges parameters, so that a checkpoint can't name the optimizer's state: leave "
-                "it out"
+                "flatten_parameters=True merges parameters, so that a checkpoint can't name the optimizer's state: "
+                "leave it out"
             )
         super().__init__(state_dict_type=state_dict_type, **lightnings)
         self._policy = auto_wrap_policy
