@@ -53,9 +53,9 @@ def test_a_path_of_fairscale_can_be_imported(path: str) -> None:
 @pytest.mark.parametrize(
     "path, name, instead",
     [
-        ("fairscale.nn", "MOELayer", "fully_shard"),
-        ("fairscale.nn", "Top2Gate", "fully_shard"),
-        ("fairscale.nn.moe.top2gate", "top2gating", "fully_shard"),
+        ("fairscale.nn", "MOELayer", "scale_moe"),
+        ("fairscale.nn", "Top2Gate", "scale_moe"),
+        ("fairscale.nn.moe.top2gate", "top2gating", "scale_moe"),
         ("fairscale.experimental.nn", "MEVO", "vocab_parallel_cross_entropy"),
         ("fairscale.experimental.nn.ampnet_pipe.pipe", "AMPnetPipe", "DistributedPipe"),
         ("fairscale.experimental.wgit", "Repo", "scale_core.snapshot"),

@@ -123,6 +123,10 @@ def test_the_suggested_command_is_one_that_the_training_program_takes(
         check_options(options, 4)
     for each in found["strategies"]:
         compile("\n".join(each["python"]), "<plan>", "exec")
+    (replicated,) = (each["python"] for each in found["strategies"] if each["title"] == "pipe of 4")
+    assert not any("DistributedDataParallel" in line for line in replicated)
+    several = Strategy("pipe", 4, 2, 4).python("bf16")
+    assert any("DistributedDataParallel" in line for line in several) and "autocast" in several[-1]
     fitting = [each for each in found["strategies"] if each["fits"]]
     assert min(fitting, key=lambda each: each["step_seconds"])["title"] == found["suggested"]
 
@@ -131,7 +135,7 @@ def test_the_suggested_command_is_one_that_the_training_program_takes(
 def test_the_table_names_what_fits_and_the_margin_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--only", "fsdp"]) == 0
     printed = capsys.readouterr().out
-    assert "The cheapest that fits: fsdp\n" in printed and "--parallel fsdp" in printed
+    assert "The fastest that fits: fsdp\n" in printed and "--parallel fsdp" in printed
     peak = found_for("fsdp").peak_bytes
     run_json(capsys, "--only", "fsdp", "--device-memory", f"{peak}B", "--margin", "0.2", code=1)
 

@@ -80,8 +80,8 @@ class FSDPOptions(CheckpointOptions):
         lightnings, self._shard_options = _split(options)
         if self._shard_options.get("flatten_parameters"):
             raise ValueError(
-                "flatten_parameters=True leaves the optimizer without the parameters that a checkpoint names: leave it "
-                "out"
+                "flatten_parameters=True merges parameters, so that a checkpoint can't name the optimizer's state: "
+                "leave it out"
             )
         super().__init__(state_dict_type=state_dict_type, **lightnings)
         self._policy = auto_wrap_policy
@@ -94,10 +94,9 @@ class OSSOptions(CheckpointOptions):
         """Says what is sharded, how, and what a checkpoint is.
 
         Args:
-            state_dict_type: "full" saves one file of whole tensors, which one process and Lightning's own strategies
-                load; "sharded" a folder into which each rank writes its part. Either loads at another number of ranks.
             oss_options: Arguments of `OSS`, such as `elementwise` or `broadcast_fp16`.
-            **options: Of Lightning's `DDPStrategy` and so of `DistributedDataParallel`.
+            **options: `state_dict_type`, as of `scale_fsdp`; all others are those of Lightning's `DDPStrategy` and so
+                of `DistributedDataParallel`.
 
         Raises:
             ValueError: An unknown `state_dict_type`.

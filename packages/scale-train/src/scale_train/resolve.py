@@ -14,7 +14,7 @@ from scale_train.errors import InputError
 from scale_train.model import SIZES, ModelConfig
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 
-# Sizes that nobody means: a typing error would fill the memory before anything is checked.
+# Implausible sizes: a typing error would fill the memory before anything is checked.
 _MOST = {"--layers": 10_000, "--width": 1_000_000, "--heads": 100_000}
 
 # Ranks can share a core, slowly; beyond this they mostly wait for each other.

@@ -137,8 +137,8 @@ def _check_padding(mask: Tensor | None, labels: Tensor | None, *, is_causal: boo
         )
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise ValueError(
-            "expected the zeros of batch['attention_mask'] behind its ones, where no other position attends to them: "
-            'pad on the right, tokenizer.padding_side = "right"'
+            "expected the zeros of batch['attention_mask'] to follow its ones, where no other position attends to "
+            'them: pad on the right, tokenizer.padding_side = "right"'
         )
     if labels is not None and bool((labels[~real] != ignore_index).any()):
         raise ValueError(

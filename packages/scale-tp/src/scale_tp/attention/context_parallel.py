@@ -207,8 +207,8 @@ class _Kernel:
             )
         if self._backward_is_open and in_backward():
             raise ValueError(
-                "a checkpoint computes attention again in a backward pass behind the block of context_parallel, and "
-                "would see this rank's part of the sequence alone: call loss.backward() inside of the block"
+                "a checkpoint computed attention again in a backward pass after the context_parallel block had ended, "
+                "where it sees only this rank's part of the sequence: call loss.backward() inside the block"
             )
         output: Tensor = _OPERATOR.decompose(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

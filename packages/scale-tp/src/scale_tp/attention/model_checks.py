@@ -37,7 +37,7 @@ def checked_models(num_ranks: int) -> Iterator[None]:
 
 
 class ModelCheck:
-    """A forward hook of all modules: a `ValueError` behind the forward of a model that would not compute as a whole."""
+    """A forward hook of all modules: a `ValueError` after the forward of a model that would compute something else."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks

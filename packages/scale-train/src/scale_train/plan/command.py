@@ -1,4 +1,4 @@
-"""`scale-train plan`: a table of what fits, the cheapest of it as a command and as Python, a picture, or JSON.
+"""`scale-train plan`: a table of what fits, the fastest of it as a command and as Python, a picture, or JSON.
 
 Exit codes: 0 something fits; 1 nothing does; 2 wrong input.
 """
@@ -26,7 +26,7 @@ from scale_train.plan.estimate import Estimate, count_parameters, estimate, leas
 from scale_train.plan.model import PlannedModel, planned_model
 from scale_train.plan.options import PlanOptions
 from scale_train.plan.step_time import Rates, step_seconds
-from scale_train.plan.strategies import MAX_MODEL_RANKS, Strategy, strategies
+from scale_train.plan.strategies import Strategy, ranks_per_host, strategies
 from scale_train.resolve import model_config, parse_bytes
 
 NOTHING_FITS = 1
@@ -144,7 +144,7 @@ def _judged(planned: PlannedModel, found: Estimate, options: PlanOptions) -> Pla
     if found.problem:
         return PlanRow(found, False, found.problem, None, None, [])
     usable = memory * (1 - options.margin)
-    per_host = _ranks_per_host(options)
+    per_host = ranks_per_host(options)
     host = found.host_bytes * per_host
     reason = ""
     if found.peak_bytes > usable:
@@ -156,17 +156,13 @@ def _judged(planned: PlannedModel, found: Estimate, options: PlanOptions) -> Pla
     return PlanRow(found, not reason, reason, seconds, command, strategy.python(options.precision))
 
 
-def _ranks_per_host(options: PlanOptions) -> int:
-    return options.ranks_per_host or min(options.ranks, MAX_MODEL_RANKS)
-
-
 def _rates(options: PlanOptions) -> Rates:
     return Rates(
         compute=options.tflops * 1e12,
         link=options.link * 1e9,
         host_link=options.host_link * 1e9,
         memory=options.memory_bandwidth * 1e9,
-        host_memory=options.host_bandwidth * 1e9 / _ranks_per_host(options),
+        host_memory=options.host_bandwidth * 1e9 / ranks_per_host(options),
     )
 
 
@@ -222,7 +218,7 @@ def _print(
         console.print(f"Nothing fits{near}. Take more --ranks, a smaller --batch or --sequence, or --loss-chunk 1024.")
         return
     best = fitting[0]
-    console.print(f"\nThe cheapest that fits: {best.found.strategy.title}")
+    console.print(f"\nThe fastest that fits: {best.found.strategy.title}")
     if best.command is not None:
         console.print(best.command, markup=False, soft_wrap=True)
     for line in best.python:

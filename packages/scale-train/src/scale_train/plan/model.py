@@ -95,7 +95,7 @@ def _from_transformers(path: Path) -> PlannedModel:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise InputError("--config: install transformers, as pip install 'scale-train[transformers]'") from error
+        raise InputError("--config: transformers is not installed: pip install transformers") from error
     try:
         config = AutoConfig.for_model(kind, **{name: value for name, value in content.items() if name != "model_type"})
         config.use_cache = False

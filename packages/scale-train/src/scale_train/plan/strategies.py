@@ -76,7 +76,7 @@ class Strategy:
         lines = ["for block in blocks: scale_checkpoint.apply_checkpointing(block, 'recompute')"] * self.recompute
         bf16 = precision == "bf16"
         policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-        sharding = [word for word, wanted in ((policy, bf16),) if wanted]
+        sharding = [policy] * bf16
         autocast = ["with torch.autocast(device.type, torch.bfloat16): loss = loss_of(model, batch)"] * bf16
         adamw = "optimizer = torch.optim.AdamW(model.parameters(), lr=lr)"
         ddp = "model = DistributedDataParallel(model, gradient_as_bucket_view=True)"
@@ -100,7 +100,13 @@ class Strategy:
                     f"pipe = scale_pipe.DistributedPipe(scale_pipe.split(model, cuts), '1f1b', chunks={self.chunks}, "
                     "process_group=mesh['pipe'].get_group())"
                 )
-                return [*lines, pipe, adamw.replace("model", "pipe"), "loss = pipe.step(tokens, targets)"]
+                group = "mesh['data'].get_group()"
+                replicas = f"DistributedDataParallel(pipe.stages[index], process_group={group})"
+                if self.data_ranks > 1:
+                    pipe += f"\nfor index in pipe.stages: pipe.stages[index] = {replicas}"
+                call = "loss = pipe.step(tokens, targets)"
+                call = f"with torch.autocast(device.type, torch.bfloat16): {call}" if bf16 else call
+                return [*lines, *pipe.splitlines(), adamw.replace("model", "pipe"), call]
             case "tensor-parallel":
                 lines += ["scale_tp.parallelize(model, plan, mesh['model'])"]
                 sharding = ["mesh=mesh['data']", *sharding]
@@ -145,7 +151,7 @@ def _all(options: PlanOptions, num_layers: int | None) -> Iterator[Strategy]:
         if batch % ranks == 0:
             for parallel in ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload"):
                 yield Strategy(parallel, ranks, recompute=recompute)
-        inside = options.ranks_per_host or min(ranks, MAX_MODEL_RANKS)
+        inside = ranks_per_host(options)
         for model_ranks in sorted({2, min(inside, MAX_MODEL_RANKS)}):
             if model_ranks > 1 and ranks % model_ranks == 0 and batch % (ranks // model_ranks) == 0:
                 yield Strategy("tensor-parallel", ranks, model_ranks, recompute=recompute)
@@ -154,6 +160,11 @@ def _all(options: PlanOptions, num_layers: int | None) -> Iterator[Strategy]:
             if stages > 1 and batch % (ranks // stages) == 0:
                 chunks = largest_divisor(batch * stages // ranks, 4 * stages)
                 yield Strategy("pipe", ranks, stages, chunks, recompute)
+
+
+def ranks_per_host(options: PlanOptions) -> int:
+    """Returns how many devices share the memory of one machine."""
+    return options.ranks_per_host or min(options.ranks, MAX_MODEL_RANKS)
 
 
 def largest_divisor(number: int, most: int) -> int:

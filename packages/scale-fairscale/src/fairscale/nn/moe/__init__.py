@@ -1,4 +1,4 @@
-"""Mixture of experts: refused until scale has a layer of its own. Begin with `moe_layer.py`."""
+"""Mixture of experts: refused; scale_moe has the layer. Begin with `moe_layer.py`."""
 
 from fairscale.nn.moe.moe_layer import MOELayer
 from fairscale.nn.moe.top2gate import Top2Gate

@@ -1,13 +1,14 @@
-"""`MOELayer`: can be imported, and is not offered yet."""
+"""`MOELayer`: can be imported, and is not offered."""
 
 from torch import nn
 
 from fairscale._warnings import Refused
 
-_WHY = "scale has no expert-parallel layer yet, and one that only looked like it would train other experts"
+_WHY = "it takes a gate and experts as separate modules, and sums the gradients of experts over the ranks"
 _INSTEAD = (
-    "a model whose experts are plain modules, sharded by scale_fsdp.fully_shard, which gives the same numbers on every "
-    "rank; or FairScale itself"
+    "scale_moe.MoE(dim, hidden_dim, num_experts, "
+    "TokenChoice(2, capacity_factor=1.0, drop_order='choice', normalize_kept=True)), which routes by the same rule; or "
+    "scale_moe.parallelize_experts(model) for a model that is there"
 )
 
 

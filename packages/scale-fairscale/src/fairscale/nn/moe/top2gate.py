@@ -1,4 +1,4 @@
-"""`Top2Gate` and `top2gating`: can be imported, and are not offered yet."""
+"""`Top2Gate` and `top2gating`: can be imported, and are not offered."""
 
 from typing import Any, NoReturn
 
