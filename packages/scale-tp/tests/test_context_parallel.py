@@ -142,6 +142,21 @@ def _plain_models() -> None:
         whole.train()
 
 
+def _labels_that_do_not_count() -> None:
+    """A model of transformers gets the labels to ignore, where they are others than -100."""
+    world = group_of()
+    model = _causal_model("llama")
+    tokens, targets = _tokens(2, LENGTH), _tokens(2, LENGTH)
+    targets[0, :5] = 0
+    with torch.no_grad():
+        logits = model(tokens).logits[:, :-1]
+        expected = F.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=0)
+        part = scale_tp.get_batch_on_this_cp_rank({"input_ids": tokens, "labels": targets}, ignore_index=0)
+        with scale_tp.context_parallel():
+            loss = model(**part).loss
+    torch.testing.assert_close(all_reduce_sum(loss, world) / world.size, expected)
+
+
 def _half_precision() -> None:
     """As far from the sequence in fp32 as the whole sequence in bf16 is."""
     generator = torch.Generator().manual_seed(1)
@@ -165,6 +180,7 @@ def _two_ranks() -> None:
     _models([("llama", "ring", "reentrant"), ("gpt2", "ring", "non-reentrant"), ("llama", "ulysses", "non-reentrant")])
     with _context_axis():
         _plain_models()
+        _labels_that_do_not_count()
         _half_precision()
 
 
@@ -278,7 +294,7 @@ def _behind_the_block() -> None:
     for use_reentrant in (False, True):
         with scale_tp.context_parallel():
             output = checkpoint(attend, x, use_reentrant=use_reentrant)
-        with pytest.raises(ValueError, match=r"call loss.backward\(\) inside of the block"):
+        with pytest.raises(ValueError, match=r"call loss.backward\(\) inside the block"):
             output.sum().backward()
     compiled = torch.compile(attend, backend="eager")
     compiled(x)  # and torch warns of no hook that a block has left behind

@@ -59,6 +59,7 @@ def _shifted() -> tuple[Tensor, Tensor, float]:
             {"input_ids": IDS, "labels": IDS, "attention_mask": ONES * (IDS % 8 < 6)},
             "batch['labels'][batch['attention_mask'] == 0] = -100",
         ),
+        ({"input_ids": IDS, "ignore_index": 0}, "expected ignore_index=-100 in the batch, as the labels are counted"),
         ({"input_ids": IDS, "position_ids": IDS % 4}, "several sequences in a row would attend to one another"),
     ],
 )

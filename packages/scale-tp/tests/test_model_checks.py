@@ -80,3 +80,8 @@ def test_what_is_no_model_or_has_all_that_it_needs_passes() -> None:
 def test_what_would_be_silent_is_refused(model: nn.Module, without: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         _check(model, IDS, **{name: value for name, value in PART.items() if name != without})
+
+
+def test_a_loss_that_would_ignore_other_labels_is_refused() -> None:
+    with pytest.raises(ValueError, match="its loss takes no ignore_index, so it is not that of the whole sequence"):
+        _check(Model(), IDS, **PART, ignore_index=0)

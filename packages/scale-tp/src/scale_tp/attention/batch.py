@@ -69,17 +69,24 @@ def get_batch_on_this_cp_rank(
         loss_process_group: The ranks whose gradients are averaged; None is the data and the context axis together. It
             is needed where there are labels and `process_group` is given.
         is_causal: Whether the model predicts the token after each position, from it and those before.
-        ignore_index: Of labels that do not count.
+        ignore_index: Of labels that do not count. Another than -100 is in the part of a batch with labels, for the
+            model's loss.
 
     Raises:
-        ValueError: The length does not divide; padding stands elsewhere or counts in the labels; sequences are packed.
+        ValueError: The length does not divide; padding stands elsewhere or counts in the labels; sequences are packed;
+            the batch has another `ignore_index`.
     """
     ranks = context_parallel_group(process_group)
     inputs = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
     if inputs is None:
         raise ValueError(f"expected input_ids or inputs_embeds in the batch, got {', '.join(batch) or 'nothing'}")
     length = inputs.shape[1]
-    _check_length(length, ranks)
+    _check_length(length, ranks, ignore_index)
+    if batch.get("ignore_index", ignore_index) != ignore_index:
+        raise ValueError(
+            f"expected ignore_index={ignore_index} in the batch, as the labels are counted, got "
+            f"{batch['ignore_index']}: pass it as get_batch_on_this_cp_rank(batch, ignore_index=...)"
+        )
     whole = dict(batch)
     mask = whole.pop("attention_mask", None)
     real = _check_padding(mask, batch.get("labels"), is_causal=is_causal, ignore_index=ignore_index)
@@ -88,6 +95,8 @@ def get_batch_on_this_cp_rank(
     _check_not_packed(whole["position_ids"], real)
     if whole.get("labels") is not None and is_causal:
         whole["labels"] = whole["shift_labels"] = F.pad(whole["labels"], (0, 1), value=ignore_index)[:, 1:]
+    if whole.get("labels") is not None and ignore_index != -100:  # which a loss of transformers ignores by itself
+        whole["ignore_index"] = ignore_index
     part = {name: _part_of(name, value, length, ranks) for name, value in whole.items()}
     if is_causal:
         part["attention_mask"] = torch.ones_like(part["position_ids"])
@@ -108,13 +117,13 @@ def _part_of(name: str, value: Any, length: int, ranks: Group) -> Any:
     return split_sequence(value, ranks)
 
 
-def _check_length(length: int, ranks: Group) -> None:
+def _check_length(length: int, ranks: Group, ignore_index: int) -> None:
     missing = max(-length % ranks.size, 2 * ranks.size - length if ranks.size > 1 else 0)
     if missing:
         raise ValueError(
             f"expected a length that divides into {ranks.size} ranks, 2 positions or more each, got {length}: pad it "
             f"on the right by {missing}, such as F.pad(input_ids, (0, {missing})) and F.pad(labels, (0, {missing}), "
-            "value=-100)"
+            f"value={ignore_index})"
         )
 
 

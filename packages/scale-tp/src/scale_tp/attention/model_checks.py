@@ -67,6 +67,8 @@ class ModelCheck:
         loss = getattr(module, "loss_function", None) if uses_loss_function else None
         takes = inspect.signature(loss).parameters if callable(loss) else {}
         needed = {"num_items_in_batch"}
+        if "ignore_index" in given:
+            needed.add("ignore_index")
         if "shift_labels" in takes or "shift_labels" in given:
             needed.add("shift_labels")
         if needed - takes.keys():
