@@ -50,6 +50,32 @@ class Windowed(Model):
         pass
 
 
+class Unnumbered(Model):
+    """Accepts positions, as BART does, and does nothing with them."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> None:  # type: ignore[override]
+        pass
+
+
+class Around(Unnumbered):
+    """Hands all on to a model that takes positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+
+
+class Plain(nn.Module):
+    """No model of transformers, such as a wrapper around one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
 def _check(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     ModelCheck(num_ranks=2)(model, args, kwargs, None)
 
@@ -57,6 +83,9 @@ def _check(model: nn.Module, *args: Any, **kwargs: Any) -> None:
 def test_what_is_no_model_or_has_all_that_it_needs_passes() -> None:
     _check(nn.Linear(2, 2), IDS)
     _check(Model(), IDS, **PART)
+    _check(Plain(Unnumbered()), IDS)
+    _check(Around(), IDS)
+    _check(type("ShardedModel", (Model,), {})(), IDS, **PART)  # as fully_shard makes one
     _check(Model(), IDS, None, IDS)  # by position, without labels
     _check(Windowed(), IDS, IDS, IDS, num_items_in_batch=2)  # labels that are not shifted
     _check(Model(sliding_window=8), IDS, **PART)  # as long as the whole sequence
@@ -68,6 +97,8 @@ def test_what_is_no_model_or_has_all_that_it_needs_passes() -> None:
     ("model", "without", "message"),
     [
         (Model(), "position_ids", "Model was called inside of context_parallel without position_ids="),
+        (type("ShardedModel", (Model,), {})(), "position_ids", "ShardedModel was called inside of context_parallel w"),
+        (Unnumbered(), "", "Unnumbered was called inside of context_parallel, and its forward takes no position_ids"),
         (Model(), "shift_labels", "with labels but without shift_labels, so its loss is not that of"),
         (Model(), "num_items_in_batch", "with labels but without num_items_in_batch"),
         (OwnLoss(), "", "OwnLoss was called inside of context_parallel with labels, and its loss takes no num_items"),

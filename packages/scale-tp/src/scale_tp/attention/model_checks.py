@@ -24,6 +24,18 @@ def _signature_of_model(kind: type[nn.Module]) -> inspect.Signature | None:
     return inspect.signature(kind.forward) if is_model else None
 
 
+def _check_inner_models(module: nn.Module) -> None:
+    """Lets a model without `position_ids` pass where one inside of it takes them, which is checked by itself."""
+    signatures = (_signature_of_model(type(inner)) for inner in module.modules())
+    if not any(signature is not None and "position_ids" in signature.parameters for signature in signatures):
+        raise ValueError(
+            f"{type(module).__name__} was called inside of context_parallel, and its forward takes no position_ids, so "
+            "each rank numbers its part of the sequence from 0: take a model whose forward does, such as Llama or "
+            "GPT-2, or train without context_parallel. In a model of your own that needs no positions, write "
+            "def forward(..., position_ids=None)"
+        )
+
+
 @contextmanager
 def checked_models(num_ranks: int) -> Iterator[None]:
     """Checks each model that is called inside."""
@@ -48,8 +60,10 @@ class ModelCheck:
         if signature is None:
             return
         given = signature.bind(module, *args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        if "position_ids" in signature.parameters and given.get("position_ids") is None:
+        given |= kwargs
+        if "position_ids" not in signature.parameters:
+            _check_inner_models(module)
+        elif given.get("position_ids") is None:
             raise ValueError(
                 f"{kind.__name__} was called inside of context_parallel without position_ids=, so each rank numbers "
                 "its part of the sequence from 0: call model(**scale_tp.get_batch_on_this_cp_rank(batch)), or pass "
