@@ -88,6 +88,8 @@ def test_what_is_no_model_or_has_all_that_it_needs_passes() -> None:
     _check(type("ShardedModel", (Model,), {})(), IDS, **PART)  # as fully_shard makes one
     _check(Model(), IDS, None, IDS)  # by position, without labels
     _check(Windowed(), IDS, IDS, IDS, num_items_in_batch=2)  # labels that are not shifted
+    _check(Model(output_router_logits=True), IDS, None, IDS)  # without a loss
+    _check(Model(output_router_logits=True), IDS, **PART, output_router_logits=False)
     _check(Model(sliding_window=8), IDS, **PART)  # as long as the whole sequence
     _check(Model(sliding_window=8, layer_types=["full_attention", "sliding_attention"]), IDS, **PART)
     _check(Model(sliding_window=4, layer_types=["full_attention"]), IDS, **PART)
@@ -103,6 +105,7 @@ def test_what_is_no_model_or_has_all_that_it_needs_passes() -> None:
         (Model(), "num_items_in_batch", "with labels but without num_items_in_batch"),
         (OwnLoss(), "", "OwnLoss was called inside of context_parallel with labels, and its loss takes no num_items"),
         (Windowed(), "", "its loss takes no shift_labels"),
+        (Model(output_router_logits=True), "", "with labels and output_router_logits=True, which adds a loss"),
         (Model(sliding_window=7), "", "layers of sliding_attention (sliding_window=7)"),
         (Model(layer_types=["full_attention", "linear_attention"]), "", "has layers of linear_attention"),
         (Model(sliding_window=9, layer_types=["chunked_attention"]), "", "has layers of chunked_attention"),
@@ -111,6 +114,11 @@ def test_what_is_no_model_or_has_all_that_it_needs_passes() -> None:
 def test_what_would_be_silent_is_refused(model: nn.Module, without: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         _check(model, IDS, **{name: value for name, value in PART.items() if name != without})
+
+
+def test_a_router_loss_that_a_call_asks_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="with labels and output_router_logits=True"):
+        _check(Model(), IDS, **PART, output_router_logits=True)
 
 
 def test_a_loss_that_would_ignore_other_labels_is_refused() -> None:

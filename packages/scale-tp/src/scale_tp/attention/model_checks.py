@@ -1,7 +1,7 @@
 """What a model of transformers computes from its inputs otherwise than a part of a sequence needs it, by its config.
 
 These would be silent: positions that each rank counts from 0, a window that a part is too short to show, and a loss
-that shifts labels within the part, or is the mean of this rank's alone. Nothing of transformers is imported.
+that shifts labels within the part, is the mean of this rank's alone, or is of how its tokens are routed. Nothing of transformers is imported.
 """
 
 from __future__ import annotations
@@ -76,6 +76,15 @@ class ModelCheck:
         if given.get("labels") is None:
             return
         name = f"{type(module).__name__} was called inside of context_parallel with labels"
+        adds_router_loss = given.get("output_router_logits")
+        if adds_router_loss is None:
+            adds_router_loss = getattr(module.config, "output_router_logits", False)
+        if adds_router_loss:
+            raise ValueError(
+                f"{name} and output_router_logits=True, which adds a loss of how the router divides this rank's tokens "
+                "alone, whose mean over the ranks is not that of the whole sequence: set "
+                "model.config.output_router_logits = False, or train without context_parallel"
+            )
         # A model with a loss of its own, as BERT's, accepts these arguments and does nothing with them.
         uses_loss_function = "loss_function" in inspect.unwrap(type(module).forward).__code__.co_names
         loss = getattr(module, "loss_function", None) if uses_loss_function else None
