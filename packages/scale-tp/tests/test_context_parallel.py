@@ -296,6 +296,17 @@ def _behind_the_block() -> None:
             output = checkpoint(attend, x, use_reentrant=use_reentrant)
         with pytest.raises(ValueError, match=r"call loss.backward\(\) inside the block"):
             output.sum().backward()
+    # A block without a backward pass, as for evaluation, says nothing of checkpoints outside, whenever they were made.
+    for use_reentrant in (False, True):
+        before = checkpoint(attend, x.detach().requires_grad_(), use_reentrant=use_reentrant)
+        with scale_tp.context_parallel():
+            output = checkpoint(attend, x, use_reentrant=use_reentrant)
+        with scale_tp.context_parallel():
+            attend(x)
+        behind = checkpoint(attend, x.detach().requires_grad_(), use_reentrant=use_reentrant)
+        (before.sum() + behind.sum()).backward()
+        with pytest.raises(ValueError, match=r"call loss.backward\(\) inside the block"):
+            output.sum().backward()
     compiled = torch.compile(attend, backend="eager")
     compiled(x)  # and torch warns of no hook that a block has left behind
     with scale_tp.context_parallel(), warnings.catch_warnings():

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 from weakref import WeakSet
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
+from scale_core.compat import next_node_number
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_tp.attention.model_checks import checked_models
 from scale_tp.attention.ring import ring_attention
@@ -94,6 +95,11 @@ class _Block:
         self.has_attended = False
         self.has_gone_backward = False
         self.is_complete = False  # left without an error
+        self._first_node = next_node_number()
+
+    def nodes(self) -> range:
+        """The numbers that torch has given to the autograd nodes made in the block until now."""
+        return range(self._first_node, next_node_number())
 
     def attend(
         self,
@@ -173,7 +179,7 @@ class _Kernel:
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
         self._library: torch.library.Library | None = None
-        self._backward_is_open = False  # The last block was left before its backward pass.
+        self._open_nodes: list[range] = []  # of blocks that were left before their backward pass
 
     def enter(self, block: _Block) -> None:
         self._blocks.append(block)
@@ -184,8 +190,11 @@ class _Kernel:
 
     def leave(self, block: _Block) -> None:
         self._blocks.remove(block)
-        self._backward_is_open = block.is_complete and not block.has_gone_backward and torch.is_grad_enabled()
-        if not self._blocks and not self._backward_is_open and self._library is not None:
+        if block.has_gone_backward:
+            self._open_nodes.clear()
+        elif block.is_complete and torch.is_grad_enabled():
+            self._open_nodes.append(block.nodes())
+        if not self._blocks and not self._open_nodes and self._library is not None:
             self._library._destroy()
             self._library = None
 
@@ -205,7 +214,7 @@ class _Kernel:
             return self._blocks[-1].attend(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if self._backward_is_open and in_backward():
+        if self._open_nodes and in_backward() and self._is_of_a_block(torch._C._current_autograd_node()):
             raise ValueError(
                 "a checkpoint computed attention again in a backward pass after the context_parallel block had ended, "
                 "where it sees only this rank's part of the sequence: call loss.backward() inside the block"
@@ -214,6 +223,10 @@ class _Kernel:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return output
+
+    def _is_of_a_block(self, node: Any) -> bool:
+        """Whether the node that goes backward, which a checkpoint computes again for, was made in a block."""
+        return node is None or any(node._sequence_nr() in nodes for nodes in self._open_nodes)
 
 
 _kernel = _Kernel()
