@@ -1,7 +1,8 @@
 """What a model of transformers computes from its inputs otherwise than a part of a sequence needs it, by its config.
 
 These would be silent: positions that each rank counts from 0, a window that a part is too short to show, and a loss
-that shifts labels within the part, is the mean of this rank's alone, or is of how its tokens are routed. Nothing of transformers is imported.
+that shifts labels within the part, is the mean of this rank's alone, or is of how its tokens are routed. Nothing of
+transformers is imported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def _signature_of_model(kind: type[nn.Module]) -> inspect.Signature | None:
 
 def _check_inner_models(module: nn.Module) -> None:
     """Lets a model without `position_ids` pass where one inside of it takes them, which is checked by itself."""
-    signatures = (_signature_of_model(type(inner)) for inner in module.modules())
+    kinds: set[Any] = {type(inner) for inner in module.modules()}
+    signatures = map(_signature_of_model, kinds)
     if not any(signature is not None and "position_ids" in signature.parameters for signature in signatures):
         raise ValueError(
             f"{type(module).__name__} was called inside of context_parallel, and its forward takes no position_ids, so "
