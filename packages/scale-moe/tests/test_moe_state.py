@@ -203,3 +203,32 @@ def routers_differ() -> None:
 
 def test_gradients_that_were_not_averaged_are_found_in_the_next_forward() -> None:
     run_ranks(routers_differ, 2)
+
+
+def other_parameters() -> str:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3, bias=False), "b": torch.nn.Linear(3, 3, bias=False)})
+    average_replicated_gradients(model)
+    os.environ[LIMIT_VARIABLE] = "1"
+    with pytest.raises(TransferError) as caught:
+        model["ab"[dist.get_rank()]](torch.ones(2, 3)).sum().backward()
+    return "\n".join([str(caught.value), *caught.value.__notes__])
+
+
+def test_gradients_of_other_parameters_are_not_mixed() -> None:
+    """Each rank uses one of two parameters of the same shape."""
+    told = run_ranks(other_parameters, 2)
+    assert "in the average of the gradient of 'a.weight' over the ranks [0, 1]" in told[0]
+    assert "in the average of the gradient of 'b.weight' over the ranks [0, 1]" in told[1]
+
+
+def some_shapes() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = torch.nn.ParameterDict({str(n): torch.zeros(shape) for n, shape in enumerate([(), (1,), (5, 2), (0, 3)])})
+    average_replicated_gradients(model)
+    sum((param * (rank + 1)).sum() for param in model.values()).backward()  # type: ignore[union-attr]
+    for param in model.values():
+        assert torch.equal(param.grad, torch.full_like(param, (world + 1) / 2))
+
+
+def test_gradients_of_any_size_are_averaged() -> None:
+    run_ranks(some_shapes, 3)
