@@ -108,7 +108,11 @@ class Experts(ShardedModule):
                     param[expert - first].copy_(drawn)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Returns [R, dim] for the rows [R, dim] of this rank's experts, of which each has so many."""
+        """Returns [R, dim] for the rows [R, dim] of this rank's experts, of which each has so many.
+
+        Raises:
+            ValueError: The counts are not those of this rank's experts, or do not add up to the rows.
+        """
         up = divide_gradient(self.gate_up_proj if self.gated else self.up_proj, self.group.size)
         hidden = grouped_linear(rows, up, counts)
         if self.gated:
