@@ -188,6 +188,13 @@ class MoE(nn.Module):
         self.tokens_per_expert = self.dropped = self.aux_loss = self.z_loss = None
         self._name = f"MoE {_next_number(self.group)}"
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Sets the bias to zero, as after `to_empty`; the router and the experts have a `reset_parameters` each."""
+        self._load = None
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+
     def forward(self, x: Tensor) -> Tensor:
         """Returns [..., dim] for tokens [..., dim]; all ranks of the groups call it together, also those without."""
         if x.dim() < 1 or x.shape[-1] != self.dim:
