@@ -117,6 +117,17 @@ def test_a_loss_that_is_scaled_scales_those_of_the_layer() -> None:
     torch.testing.assert_close(gradient(1.0) * 8, gradient(8.0))
 
 
+def test_one_expert_per_token_trains_its_router() -> None:
+    torch.manual_seed(0)
+    model = MoE(DIM, 6, EXPERTS, 1)
+    assert model.routing == TokenChoice(1, normalize=False)
+    model(torch.randn(5, DIM)).square().sum().backward()
+    assert model.router.weight.grad is not None
+    assert model.router.weight.grad.abs().max() > 1e-4
+    MoE(DIM, 6, 1, TokenChoice(1))  # There is nothing to choose.
+    MoE(DIM, 6, EXPERTS, TokenChoice(1), balance=Balance(0.1))
+
+
 def test_a_bias_stays_in_fp32() -> None:
     model = build().to(torch.bfloat16)
     assert model.router.weight.dtype == torch.bfloat16
@@ -157,6 +168,14 @@ def test_a_layer_on_meta_draws_its_values_later() -> None:
         (
             lambda: MoE(4, 6, 2, TokenChoice(capacity_factor=0.0)),
             "capacity_factor above 0, or None for no limit",
+        ),
+        (
+            lambda: MoE(4, 6, 2, TokenChoice(1)),
+            r"router gets no gradient: write TokenChoice\(1, normalize=False, \.\.\.\)",
+        ),
+        (
+            lambda: MoE(4, 6, 2, TokenChoice(1, normalize=False, capacity_factor=1.0, normalize_kept=True)),
+            r"with normalize_kept=True .* write TokenChoice\(1, normalize=False, normalize_kept=False, ...\)",
         ),
         (lambda: MoE(4, 6, 2, TokenChoice(jitter=1.0)), "jitter from 0 to below 1, got 1.0"),
         (lambda: MoE(4, 6, 2, TokenChoice(drop_order="last")), "drop_order to be one of .*, got 'last'"),  # type: ignore[arg-type]

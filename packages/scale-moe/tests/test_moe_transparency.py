@@ -178,7 +178,8 @@ def compare_all() -> None:
     for _ in range(8):
         num_experts = draw(1, 9)
         tokens = tuple(draw(0, 9) * draw(0, 1) for _ in range(4))
-        compare(Case(num_experts, tokens, TokenChoice(draw(1, min(4, num_experts)))), group_of())
+        top_k = draw(1, min(4, num_experts))
+        compare(Case(num_experts, tokens, TokenChoice(top_k, normalize=top_k > 1)), group_of())
     experts_have_the_bits_of_one_process(group_of())
 
 

@@ -120,7 +120,8 @@ class MoE(nn.Module):
         dim: Features of a token.
         hidden_dim: Features inside an expert.
         num_experts: E. They need not divide by the ranks; there may be fewer than ranks.
-        routing: `TokenChoice` or `ExpertChoice`; a number is `TokenChoice` of so many.
+        routing: `TokenChoice` or `ExpertChoice`; a number is `TokenChoice` of so many, and 1 that with
+            `normalize=False`: its weight, divided by itself, would be 1 and train no router.
         balance: Losses and bias, see `Balance`.
         gated: Experts are down(activation(gate(x)) * up(x)); else down(activation(up(x))).
         activation: A function of tensors.
@@ -169,7 +170,9 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.routing = TokenChoice(top_k=routing) if isinstance(routing, int) else routing
+        if not isinstance(routing, TokenChoice | ExpertChoice):
+            routing = TokenChoice(int(routing), normalize=routing > 1)
+        self.routing = routing
         self.balance = balance or Balance()
         _check_options(dim, hidden_dim, num_experts, self.routing, self.balance)
         self.group = group_of(process_group)
@@ -368,3 +371,11 @@ def _check_options(
         raise ValueError(f"MoE: expected drop_order to be one of {get_args(DropOrder)}, got {routing.drop_order!r}")
     if not 0 <= routing.jitter < 1:
         raise ValueError(f"MoE: expected jitter from 0 to below 1, got {routing.jitter}")
+    is_one = routing.top_k == 1 and num_experts > 1 and not balance.aux_loss_coef
+    if is_one and (routing.normalize or routing.normalize_kept):
+        name = "normalize" if routing.normalize else "normalize_kept"
+        raise ValueError(
+            f"MoE: with {name}=True the weight of a token's one expert is always 1, and the router gets no gradient: "
+            f"write TokenChoice(1, normalize=False{', normalize_kept=False' if routing.normalize_kept else ''}, ...), "
+            "or Balance(aux_loss_coef=0.01) for one that learns to balance alone"
+        )

@@ -175,7 +175,7 @@ def checkpointed(module: nn.Module, use_reentrant: bool) -> nn.Module:
 
 def noise_is_replayed() -> None:
     """A recomputed forward draws the same noise, and so sends the same rows; loads count once."""
-    rule = TokenChoice(1, jitter=0.3, noisy=True)
+    rule = TokenChoice(1, normalize=False, jitter=0.3, noisy=True)
     x = torch.randn(7, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def gradients(wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> list[Tensor]:
