@@ -178,7 +178,18 @@ def test_a_layer_on_meta_draws_its_values_later() -> None:
             r"with normalize_kept=True .* write TokenChoice\(1, normalize=False, normalize_kept=False, ...\)",
         ),
         (lambda: MoE(4, 6, 2, TokenChoice(jitter=1.0)), "jitter from 0 to below 1, got 1.0"),
-        (lambda: MoE(4, 6, 2, TokenChoice(drop_order="last")), "drop_order to be one of .*, got 'last'"),  # type: ignore[arg-type]
+        (
+            lambda: MoE(4, 6, 2, TokenChoice(capacity_factor=1.0, drop_order="last")),
+            "drop_order to be one of .*, got 'last'",
+        ),  # type: ignore[arg-type]
+        (lambda: MoE(4, 6, 2, ExpertChoice(2.0, "relu")), "score_function to be .*, got 'relu'"),  # type: ignore[arg-type]
+        (lambda: MoE(4, 6, 2, TokenChoice(top_groups=2)), r"top_groups=2 .* got num_groups=1: give both"),
+        (lambda: MoE(4, 6, 2, TokenChoice(num_groups=0)), r"got num_groups=0: give both"),
+        (lambda: MoE(4, 6, 2, TokenChoice(drop_order="choice")), "drop_order='choice' .* without a capacity_factor"),
+        (
+            lambda: MoE(4, 6, 2, TokenChoice(normalize_kept=True)),
+            "normalize_kept=True are .* without a capacity_factor",
+        ),
         (lambda: MoE(4, 6, 2, ExpertChoice(), balance=Balance(0.1)), "would have no effect: leave balance= out"),
         (lambda: MoE(4, 6, 2)(torch.zeros(3, 5)), r"expected tokens \[..., 4\], got \[3, 5\]"),
         (

@@ -352,6 +352,7 @@ def _check_options(
     for name, value in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
         if value < 1:
             raise ValueError(f"MoE: expected {name} of at least 1, got {value}")
+    router_scores(torch.zeros(0, num_experts), routing.score_function)
     factor = routing.capacity_factor
     if factor is not None and not 0 < factor < math.inf:
         raise ValueError(f"MoE: expected capacity_factor above 0, or None for no limit, got {factor}")
@@ -366,7 +367,16 @@ def _check_options(
     top_k_routing(
         torch.zeros(0, num_experts), routing.top_k, num_groups=routing.num_groups, top_groups=routing.top_groups
     )
-    router_scores(torch.zeros(0, num_experts), routing.score_function)
+    if routing.num_groups < 1 or (routing.num_groups == 1 and routing.top_groups != 1):
+        raise ValueError(
+            f"MoE: top_groups={routing.top_groups} chooses among num_groups, got num_groups={routing.num_groups}: give "
+            "both, as TokenChoice(8, num_groups=8, top_groups=4), or neither"
+        )
+    if factor is None and (routing.drop_order != "token" or routing.normalize_kept):
+        raise ValueError(
+            f"MoE: drop_order={routing.drop_order!r} and normalize_kept={routing.normalize_kept} are for choices that "
+            "are dropped, and without a capacity_factor none is: give one, as capacity_factor=1.25, or leave them out"
+        )
     if routing.drop_order not in get_args(DropOrder):
         raise ValueError(f"MoE: expected drop_order to be one of {get_args(DropOrder)}, got {routing.drop_order!r}")
     if not 0 <= routing.jitter < 1:
