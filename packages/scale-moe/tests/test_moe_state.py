@@ -254,6 +254,22 @@ def test_gradients_of_other_parameters_are_not_mixed() -> None:
     assert "in the average of the gradient of 'b.weight' over the ranks [0, 1]" in told[1]
 
 
+def replicas_without_a_batch() -> None:
+    for options in (
+        {"balance": Balance(0.1)},
+        {"balance": Balance(z_loss_coef=0.1)},
+        {"balance": Balance(bias_update_rate=0.1)},
+        {"routing": TokenChoice(2, capacity_factor=1.0)},
+        {"routing": ExpertChoice()},
+    ):
+        arguments: Any = {"process_group": Group(), **options}
+        with pytest.raises(ValueError, match=r"process_group has 1 of 2 ranks: say .* by batch_process_group="):
+            MoE(4, 6, 2, **arguments)
+        MoE(4, 6, 2, **arguments, batch_process_group=dist.group.WORLD)
+        MoE(4, 6, 2, **{**arguments, "process_group": None})
+    MoE(4, 6, 2, process_group=Group())  # Nothing looks at the batch.
+
+
 def some_shapes() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = torch.nn.ParameterDict({str(n): torch.zeros(shape) for n, shape in enumerate([(), (1,), (5, 2), (0, 3)])})
@@ -265,3 +281,7 @@ def some_shapes() -> None:
 
 def test_gradients_of_any_size_are_averaged() -> None:
     run_ranks(some_shapes, 3)
+
+
+def test_replicas_of_experts_have_to_say_what_the_batch_is() -> None:
+    run_ranks(replicas_without_a_batch, 2)

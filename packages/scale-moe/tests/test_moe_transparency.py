@@ -85,6 +85,8 @@ class Plain(nn.Module):
 def build(case: Case, group: Group) -> MoE:
     torch.manual_seed(1)
     options: Any = {"gated": case.gated, "process_group": group, "dtype": case.dtype}
+    if group.size == 1:
+        options["batch_process_group"] = group
     shared = nn.Linear(DIM, DIM, dtype=case.dtype) if case.shared else None
     balance = None if isinstance(case.routing, ExpertChoice) else case.balance
     layer = MoE(DIM, HIDDEN, case.num_experts, case.routing, balance=balance, shared_expert=shared, **options)

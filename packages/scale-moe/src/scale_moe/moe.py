@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -128,7 +129,8 @@ class MoE(nn.Module):
         shared_expert: A module for [..., dim] that all tokens go through, whose output is added; each rank has it.
         process_group: The ranks that divide the experts; None is the default group.
         batch_process_group: The ranks whose tokens are one batch to capacities, expert choice and losses; None is
-            `process_group`. With replicas of the experts it is all ranks; `scale_core.Group()` is each rank alone.
+            `process_group`, where that is all ranks or nothing looks at the batch. With replicas of the experts it is
+            the ranks of both axes; `scale_core.Group()` is each rank alone.
         device: Where the parameters are.
         dtype: Their dtype.
 
@@ -176,6 +178,8 @@ class MoE(nn.Module):
         self.balance = balance or Balance()
         _check_options(dim, hidden_dim, num_experts, self.routing, self.balance)
         self.group = group_of(process_group)
+        if batch_process_group is None:
+            _check_batch(self.group, self.routing, self.balance)
         self.batch_group = self.group if batch_process_group is None else group_of(batch_process_group)
         self.dim, self.num_experts, self.aux_loss_scale = dim, num_experts, 1.0
         self.router = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
@@ -388,4 +392,23 @@ def _check_options(
             f"MoE: with {name}=True the weight of a token's one expert is always 1, and the router gets no gradient: "
             f"write TokenChoice(1, normalize=False{', normalize_kept=False' if routing.normalize_kept else ''}, ...), "
             "or Balance(aux_loss_coef=0.01) for one that learns to balance alone"
+        )
+
+
+def _check_batch(group: Group, routing: TokenChoice | ExpertChoice, balance: Balance) -> None:
+    """Raises where other ranks may have replicas of the experts, and what looks at the batch would miss theirs."""
+    uses = {
+        "expert choice": isinstance(routing, ExpertChoice),
+        "capacity_factor": isinstance(routing, TokenChoice) and routing.capacity_factor is not None,
+        "aux_loss_coef": balance.aux_loss_coef,
+        "z_loss_coef": balance.z_loss_coef,
+        "bias_update_rate": balance.bias_update_rate,
+    }
+    used = [name for name, is_used in uses.items() if is_used]
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if used and group.size < world:
+        raise ValueError(
+            f"MoE: {' and '.join(used)} look at the tokens of a batch, and process_group has {group.size} of {world} "
+            "ranks: say whose tokens it holds by batch_process_group=, as the ranks of the data and expert axes "
+            "together (torch.distributed.group.WORLD where these are all), or scale_core.Group() for each rank alone"
         )
