@@ -21,7 +21,15 @@ from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
 from scale_core.testing import run_ranks
-from scale_moe import Balance, ExpertChoice, MoE, TokenChoice, average_replicated_gradients
+from scale_moe import (
+    Balance,
+    ExpertChoice,
+    Experts,
+    MoE,
+    TokenChoice,
+    average_replicated_gradients,
+    parallelize_experts,
+)
 
 DIM, EXPERTS = 4, 5
 
@@ -190,6 +198,9 @@ def test_a_layer_on_meta_draws_its_values_later() -> None:
             lambda: MoE(4, 6, 2, TokenChoice(normalize_kept=True)),
             "normalize_kept=True are .* without a capacity_factor",
         ),
+        (lambda: MoE(4, 6, 2, balance=Balance(-0.1)), "expected aux_loss_coef of Balance to be 0 or above.*got -0.1"),
+        (lambda: MoE(4, 6, 2, balance=Balance(0.1, float("nan"))), "expected z_loss_coef of Balance .*got nan"),
+        (lambda: MoE(4, 6, 2, balance=Balance(bias_update_rate=float("inf"))), "expected bias_update_rate .*got inf"),
         (lambda: MoE(4, 6, 2, ExpertChoice(), balance=Balance(0.1)), "would have no effect: leave balance= out"),
         (lambda: MoE(4, 6, 2)(torch.zeros(3, 5)), r"expected tokens \[..., 4\], got \[3, 5\]"),
         (
@@ -200,6 +211,37 @@ def test_a_layer_on_meta_draws_its_values_later() -> None:
 )
 def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+WRONG: Any = None
+"""An argument of no type that a type checker would let pass."""
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: MoE("4", 6, 2), "MoE: expected dim to be an integer, got '4'"),
+        (
+            lambda: MoE(4, 6, 2, WRONG),
+            "MoE: expected routing to be a TokenChoice, an ExpertChoice or an integer, got N",
+        ),
+        (lambda: MoE(4, 6, 2, gated="false"), "MoE: expected gated to be a bool, got 'false' .*; write gated=False"),
+        (lambda: MoE(4, 6, 2, activation="silu"), "MoE: expected activation to be a function, got 'silu'"),
+        (lambda: MoE(4, 6, 2, balance=0.01), "MoE: expected balance to be a Balance or None, got 0.01"),
+        (lambda: Experts(2, 4, 6, activation="silu"), "Experts: expected activation to be a function, got 'silu'"),
+        (lambda: TokenChoice("2"), "TokenChoice: expected top_k to be an integer, got '2'"),
+        (lambda: ExpertChoice(WRONG), "ExpertChoice: expected capacity_factor to be a number, got None"),
+        (lambda: Balance("0.1"), "Balance: expected aux_loss_coef to be a number, got '0.1'"),
+        (lambda: parallelize_experts(MoE), "parallelize_experts: expected model to be a Module, got the class MoE"),
+        (
+            lambda: average_replicated_gradients([]),
+            "average_replicated_gradients: expected model to be a Module, got an",
+        ),
+    ],
+)
+def test_arguments_of_other_types_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         call()
 
 

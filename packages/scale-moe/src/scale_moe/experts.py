@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_module import ShardedModule
@@ -46,6 +47,7 @@ class ExpertSharding(NamedTuple):
         return Shard.of_ranges(name, self.shape, ranges, (Axis(group, Placement.SHARD),))
 
 
+@checked_arguments
 class Experts(ShardedModule):
     """E feed-forward networks, of which this rank has some; rows come sorted by expert.
 

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from scale_core.arguments import checked_arguments
 from scale_core.autograd_hooks import lacks_autograd_hooks
 from scale_core.comm.collectives import all_gather, all_reduce, peer_to_peer, reduce_scatter
 from scale_core.comm.group import Group, GroupLike, group_of
@@ -19,6 +20,7 @@ from scale_core.errors import TransferError
 from scale_core.shard import is_divided
 
 
+@checked_arguments
 def average_replicated_gradients(model: nn.Module, process_group: GroupLike = None) -> None:
     """Averages gradients of all parameters but the divided ones over the expert axis, in every backward pass.
 

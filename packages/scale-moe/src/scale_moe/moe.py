@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group, GroupLike, group_of
@@ -39,6 +40,7 @@ from scale_moe.routing import (
 from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class TokenChoice:
     """Each token chooses its experts.
@@ -75,6 +77,7 @@ class TokenChoice:
     noisy: bool = False
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class ExpertChoice:
     """Each expert chooses its tokens: ceil(factor * T / E) of those of all ranks of `batch_process_group`.
@@ -88,6 +91,7 @@ class ExpertChoice:
     score_function: ScoreFunction = "softmax"
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Balance:
     """What keeps experts in balance; all of it is off at first.
@@ -107,6 +111,7 @@ class Balance:
     bias_update_rate: float = 0.0
 
 
+@checked_arguments
 class MoE(nn.Module):
     """A mixture of experts that the ranks of a group divide; each rank has tokens of its own.
 
@@ -135,6 +140,7 @@ class MoE(nn.Module):
         dtype: Their dtype.
 
     Raises:
+        TypeError: An argument is of another type.
         ValueError: The sizes or options do not fit each other.
 
     Example:
@@ -356,6 +362,10 @@ def _check_options(
     for name, value in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
         if value < 1:
             raise ValueError(f"MoE: expected {name} of at least 1, got {value}")
+    for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+        value = getattr(balance, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"MoE: expected {name} of Balance to be 0 or above, and finite, got {value}")
     router_scores(torch.zeros(0, num_experts), routing.score_function)
     factor = routing.capacity_factor
     if factor is not None and not 0 < factor < math.inf:
