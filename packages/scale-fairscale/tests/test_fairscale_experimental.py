@@ -94,8 +94,26 @@ def test_a_dynamic_loss_scale_grows_and_shrinks() -> None:
     scaler.step(optimizer)
     with pytest.raises(FloatingPointError, match="Minimum loss scale reached"):
         scaler.update()
+    scaler.update()  # the overflow is past
+    assert scaler.loss_scale == 1.0
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(optimizer, closure=lambda: None)
+
+
+def test_a_dynamic_loss_scale_is_of_several_optimizers() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    first, second = (torch.optim.SGD([weight], lr=1.0) for weight in weights)
+    scaler = DynamicLossScaler(init_scale=4.0, scale_window=100)
+    for factor, scale, expected in ((1.0, 4.0, [0.0, 0.0]), (torch.inf, 2.0, [0.0, -1.0]), (1.0, 2.0, [-1.0, -2.0])):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        scaler.scale((weights[0] * factor).sum() + weights[1].sum()).backward()
+        scaler.step(first)
+        scaler.unscale_(second)
+        scaler.step(second)
+        scaler.update()
+        assert [weight[0].item() for weight in weights] == expected
+        assert scaler.loss_scale == scale
 
 
 def test_the_baseline_of_mevo_is_the_cross_entropy() -> None:
