@@ -65,6 +65,15 @@ def test_an_offloaded_model_says_what_it_cannot_be() -> None:
         OffloadModel(model=layers(), device=device, num_microbatches=2)
 
 
+def test_an_offloaded_model_drops_no_input() -> None:
+    model = OffloadModel(layers(), torch.device("cpu"), checkpoint_activation=True, num_microbatches=3)
+    for inputs in ((torch.ones(6, 4), torch.ones(2, 4)), (torch.ones(6, 4), torch.ones(())), (torch.ones(()),), (1,)):
+        with pytest.raises(ValueError, match=r"num_microbatches=3: expected tensors of one length along dim 0, got"):
+            model(*inputs)
+    with pytest.raises(TypeError, match="mask"):
+        model(torch.ones(6, 4), mask=torch.ones(6, 4))
+
+
 def test_a_traced_model_is_cut_where_values_are_needed_later() -> None:
     inputs = torch.randn(3, 4)
     shards = shard_model(Branching(), shard_count=3)
