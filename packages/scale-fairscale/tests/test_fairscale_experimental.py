@@ -1,5 +1,7 @@
 """`OffloadModel`, `shard_model`, `DynamicLossScaler`, SlowMo and the memory tracker, against plain PyTorch."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fairscale.experimental.nn import BaselineSoftmaxNllLoss, OffloadModel
 from fairscale.experimental.nn.auto_shard import shard_model
@@ -212,6 +215,21 @@ def test_slowmo_is_that_of_the_paper() -> None:
     assert not torch.equal(first["slowmo"][0], second["slowmo"][0])  # between two averages
     for name in ("slowmo", "local", "one node"):
         assert torch.equal(first[name][-1], second[name][-1])
+
+
+def test_slowmo_leaves_no_hook_behind() -> None:
+    before = set(_global_optimizer_pre_hooks)
+    model = SlowMoDistributedDataParallel(layers(), 1)
+    held = weakref.ref(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    assert model._local_sgd is not None  # so the hook has run
+    assert len(set(_global_optimizer_pre_hooks) - before) == 1
+    del model
+    gc.collect()
+    assert held() is None
+    assert set(_global_optimizer_pre_hooks) == before
+    optimizer.step()
 
 
 def test_gossip_and_copies_of_parameters_are_refused() -> None:
