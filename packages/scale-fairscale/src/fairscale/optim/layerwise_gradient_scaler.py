@@ -154,7 +154,7 @@ class _Unscale(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.factor, None
 
 
@@ -163,7 +163,10 @@ def _unscale_inputs(info: LayerInfo, module: nn.Module, args: Any, kwargs: Any) 
     factor = info.scaling_factor
 
     def unscaled(tensor: Tensor) -> Tensor:
-        return _Unscale.apply(tensor, factor) if tensor.requires_grad else tensor
+        if not tensor.requires_grad:
+            return tensor
+        same: Tensor = _Unscale.apply(tensor, factor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return same
 
     return map_tensors(unscaled, (args, kwargs))
 
