@@ -203,3 +203,12 @@ def test_a_scaled_layer_that_writes_to_its_input_is_refused() -> None:
     LayerwiseGradientScaler(module, {"1": 2.0}).scale()
     with pytest.raises(RuntimeError, match="modified inplace"):
         module(torch.ones(1, 4))
+
+
+def test_scaled_layers_that_share_a_parameter_are_refused() -> None:
+    module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))
+    module[2].weight = module[0].weight
+    for name in ("0", "2"):
+        with pytest.raises(ValueError, match=r"'0' and '2', which share 2\.weight"):
+            LayerwiseGradientScaler(module, {name: 2.0})
+    LayerwiseGradientScaler(module, {"1": 2.0})

@@ -60,7 +60,7 @@ class LayerwiseGradientScaler:
 
     Raises:
         AssertionError: A number out of its range.
-        ValueError: A name is none of the model's layers.
+        ValueError: A name is none of the model's layers, or its layer shares a parameter with another one.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class LayerwiseGradientScaler:
             LayerInfo(name, layer, float(layer_scale_dict.get(name, 1.0)), scale_layer=name in layer_scale_dict)
             for name, layer in layers
         ]
+        self._refuse_shared_parameters()
         self._hooks: list[RemovableHandle] = []
 
     def scale(self) -> None:
@@ -134,6 +135,18 @@ class LayerwiseGradientScaler:
     def get_backward_hooks(self) -> list[RemovableHandle]:
         """Returns the hooks that are registered now; none after `unscale`."""
         return self._hooks
+
+    def _refuse_shared_parameters(self) -> None:
+        """The sum of gradients that two layers have scaled cannot be divided."""
+        first: dict[nn.Parameter, LayerInfo] = {}
+        for info in self.layer_info:
+            for name, param in info.layer.named_parameters(recurse=False):
+                other = first.setdefault(param, info)
+                if other is not info and (other.scale_layer or info.scale_layer):
+                    raise ValueError(
+                        f"layer_scale_dict: expected layers with parameters of their own, got {other.layer_name!r} and "
+                        f"{info.layer_name!r}, which share {info.layer_name}.{name}; leave both out of layer_scale_dict"
+                    )
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
