@@ -1,5 +1,5 @@
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -42,9 +42,11 @@ def test_neighbours_are_read_by_one_call_and_each_file_is_opened_once(
     calls: list[tuple[int, int]] = []
     files: list[Path] = []
 
-    def counted_read(descriptor: int, buffers: Sequence[memoryview], begin: int) -> None:
+    def counted_read(
+        descriptor: int, buffers: Sequence[memoryview], begin: int, progress: Callable[[int], None]
+    ) -> None:
         calls.append((len(buffers), begin))
-        read_into(descriptor, buffers, begin)
+        read_into(descriptor, buffers, begin, progress)
 
     def counted_open(path: Path) -> AbstractContextManager[int]:
         files.append(path)

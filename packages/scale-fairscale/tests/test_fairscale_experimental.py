@@ -1,5 +1,7 @@
 """`OffloadModel`, `shard_model`, `DynamicLossScaler`, SlowMo and the memory tracker, against plain PyTorch."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fairscale.experimental.nn import BaselineSoftmaxNllLoss, OffloadModel
 from fairscale.experimental.nn.auto_shard import shard_model
@@ -65,6 +68,15 @@ def test_an_offloaded_model_says_what_it_cannot_be() -> None:
         OffloadModel(model=layers(), device=device, num_microbatches=2)
 
 
+def test_an_offloaded_model_drops_no_input() -> None:
+    model = OffloadModel(layers(), torch.device("cpu"), checkpoint_activation=True, num_microbatches=3)
+    for inputs in ((torch.ones(6, 4), torch.ones(2, 4)), (torch.ones(6, 4), torch.ones(())), (torch.ones(()),), (1,)):
+        with pytest.raises(ValueError, match=r"num_microbatches=3: expected tensors of one length along dim 0, got"):
+            model(*inputs)
+    with pytest.raises(TypeError, match="mask"):
+        model(torch.ones(6, 4), mask=torch.ones(6, 4))
+
+
 def test_a_traced_model_is_cut_where_values_are_needed_later() -> None:
     inputs = torch.randn(3, 4)
     shards = shard_model(Branching(), shard_count=3)
@@ -94,8 +106,26 @@ def test_a_dynamic_loss_scale_grows_and_shrinks() -> None:
     scaler.step(optimizer)
     with pytest.raises(FloatingPointError, match="Minimum loss scale reached"):
         scaler.update()
+    scaler.update()  # the overflow is past
+    assert scaler.loss_scale == 1.0
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(optimizer, closure=lambda: None)
+
+
+def test_a_dynamic_loss_scale_is_of_several_optimizers() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    first, second = (torch.optim.SGD([weight], lr=1.0) for weight in weights)
+    scaler = DynamicLossScaler(init_scale=4.0, scale_window=100)
+    for factor, scale, expected in ((1.0, 4.0, [0.0, 0.0]), (torch.inf, 2.0, [0.0, -1.0]), (1.0, 2.0, [-1.0, -2.0])):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        scaler.scale((weights[0] * factor).sum() + weights[1].sum()).backward()
+        scaler.step(first)
+        scaler.unscale_(second)
+        scaler.step(second)
+        scaler.update()
+        assert [weight[0].item() for weight in weights] == expected
+        assert scaler.loss_scale == scale
 
 
 def test_the_baseline_of_mevo_is_the_cross_entropy() -> None:
@@ -185,6 +215,21 @@ def test_slowmo_is_that_of_the_paper() -> None:
     assert not torch.equal(first["slowmo"][0], second["slowmo"][0])  # between two averages
     for name in ("slowmo", "local", "one node"):
         assert torch.equal(first[name][-1], second[name][-1])
+
+
+def test_slowmo_leaves_no_hook_behind() -> None:
+    before = set(_global_optimizer_pre_hooks)
+    model = SlowMoDistributedDataParallel(layers(), 1)
+    held = weakref.ref(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    assert model._local_sgd is not None  # so the hook has run
+    assert len(set(_global_optimizer_pre_hooks) - before) == 1
+    del model
+    gc.collect()
+    assert held() is None
+    assert set(_global_optimizer_pre_hooks) == before
+    optimizer.step()
 
 
 def test_gossip_and_copies_of_parameters_are_refused() -> None:

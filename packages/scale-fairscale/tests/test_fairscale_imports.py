@@ -51,6 +51,20 @@ def test_a_path_of_fairscale_can_be_imported(path: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "older, path",
+    [
+        ("fairscale.fair_dev.testing", "fairscale.fair_dev.testing.testing"),
+        ("fairscale.utils.testing", "fairscale.fair_dev.testing.testing"),
+        ("fairscale.nn.misc.checkpoint_activations", "fairscale.nn.checkpoint.checkpoint_activations"),
+    ],
+)
+def test_an_older_path_has_the_names_of_the_newer_one(older: str, path: str) -> None:
+    found, expected = importlib.import_module(older), importlib.import_module(path)
+    assert found.__all__ == expected.__all__
+    assert all(getattr(found, name) is getattr(expected, name) for name in expected.__all__)
+
+
+@pytest.mark.parametrize(
     "path, name, instead",
     [
         ("fairscale.nn", "MOELayer", "scale_moe"),

@@ -166,3 +166,49 @@ def test_layers_may_have_scales_of_their_own() -> None:
         LayerwiseGradientScaler(scaled, {}, growth_factor=1.0)
     with pytest.raises(ValueError, match="no layer 'other'"):
         LayerwiseGradientScaler(scaled, {"other": 2.0})
+
+
+class Residual(nn.Module):
+    """With a parameter of its own, attention whose `out_proj` never runs, and branches around its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.position = nn.Parameter(torch.randn(3, 8))
+        self.first = nn.Linear(8, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = inputs + self.position
+        x = x + self.first(input=x)
+        return self.last(self.block(x) + x)
+
+
+def test_scales_of_layers_leave_no_trace_in_gradients_outside_them() -> None:
+    expected, scaled, inputs = Residual(), Residual(), torch.randn(2, 3, 8)
+    expected(inputs).square().sum().backward()
+    names = ["first", "block.norm1", "block.linear1", "block.self_attn.out_proj", "block.linear2", "last"]
+    scaler = LayerwiseGradientScaler(scaled, {name: 2.0 ** (3 + number) for number, name in enumerate(names)})
+    scaler.scale()
+    scaled(inputs).square().sum().backward()
+    assert torch.equal(scaled.first.weight.grad, 8 * expected.first.weight.grad)
+    scaler.unscale()
+    for (name, found), true in zip(scaled.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found.grad, true.grad), name
+
+
+def test_a_scaled_layer_that_writes_to_its_input_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    LayerwiseGradientScaler(module, {"1": 2.0}).scale()
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        module(torch.ones(1, 4))
+
+
+def test_scaled_layers_that_share_a_parameter_are_refused() -> None:
+    module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))
+    module[2].weight = module[0].weight
+    for name in ("0", "2"):
+        with pytest.raises(ValueError, match=r"'0' and '2', which share 2\.weight"):
+            LayerwiseGradientScaler(module, {name: 2.0})
+    LayerwiseGradientScaler(module, {"1": 2.0})

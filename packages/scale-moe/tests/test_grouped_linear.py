@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from scale_core.comm.group import Group
+from scale_moe import Experts
 from scale_moe import grouped_linear as module
 from scale_moe.grouped_linear import grouped_linear
 
@@ -59,3 +61,11 @@ def test_autocast_is_that_of_a_linear_layer() -> None:
         found, plain = grouped_linear(rows, weight, [4]), F.linear(rows, weight[0])
     assert found.dtype == plain.dtype == torch.bfloat16
     assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("counts", [[1, 2], [2, 3], [4], [2, 1, 1], [5, -1]])
+def test_counts_that_do_not_add_up_are_refused(counts: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"expected counts of 2 experts, .* that add up to 4 rows, got \["):
+        grouped_linear(torch.ones(4, 3), torch.ones(2, 5, 3), counts)
+    with pytest.raises(ValueError, match=r"add up to 4 rows"):
+        Experts(2, 3, 5, process_group=Group())(torch.ones(4, 3), counts)

@@ -21,7 +21,15 @@ from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
 from scale_core.testing import run_ranks
-from scale_moe import Balance, ExpertChoice, MoE, TokenChoice, average_replicated_gradients
+from scale_moe import (
+    Balance,
+    ExpertChoice,
+    Experts,
+    MoE,
+    TokenChoice,
+    average_replicated_gradients,
+    parallelize_experts,
+)
 
 DIM, EXPERTS = 4, 5
 
@@ -117,6 +125,17 @@ def test_a_loss_that_is_scaled_scales_those_of_the_layer() -> None:
     torch.testing.assert_close(gradient(1.0) * 8, gradient(8.0))
 
 
+def test_one_expert_per_token_trains_its_router() -> None:
+    torch.manual_seed(0)
+    model = MoE(DIM, 6, EXPERTS, 1)
+    assert model.routing == TokenChoice(1, normalize=False)
+    model(torch.randn(5, DIM)).square().sum().backward()
+    assert model.router.weight.grad is not None
+    assert model.router.weight.grad.abs().max() > 1e-4
+    MoE(DIM, 6, 1, TokenChoice(1))  # There is nothing to choose.
+    MoE(DIM, 6, EXPERTS, TokenChoice(1), balance=Balance(0.1))
+
+
 def test_a_bias_stays_in_fp32() -> None:
     model = build().to(torch.bfloat16)
     assert model.router.weight.dtype == torch.bfloat16
@@ -140,9 +159,12 @@ def test_a_layer_on_meta_draws_its_values_later() -> None:
     with torch.device("meta"):
         model = build()
     model.to_empty(device="cpu")
+    model.expert_bias.fill_(3.0)  # type: ignore[union-attr]  # What empty memory may hold
     torch.manual_seed(0)
     model.router.reset_parameters()
     model.experts.reset_parameters()
+    model.reset_parameters()
+    assert torch.equal(model.expert_bias, torch.zeros(EXPERTS))  # type: ignore[arg-type]
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
 
 
@@ -155,8 +177,30 @@ def test_a_layer_on_meta_draws_its_values_later() -> None:
             lambda: MoE(4, 6, 2, TokenChoice(capacity_factor=0.0)),
             "capacity_factor above 0, or None for no limit",
         ),
+        (
+            lambda: MoE(4, 6, 2, TokenChoice(1)),
+            r"router gets no gradient: write TokenChoice\(1, normalize=False, \.\.\.\)",
+        ),
+        (
+            lambda: MoE(4, 6, 2, TokenChoice(1, normalize=False, capacity_factor=1.0, normalize_kept=True)),
+            r"with normalize_kept=True .* write TokenChoice\(1, normalize=False, normalize_kept=False, ...\)",
+        ),
         (lambda: MoE(4, 6, 2, TokenChoice(jitter=1.0)), "jitter from 0 to below 1, got 1.0"),
-        (lambda: MoE(4, 6, 2, TokenChoice(drop_order="last")), "drop_order to be one of .*, got 'last'"),  # type: ignore[arg-type]
+        (
+            lambda: MoE(4, 6, 2, TokenChoice(capacity_factor=1.0, drop_order="last")),
+            "drop_order to be one of .*, got 'last'",
+        ),  # type: ignore[arg-type]
+        (lambda: MoE(4, 6, 2, ExpertChoice(2.0, "relu")), "score_function to be .*, got 'relu'"),  # type: ignore[arg-type]
+        (lambda: MoE(4, 6, 2, TokenChoice(top_groups=2)), r"top_groups=2 .* got num_groups=1: give both"),
+        (lambda: MoE(4, 6, 2, TokenChoice(num_groups=0)), r"got num_groups=0: give both"),
+        (lambda: MoE(4, 6, 2, TokenChoice(drop_order="choice")), "drop_order='choice' .* without a capacity_factor"),
+        (
+            lambda: MoE(4, 6, 2, TokenChoice(normalize_kept=True)),
+            "normalize_kept=True are .* without a capacity_factor",
+        ),
+        (lambda: MoE(4, 6, 2, balance=Balance(-0.1)), "expected aux_loss_coef of Balance to be 0 or above.*got -0.1"),
+        (lambda: MoE(4, 6, 2, balance=Balance(0.1, float("nan"))), "expected z_loss_coef of Balance .*got nan"),
+        (lambda: MoE(4, 6, 2, balance=Balance(bias_update_rate=float("inf"))), "expected bias_update_rate .*got inf"),
         (lambda: MoE(4, 6, 2, ExpertChoice(), balance=Balance(0.1)), "would have no effect: leave balance= out"),
         (lambda: MoE(4, 6, 2)(torch.zeros(3, 5)), r"expected tokens \[..., 4\], got \[3, 5\]"),
         (
@@ -167,6 +211,37 @@ def test_a_layer_on_meta_draws_its_values_later() -> None:
 )
 def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+WRONG: Any = None
+"""An argument of no type that a type checker would let pass."""
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: MoE("4", 6, 2), "MoE: expected dim to be an integer, got '4'"),
+        (
+            lambda: MoE(4, 6, 2, WRONG),
+            "MoE: expected routing to be a TokenChoice, an ExpertChoice or an integer, got N",
+        ),
+        (lambda: MoE(4, 6, 2, gated="false"), "MoE: expected gated to be a bool, got 'false' .*; write gated=False"),
+        (lambda: MoE(4, 6, 2, activation="silu"), "MoE: expected activation to be a function, got 'silu'"),
+        (lambda: MoE(4, 6, 2, balance=0.01), "MoE: expected balance to be a Balance or None, got 0.01"),
+        (lambda: Experts(2, 4, 6, activation="silu"), "Experts: expected activation to be a function, got 'silu'"),
+        (lambda: TokenChoice("2"), "TokenChoice: expected top_k to be an integer, got '2'"),
+        (lambda: ExpertChoice(WRONG), "ExpertChoice: expected capacity_factor to be a number, got None"),
+        (lambda: Balance("0.1"), "Balance: expected aux_loss_coef to be a number, got '0.1'"),
+        (lambda: parallelize_experts(MoE), "parallelize_experts: expected model to be a Module, got the class MoE"),
+        (
+            lambda: average_replicated_gradients([]),
+            "average_replicated_gradients: expected model to be a Module, got an",
+        ),
+    ],
+)
+def test_arguments_of_other_types_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         call()
 
 
@@ -203,3 +278,52 @@ def routers_differ() -> None:
 
 def test_gradients_that_were_not_averaged_are_found_in_the_next_forward() -> None:
     run_ranks(routers_differ, 2)
+
+
+def other_parameters() -> str:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3, bias=False), "b": torch.nn.Linear(3, 3, bias=False)})
+    average_replicated_gradients(model)
+    os.environ[LIMIT_VARIABLE] = "1"
+    with pytest.raises(TransferError) as caught:
+        model["ab"[dist.get_rank()]](torch.ones(2, 3)).sum().backward()
+    return "\n".join([str(caught.value), *caught.value.__notes__])
+
+
+def test_gradients_of_other_parameters_are_not_mixed() -> None:
+    """Each rank uses one of two parameters of the same shape."""
+    told = run_ranks(other_parameters, 2)
+    assert "in the average of the gradient of 'a.weight' over the ranks [0, 1]" in told[0]
+    assert "in the average of the gradient of 'b.weight' over the ranks [0, 1]" in told[1]
+
+
+def replicas_without_a_batch() -> None:
+    for options in (
+        {"balance": Balance(0.1)},
+        {"balance": Balance(z_loss_coef=0.1)},
+        {"balance": Balance(bias_update_rate=0.1)},
+        {"routing": TokenChoice(2, capacity_factor=1.0)},
+        {"routing": ExpertChoice()},
+    ):
+        arguments: Any = {"process_group": Group(), **options}
+        with pytest.raises(ValueError, match=r"process_group has 1 of 2 ranks: say .* by batch_process_group="):
+            MoE(4, 6, 2, **arguments)
+        MoE(4, 6, 2, **arguments, batch_process_group=dist.group.WORLD)
+        MoE(4, 6, 2, **{**arguments, "process_group": None})
+    MoE(4, 6, 2, process_group=Group())  # Nothing looks at the batch.
+
+
+def some_shapes() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = torch.nn.ParameterDict({str(n): torch.zeros(shape) for n, shape in enumerate([(), (1,), (5, 2), (0, 3)])})
+    average_replicated_gradients(model)
+    sum((param * (rank + 1)).sum() for param in model.values()).backward()  # type: ignore[union-attr]
+    for param in model.values():
+        assert torch.equal(param.grad, torch.full_like(param, (world + 1) / 2))
+
+
+def test_gradients_of_any_size_are_averaged() -> None:
+    run_ranks(some_shapes, 3)
+
+
+def test_replicas_of_experts_have_to_say_what_the_batch_is() -> None:
+    run_ranks(replicas_without_a_batch, 2)

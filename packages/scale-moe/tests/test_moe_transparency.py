@@ -85,6 +85,8 @@ class Plain(nn.Module):
 def build(case: Case, group: Group) -> MoE:
     torch.manual_seed(1)
     options: Any = {"gated": case.gated, "process_group": group, "dtype": case.dtype}
+    if group.size == 1:
+        options["batch_process_group"] = group
     shared = nn.Linear(DIM, DIM, dtype=case.dtype) if case.shared else None
     balance = None if isinstance(case.routing, ExpertChoice) else case.balance
     layer = MoE(DIM, HIDDEN, case.num_experts, case.routing, balance=balance, shared_expert=shared, **options)
@@ -178,7 +180,8 @@ def compare_all() -> None:
     for _ in range(8):
         num_experts = draw(1, 9)
         tokens = tuple(draw(0, 9) * draw(0, 1) for _ in range(4))
-        compare(Case(num_experts, tokens, TokenChoice(draw(1, min(4, num_experts)))), group_of())
+        top_k = draw(1, min(4, num_experts))
+        compare(Case(num_experts, tokens, TokenChoice(top_k, normalize=top_k > 1)), group_of())
     experts_have_the_bits_of_one_process(group_of())
 
 

@@ -1,6 +1,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from scale_train.plan.strategies import Strategy, strategies
 from scale_train.resolve import check_options
 
 TINY = PlanOptions(layers=2, width=32, heads=4, size="tiny", ranks=4, batch=8, sequence=16, precision="fp32", jobs=1)
-SHAPE = ["--size", "tiny", "--layers", "2", "--width", "32", "--heads", "4", "--batch", "8", "--sequence", "16"]
-COMMAND = ["plan", *SHAPE, "--ranks", "4", "--precision", "fp32", "--jobs", "1"]
+OF_ANY = ["plan", "--batch", "8", "--sequence", "16", "--ranks", "4", "--precision", "fp32", "--jobs", "1"]
+COMMAND = [*OF_ANY, "--size", "tiny", "--layers", "2", "--width", "32", "--heads", "4"]
 NUM_PARAMS = sum(param.numel() for param in GPT(ModelConfig(2, 32, 4)).parameters())
 
 
@@ -29,8 +30,10 @@ def found_for(parallel: str, model_ranks: int = 1, options: PlanOptions = TINY, 
     return estimate(planned_model(options), strategy, options)
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict:
-    assert main([*COMMAND, "--json", *arguments]) == code
+def run_json(
+    capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0, command: Sequence[str] = COMMAND
+) -> dict:
+    assert main([*command, "--json", *arguments]) == code
     content: dict = json.loads(capsys.readouterr().out)
     return content
 
@@ -123,8 +126,8 @@ def test_the_suggested_command_is_one_that_the_training_program_takes(
         check_options(options, 4)
     for each in found["strategies"]:
         compile("\n".join(each["python"]), "<plan>", "exec")
-    (replicated,) = (each["python"] for each in found["strategies"] if each["title"] == "pipe of 4")
-    assert not any("DistributedDataParallel" in line for line in replicated)
+    alone = Strategy("pipe", 2, 2, 4).python("fp32")
+    assert not any("DistributedDataParallel" in line or "autocast" in line for line in alone)
     several = Strategy("pipe", 4, 2, 4).python("bf16")
     assert any("DistributedDataParallel" in line for line in several) and "autocast" in several[-1]
     fitting = [each for each in found["strategies"] if each["fits"]]
@@ -162,12 +165,12 @@ def test_a_model_of_ones_own_and_one_of_transformers_are_planned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    found = run_json(capsys, "--factory", f"{__name__}:Blocks", "--only", "fsdp")
+    found = run_json(capsys, "--factory", f"{__name__}:Blocks", "--only", "fsdp", command=OF_ANY)
     assert found["num_parameters"] == 50 * 8 + 3 * 72
     assert all(each["fits"] and each["command"] is None for each in found["strategies"])
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4).save_pretrained(tmp_path)
-    found = run_json(capsys, "--config", str(tmp_path), "--only", "tensor-parallel")
+    found = run_json(capsys, "--config", str(tmp_path), "--only", "tensor-parallel", command=OF_ANY)
     assert [each["reason"] for each in found["strategies"]] == [""] * len(found["strategies"])
 
 
@@ -177,18 +180,21 @@ def test_what_cannot_be_planned_is_one_line_and_code_two(capsys: pytest.CaptureF
     for words, line in (
         (["--only", "zero"], "--only zero: no such way of training; there are ddp, oss,"),
         (["--ranks", "0"], "--ranks 0: at least 1 is needed"),
-        (["--ranks", "5", "--only", "fsdp"], "--batch 8 with --ranks 5: nothing to compare; take a batch that"),
+        (["--ranks", "5", "--only", "fsdp"], "--only fsdp: not possible for this model on 5 ranks with --batch 8"),
         (["--device-memory", "80"], "--device-memory 80: a size is needed, as 5GB or 2GiB"),
         (["--tflops", "0"], "--tflops 0: a number above 0 is needed"),
         (["--margin", "1"], "--margin 1: a part from 0 to below 1 is needed"),
         (["--config", str(tmp_path)], "no config of transformers: it has no model_type"),
         (["--config", "nowhere"], "--config nowhere: No such file or directory"),
+        (["--factory", f"{__name__}:Blocks"], "--size is for models by name, and --factory gives another one"),
+        (["--only", "ddp", "--ranks", "1"], "--only ddp: not possible for this model on 1 ranks"),
         (["--factory", "nowhere"], "--factory nowhere: expected package.module:function, which can be imported"),
         (["--factory", f"{__name__}:no_module"], "expected a torch.nn.Module, got int"),
         (["--size", "huge"], "--size huge: no such size"),
         (["--layers", "1000000"], "--layers 1000000: no model has so many"),
     ):
-        assert main([*COMMAND, *words]) == 2
+        is_named = words[0] not in ("--config", "--factory") or "Blocks" in words[1]
+        assert main([*(COMMAND if is_named else OF_ANY), *words]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and line in err, err
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_module import ShardedModule
@@ -46,6 +47,7 @@ class ExpertSharding(NamedTuple):
         return Shard.of_ranges(name, self.shape, ranges, (Axis(group, Placement.SHARD),))
 
 
+@checked_arguments
 class Experts(ShardedModule):
     """E feed-forward networks, of which this rank has some; rows come sorted by expert.
 
@@ -108,7 +110,11 @@ class Experts(ShardedModule):
                     param[expert - first].copy_(drawn)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Returns [R, dim] for the rows [R, dim] of this rank's experts, of which each has so many."""
+        """Returns [R, dim] for the rows [R, dim] of this rank's experts, of which each has so many.
+
+        Raises:
+            ValueError: The counts are not those of this rank's experts, or do not add up to the rows.
+        """
         up = divide_gradient(self.gate_up_proj if self.gated else self.up_proj, self.group.size)
         hidden = grouped_linear(rows, up, counts)
         if self.gated:

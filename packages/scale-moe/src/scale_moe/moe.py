@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Self, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group, GroupLike, group_of
@@ -38,6 +40,7 @@ from scale_moe.routing import (
 from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class TokenChoice:
     """Each token chooses its experts.
@@ -74,6 +77,7 @@ class TokenChoice:
     noisy: bool = False
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class ExpertChoice:
     """Each expert chooses its tokens: ceil(factor * T / E) of those of all ranks of `batch_process_group`.
@@ -87,6 +91,7 @@ class ExpertChoice:
     score_function: ScoreFunction = "softmax"
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Balance:
     """What keeps experts in balance; all of it is off at first.
@@ -106,6 +111,7 @@ class Balance:
     bias_update_rate: float = 0.0
 
 
+@checked_arguments
 class MoE(nn.Module):
     """A mixture of experts that the ranks of a group divide; each rank has tokens of its own.
 
@@ -120,18 +126,21 @@ class MoE(nn.Module):
         dim: Features of a token.
         hidden_dim: Features inside an expert.
         num_experts: E. They need not divide by the ranks; there may be fewer than ranks.
-        routing: `TokenChoice` or `ExpertChoice`; a number is `TokenChoice` of so many.
+        routing: `TokenChoice` or `ExpertChoice`; a number is `TokenChoice` of so many, and 1 that with
+            `normalize=False`: its weight, divided by itself, would be 1 and train no router.
         balance: Losses and bias, see `Balance`.
         gated: Experts are down(activation(gate(x)) * up(x)); else down(activation(up(x))).
         activation: A function of tensors.
         shared_expert: A module for [..., dim] that all tokens go through, whose output is added; each rank has it.
         process_group: The ranks that divide the experts; None is the default group.
         batch_process_group: The ranks whose tokens are one batch to capacities, expert choice and losses; None is
-            `process_group`. With replicas of the experts it is all ranks; `scale_core.Group()` is each rank alone.
+            `process_group`, where that is all ranks or nothing looks at the batch. With replicas of the experts it is
+            the ranks of both axes; `scale_core.Group()` is each rank alone.
         device: Where the parameters are.
         dtype: Their dtype.
 
     Raises:
+        TypeError: An argument is of another type.
         ValueError: The sizes or options do not fit each other.
 
     Example:
@@ -169,10 +178,14 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.routing = TokenChoice(top_k=routing) if isinstance(routing, int) else routing
+        if not isinstance(routing, TokenChoice | ExpertChoice):
+            routing = TokenChoice(int(routing), normalize=routing > 1)
+        self.routing = routing
         self.balance = balance or Balance()
         _check_options(dim, hidden_dim, num_experts, self.routing, self.balance)
         self.group = group_of(process_group)
+        if batch_process_group is None:
+            _check_batch(self.group, self.routing, self.balance)
         self.batch_group = self.group if batch_process_group is None else group_of(batch_process_group)
         self.dim, self.num_experts, self.aux_loss_scale = dim, num_experts, 1.0
         self.router = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
@@ -187,6 +200,13 @@ class MoE(nn.Module):
         self._load: Tensor | None = None
         self.tokens_per_expert = self.dropped = self.aux_loss = self.z_loss = None
         self._name = f"MoE {_next_number(self.group)}"
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Sets the bias to zero, as after `to_empty`; the router and the experts have a `reset_parameters` each."""
+        self._load = None
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [..., dim] for tokens [..., dim]; all ranks of the groups call it together, also those without."""
@@ -342,6 +362,11 @@ def _check_options(
     for name, value in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
         if value < 1:
             raise ValueError(f"MoE: expected {name} of at least 1, got {value}")
+    for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+        value = getattr(balance, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"MoE: expected {name} of Balance to be 0 or above, and finite, got {value}")
+    router_scores(torch.zeros(0, num_experts), routing.score_function)
     factor = routing.capacity_factor
     if factor is not None and not 0 < factor < math.inf:
         raise ValueError(f"MoE: expected capacity_factor above 0, or None for no limit, got {factor}")
@@ -356,8 +381,44 @@ def _check_options(
     top_k_routing(
         torch.zeros(0, num_experts), routing.top_k, num_groups=routing.num_groups, top_groups=routing.top_groups
     )
-    router_scores(torch.zeros(0, num_experts), routing.score_function)
+    if routing.num_groups < 1 or (routing.num_groups == 1 and routing.top_groups != 1):
+        raise ValueError(
+            f"MoE: top_groups={routing.top_groups} chooses among num_groups, got num_groups={routing.num_groups}: give "
+            "both, as TokenChoice(8, num_groups=8, top_groups=4), or neither"
+        )
+    if factor is None and (routing.drop_order != "token" or routing.normalize_kept):
+        raise ValueError(
+            f"MoE: drop_order={routing.drop_order!r} and normalize_kept={routing.normalize_kept} are for choices that "
+            "are dropped, and without a capacity_factor none is: give one, as capacity_factor=1.25, or leave them out"
+        )
     if routing.drop_order not in get_args(DropOrder):
         raise ValueError(f"MoE: expected drop_order to be one of {get_args(DropOrder)}, got {routing.drop_order!r}")
     if not 0 <= routing.jitter < 1:
         raise ValueError(f"MoE: expected jitter from 0 to below 1, got {routing.jitter}")
+    is_one = routing.top_k == 1 and num_experts > 1 and not balance.aux_loss_coef
+    if is_one and (routing.normalize or routing.normalize_kept):
+        name = "normalize" if routing.normalize else "normalize_kept"
+        raise ValueError(
+            f"MoE: with {name}=True the weight of a token's one expert is always 1, and the router gets no gradient: "
+            f"write TokenChoice(1, normalize=False{', normalize_kept=False' if routing.normalize_kept else ''}, ...), "
+            "or Balance(aux_loss_coef=0.01) for one that learns to balance alone"
+        )
+
+
+def _check_batch(group: Group, routing: TokenChoice | ExpertChoice, balance: Balance) -> None:
+    """Raises where other ranks may have replicas of the experts, and what looks at the batch would miss theirs."""
+    uses = {
+        "expert choice": isinstance(routing, ExpertChoice),
+        "capacity_factor": isinstance(routing, TokenChoice) and routing.capacity_factor is not None,
+        "aux_loss_coef": balance.aux_loss_coef,
+        "z_loss_coef": balance.z_loss_coef,
+        "bias_update_rate": balance.bias_update_rate,
+    }
+    used = [name for name, is_used in uses.items() if is_used]
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if used and group.size < world:
+        raise ValueError(
+            f"MoE: {' and '.join(used)} look at the tokens of a batch, and process_group has {group.size} of {world} "
+            "ranks: say whose tokens it holds by batch_process_group=, as the ranks of the data and expert axes "
+            "together (torch.distributed.group.WORLD where these are all), or scale_core.Group() for each rank alone"
+        )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import compat
+from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.same_call import check_same_call
 from scale_core.optim.step_checks import register_replaced
@@ -30,6 +31,7 @@ from scale_moe.token_dispatcher import combine, dispatch, experts_per_rank, plan
 _logger = logging.getLogger(__name__)
 
 
+@checked_arguments
 def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn.Module:
     """Divides the experts of a model between ranks, in place; each rank has tokens of its own.
 

@@ -73,7 +73,7 @@ def optimizer_of(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def one_process() -> tuple[list[float], list[float], Net]:
-    model = Net(process_group=Group())
+    model = Net(process_group=Group(), batch_process_group=Group())
     return *train(model, optimizer_of(model.parameters()), alone=True), model
 
 
@@ -101,7 +101,7 @@ def compare(found: tuple[list[float], list[float]], model: nn.Module, optimizer:
     assert found[0] == pytest.approx(losses, rel=1e-5)
     assert found[1] == pytest.approx(norms, rel=1e-5)
     save_snapshot(folder, 1, sharded_state_dict(model, optimizer))
-    alone = Net(process_group=Group())
+    alone = Net(process_group=Group(), batch_process_group=Group())
     fresh = optimizer_of(alone.parameters())
     read = load_snapshot(folder, partial(target_state_dict, alone, fresh), Group())
     load_sharded_state_dict(read.state, alone, fresh, copy=False)
@@ -156,7 +156,7 @@ def wrappers_that_average_over_one_group(folder: str) -> None:
         with pytest.raises(ValueError, match=r"blocks.0.moe.experts.gate_up_proj' is a part .* its layer divides"):
             wrap(Net(**options))
     with pytest.raises(ValueError, match=r"is divided over the ranks .* by a layer that computes with its piece"):
-        AdaScale(optimizer_of(Net(process_group=mesh["expert"]).parameters()), process_group=dist.group.WORLD)
+        AdaScale(optimizer_of(Net(**options).parameters()), process_group=dist.group.WORLD)
 
 
 class Checkpointed(nn.Module):
@@ -175,7 +175,7 @@ def checkpointed(module: nn.Module, use_reentrant: bool) -> nn.Module:
 
 def noise_is_replayed() -> None:
     """A recomputed forward draws the same noise, and so sends the same rows; loads count once."""
-    rule = TokenChoice(1, jitter=0.3, noisy=True)
+    rule = TokenChoice(1, normalize=False, jitter=0.3, noisy=True)
     x = torch.randn(7, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def gradients(wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> list[Tensor]:
@@ -199,7 +199,7 @@ def noise_is_replayed() -> None:
 
 def stage_layers(group: GroupLike) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [Block(process_group=group) for _ in range(2)]
+    blocks = [Block(process_group=group, batch_process_group=group) for _ in range(2)]
     for block in blocks:
         block.moe.aux_loss_scale = 1 / 2  # The loss of two micro-batches is their mean.
     return nn.Sequential(blocks[0], nn.Linear(DIM, DIM), blocks[1], nn.Linear(DIM, 3))

@@ -1,7 +1,8 @@
-"""`LayerwiseGradientScaler`: a scale of its own for the gradients of each layer, between it and the next one.
+"""`LayerwiseGradientScaler`: a scale of its own for the gradients inside each layer.
 
-Layers run one after the other. A hook multiplies the gradient of a layer's output by its scale over that of the layer
-after it, so that the gradient inside is `scale` times the true one, and `unscale` divides what its parameters got.
+Hooks multiply the gradient of a layer's output by its scale, and divide those of its inputs by it. So the gradient
+inside is `scale` times the true one, and `unscale` divides what its parameters got. Between layers, where residuals and
+parameters of other modules are, gradients have their true values; their dtype must be able to hold these.
 Where a layer's gradient overflows, that step is skipped and its scale shrinks.
 """
 
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from scale_core.tree import tensors_in
+from scale_core.tree import map_tensors, tensors_in
 
 _FP32 = torch.finfo(torch.float32)
 
@@ -33,6 +34,7 @@ class LayerInfo:
         found_inf_or_nan: Whether one of them was not finite since the last `update`.
         growth_tracker: Steps in a row in which all were.
         scale_layer: Whether it has a scale of its own.
+        has_run: Whether the gradients of its parameters are scaled; a layer whose parameters alone are used never runs.
     """
 
     layer_name: str
@@ -41,13 +43,14 @@ class LayerInfo:
     found_inf_or_nan: bool = False
     growth_tracker: int = 0
     scale_layer: bool = False
+    has_run: bool = False
 
 
 class LayerwiseGradientScaler:
     """Scales gradients layer by layer: `scale()`, `loss.backward()`, `unscale()`, `step(optimizer)`, `update()`.
 
     Args:
-        model: Its layers run in the order in which they are registered.
+        model: Its layers are the modules without modules of their own.
         layer_scale_dict: The first scale of layers, by qualified name; others have the scale 1.
         growth_factor: Above 1.
         backoff_factor: Below 1.
@@ -57,7 +60,7 @@ class LayerwiseGradientScaler:
 
     Raises:
         AssertionError: A number out of its range.
-        ValueError: A name is none of the model's layers.
+        ValueError: A name is none of the model's layers, or its layer shares a parameter with another one.
     """
 
     def __init__(
@@ -83,23 +86,27 @@ class LayerwiseGradientScaler:
             LayerInfo(name, layer, float(layer_scale_dict.get(name, 1.0)), scale_layer=name in layer_scale_dict)
             for name, layer in layers
         ]
+        self._refuse_shared_parameters()
         self._hooks: list[RemovableHandle] = []
 
     def scale(self) -> None:
         """Registers the hooks of the pass that comes."""
         self._remove_hooks()
-        after = 1.0  # of what the last layer's gradient comes from
-        for info in reversed(self.layer_info):
-            factor, after = info.scaling_factor / after, info.scaling_factor
-            self._hooks.append(info.layer.register_forward_hook(functools.partial(_scale_gradient, factor)))
+        for info in self.layer_info:
+            if info.scaling_factor != 1.0:
+                before, after = functools.partial(_unscale_inputs, info), functools.partial(_scale_gradient, info)
+                self._hooks.append(info.layer.register_forward_pre_hook(before, with_kwargs=True))
+                self._hooks.append(info.layer.register_forward_hook(after))
 
     def unscale(self) -> None:
         """Divides the gradients of each layer's parameters by its scale."""
         for info in self.layer_info:
             grads = [param.grad for param in info.layer.parameters(recurse=False) if param.grad is not None]
             info.found_inf_or_nan |= not _finite(grads)
-            for grad in grads:
-                grad.div_(info.scaling_factor)
+            if info.has_run:
+                for grad in grads:
+                    grad.div_(info.scaling_factor)
+            info.has_run = False
         self._remove_hooks()
 
     def step(self, optimizer: Optimizer) -> None:
@@ -129,14 +136,58 @@ class LayerwiseGradientScaler:
         """Returns the hooks that are registered now; none after `unscale`."""
         return self._hooks
 
+    def _refuse_shared_parameters(self) -> None:
+        """The sum of gradients that two layers have scaled cannot be divided."""
+        first: dict[nn.Parameter, LayerInfo] = {}
+        for info in self.layer_info:
+            for name, param in info.layer.named_parameters(recurse=False):
+                other = first.setdefault(param, info)
+                if other is not info and (other.scale_layer or info.scale_layer):
+                    raise ValueError(
+                        f"layer_scale_dict: expected layers with parameters of their own, got {other.layer_name!r} and "
+                        f"{info.layer_name!r}, which share {info.layer_name}.{name}; leave both out of layer_scale_dict"
+                    )
+
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
 
-def _scale_gradient(factor: float, module: nn.Module, inputs: Any, output: Any) -> None:
-    """After a layer's forward: its output's gradient is multiplied on its way in."""
+class _Unscale(torch.autograd.Function):
+    """Returns a tensor as it is, and divides its gradient.
+
+    A view with a hook would lose the hook where the layer writes to its input, as `nn.ReLU(inplace=True)`; here torch
+    raises.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.factor, None
+
+
+def _unscale_inputs(info: LayerInfo, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Before a layer's forward: its inputs' gradients are divided on their way out."""
+    factor = info.scaling_factor
+
+    def unscaled(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        same: Tensor = _Unscale.apply(tensor, factor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return same
+
+    return map_tensors(unscaled, (args, kwargs))
+
+
+def _scale_gradient(info: LayerInfo, module: nn.Module, args: Any, output: Any) -> None:
+    """After a layer's forward: its outputs' gradients are multiplied on their way in."""
+    factor = info.scaling_factor
+    info.has_run = True
     for tensor in tensors_in(output):
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: grad * factor)

@@ -136,7 +136,7 @@ def full_optim_state_dict(
     return {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": groups, **extra}
 
 
-@checked_arguments
+@checked_arguments(own="full")
 def shard_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, optimizer: OptimizerLike | None = None
 ) -> dict[str, Any]:

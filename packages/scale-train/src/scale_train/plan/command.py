@@ -215,7 +215,7 @@ def _print(
             (row for row in rows if not row.found.problem), key=lambda row: row.found.peak_bytes, default=None
         )
         near = "" if smallest is None else f"; {smallest.found.strategy.title} needs least: {smallest.reason}"
-        console.print(f"Nothing fits{near}. Take more --ranks, a smaller --batch or --sequence, or --loss-chunk 1024.")
+        console.print(f"Nothing fits{near}. Take more --ranks, or a smaller --batch or --sequence.")
         return
     best = fitting[0]
     console.print(f"\nThe fastest that fits: {best.found.strategy.title}")

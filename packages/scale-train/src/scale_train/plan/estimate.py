@@ -119,7 +119,7 @@ def estimate(planned: PlannedModel, strategy: Strategy, options: PlanOptions) ->
         return _estimate_replica(planned, strategy, options)
     except InputError:
         raise
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError.
         return Estimate(strategy, problem=str(error).splitlines()[0])
 
 

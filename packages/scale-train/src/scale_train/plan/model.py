@@ -63,6 +63,8 @@ def planned_model(options: PlanOptions) -> PlannedModel:
     """Returns what options name; an InputError where they name nothing, or two things."""
     if options.config is not None and options.factory is not None:
         raise InputError("--config and --factory: one model is planned at a time; take one of them")
+    if options.config is not None or options.factory is not None:
+        _check_no_sizes(options)
     if options.factory is not None:
         return _from_factory(options.factory)
     if options.config is not None:
@@ -81,6 +83,15 @@ def planned_model(options: PlanOptions) -> PlannedModel:
         (ATTENTION_RULE,),
         size=options.size if options.vocabulary == ModelConfig.vocabulary else None,
     )
+
+
+def _check_no_sizes(options: PlanOptions) -> None:
+    """Refuses options of models by name beside another model, where they would have no effect."""
+    defaults, source = PlanOptions(), "--config" if options.config is not None else "--factory"
+    for name in ("size", "layers", "width", "heads", "vocabulary", "loss_chunk"):
+        if getattr(options, name) != getattr(defaults, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} is for models by name, and {source} gives another one; leave one of them out")
 
 
 def _from_transformers(path: Path) -> PlannedModel:

@@ -133,6 +133,11 @@ def strategies(options: PlanOptions, num_layers: int | None) -> list[Strategy]:
         for strategy in _all(options, num_layers)
         if not options.only or strategy.parallel in options.only or (strategy.parallel == "none" and not options.only)
     ]
+    if not found and options.only and list(_all(options, num_layers)):
+        raise InputError(
+            f"--only {' '.join(options.only)}: not possible for this model on {options.ranks} ranks with --batch "
+            f"{options.batch}; there are {', '.join(sorted({each.parallel for each in _all(options, num_layers)}))}"
+        )
     if not found:
         raise InputError(
             f"--batch {options.batch} with --ranks {options.ranks}: nothing to compare; take a batch that the ranks "

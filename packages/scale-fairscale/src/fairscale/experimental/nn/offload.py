@@ -92,13 +92,23 @@ class OffloadModel(nn.Module):
             for part in parts
         )
 
-    def forward(self, *inputs: Any, **_: Any) -> Any:
-        """Runs the parts, one after the other, on each micro-batch, and puts their outputs together along dim 0."""
+    def forward(self, *inputs: Any) -> Any:
+        """Runs the parts, one after the other, on each micro-batch, and puts their outputs together along dim 0.
+
+        Raises:
+            ValueError: Tensors of different lengths along dim 0, or none, which are no micro-batches.
+        """
         moved = [each.to(self.device) if isinstance(each, Tensor) else each for each in inputs]
         if self.num_microbatches == 1:
             return self._run(moved)
+        shapes = [tuple(each.shape) for each in moved if isinstance(each, Tensor)]
+        if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches}: expected tensors of one length along dim 0, got the shapes "
+                f"{shapes}; give tensors of one length, or OffloadModel(..., num_microbatches=1)"
+            )
         chunks = [each.chunk(self.num_microbatches) if isinstance(each, Tensor) else None for each in moved]
-        count = min(len(chunk) for chunk in chunks if chunk is not None)
+        count = next(len(chunk) for chunk in chunks if chunk is not None)
         outputs = [
             self._run([each if chunk is None else chunk[number] for each, chunk in zip(moved, chunks, strict=True)])
             for number in range(count)

@@ -36,18 +36,19 @@ class DynamicLossScaler:
         self.tolerance, self.threshold, self.min_loss_scale = tolerance, threshold, min_loss_scale
         self._iter, self._last_overflow_iter, self._last_rescale_iter = 0, -1, -1
         self._overflows_since_rescale = 0
-        self._has_overflow = self._is_unscaled = False
+        self._has_overflow = False
+        self._unscaled: set[int] = set()  # The ids of optimizers.
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Returns the loss times the scale."""
         return self.loss_scale * outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients by the scale, in place, once before each `update`."""
-        if not self._is_unscaled:
+        """Divides the gradients by the scale, in place, once for each optimizer before each `update`."""
+        if id(optimizer) not in self._unscaled:
             for grad in _grads(optimizer):
                 grad.div_(self.loss_scale)
-        self._is_unscaled = True
+        self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Divides the gradients by the scale and steps, or skips the step if one is not finite.
@@ -57,8 +58,9 @@ class DynamicLossScaler:
         """
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported: call backward() before, and step without one")
-        self._check_overflow(optimizer)
-        if not self._has_overflow:
+        is_finite = all(bool(torch.isfinite(grad).all()) for grad in _grads(optimizer))
+        self._has_overflow |= not is_finite
+        if is_finite:
             self.unscale_(optimizer)
             optimizer.step(*args, **kwargs)
 
@@ -68,13 +70,16 @@ class DynamicLossScaler:
         Raises:
             FloatingPointError: The scale would be less than `min_loss_scale`.
         """
-        if self._has_overflow:
-            self._shrink()
-        elif (self._iter - self._last_overflow_iter) % self.scale_window == 0:
-            self.loss_scale *= self.scale_factor
-            self._last_rescale_iter = self._iter
-        self._iter += 1
-        self._has_overflow = self._is_unscaled = False
+        try:
+            if self._has_overflow:
+                self._shrink()
+            elif (self._iter - self._last_overflow_iter) % self.scale_window == 0:
+                self.loss_scale *= self.scale_factor
+                self._last_rescale_iter = self._iter
+        finally:  # So that a loop that catches the error can go on.
+            self._iter += 1
+            self._has_overflow = False
+            self._unscaled.clear()
 
     def _shrink(self) -> None:
         before = self.loss_scale
@@ -87,14 +92,11 @@ class DynamicLossScaler:
                 self.loss_scale = max(self.loss_scale, self.threshold)
             self._last_rescale_iter, self._overflows_since_rescale = self._iter, 0
         if self.loss_scale <= self.min_loss_scale:
-            self.loss_scale = before  # So that a loop that catches the error can go on.
+            self.loss_scale = before
             raise FloatingPointError(
                 f"Minimum loss scale reached ({self.min_loss_scale}): the loss is probably exploding. Lower the "
                 "learning rate, clip gradients, or take a larger batch"
             )
-
-    def _check_overflow(self, optimizer: Optimizer) -> None:
-        self._has_overflow = not all(bool(torch.isfinite(grad).all()) for grad in _grads(optimizer))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the scale."""

@@ -153,27 +153,12 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ) -> None:
-        given = locals()
-        if process_group_reduce_scatter is not None and not _is_group(process_group_reduce_scatter):
-            raise TypeError(
-                f"unsupported type for reduce_scatter process group: {type(process_group_reduce_scatter).__name__}; "
-                "leave process_group_reduce_scatter out: all collectives go over process_group"
-            )
-        for name, (default, now) in _WITHOUT_EFFECT.items():
-            if given[name] != default and not isinstance(given[name], ProcessGroupName):
-                warn_argument("FullyShardedDataParallel", name, f"has no effect, leave it out: {now}")
-        if cpu_offload:
-            warn_argument("FullyShardedDataParallel", "cpu_offload", "write move_params_to_cpu=True")
+        _warn_of_arguments(locals())
         move_params_to_cpu = move_params_to_cpu or cpu_offload
         computed_in = compute_dtype if mixed_precision else None  # Else it says only what outer wrappers cast to.
         if force_input_to_fp32 and not mixed_precision:
             computed_in = torch.float32
-        held = [
-            (place.name, place.param)
-            for place in (managed_params(module) if dist.is_initialized() else ())
-            if not place.param.is_meta and unit_shard_of(place.param) is None
-        ]
-        digests = digests_of([param for _, param in held])
+        weights = _weights_of(module)
         options = {
             "process_group": getattr(process_group, "tracked_group", process_group),
             "reshard_after_forward": reshard_after_forward,
@@ -190,8 +175,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
             "sync_module_states": False,
         }
         super().__init__(module, **cast(Any, options))
-        lines = [f"{name}: {digest}" for (name, _), digest in zip(held, digests, strict=True)]
-        self._weights: _Weights | None = _Weights.of(lines, self._unit)
+        self._weights: _Weights | None = _Weights.of(weights, self._unit)
         self._mixed_precision = mixed_precision
         # What programs read, as FairScale derives it.
         self.fp32_reduce_scatter = bool(fp32_reduce_scatter)
@@ -538,6 +522,36 @@ def auto_wrap_bn(
         return module
     with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
         return auto_wrap(module)
+
+
+def _warn_of_arguments(given: Mapping[str, Any]) -> None:
+    """Warns of the arguments that have no effect, or another name.
+
+    Raises:
+        TypeError: `process_group_reduce_scatter` is no group.
+    """
+    group = given["process_group_reduce_scatter"]
+    if group is not None and not _is_group(group):
+        raise TypeError(
+            f"unsupported type for reduce_scatter process group: {type(group).__name__}; "
+            "leave process_group_reduce_scatter out: all collectives go over process_group"
+        )
+    for name, (default, now) in _WITHOUT_EFFECT.items():
+        if given[name] != default and not isinstance(given[name], ProcessGroupName):
+            warn_argument("FullyShardedDataParallel", name, f"has no effect, leave it out: {now}")
+    if given["cpu_offload"]:
+        warn_argument("FullyShardedDataParallel", "cpu_offload", "write move_params_to_cpu=True")
+
+
+def _weights_of(module: nn.Module) -> list[str]:
+    """A line for each parameter that is about to be sharded, equal where its values are; none in one process."""
+    held = [
+        (place.name, place.param)
+        for place in (managed_params(module) if dist.is_initialized() else ())
+        if not place.param.is_meta and unit_shard_of(place.param) is None
+    ]
+    digests = digests_of([param for _, param in held])
+    return [f"{name}: {digest}" for (name, _), digest in zip(held, digests, strict=True)]
 
 
 def _is_group(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fairscale._warnings import refuse, warn_argument
+from scale_core.autograd_hooks import weak_hook
 from scale_core.comm.collectives import all_reduce, broadcast
 from scale_core.comm.group import Group, group_of
 from scale_oss import LocalSGD
@@ -113,7 +115,9 @@ class SlowMoDistributedDataParallel(nn.Module):
             broadcast(tensor.data, self._nodes).wait()
         self._local_sgd: LocalSGD | None = None
         self._num_steps = 0
-        self._hook: RemovableHandle | None = register_optimizer_step_pre_hook(self._before_first_step)
+        # torch holds it for all optimizers; it must not keep a module that is gone.
+        self._hook: RemovableHandle = register_optimizer_step_pre_hook(weak_hook(self._before_first_step))
+        weakref.finalize(self, self._hook.remove)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; its gradients are averaged within the node."""
@@ -147,9 +151,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         Raises:
             NotImplementedError: `fp32_params`, or an optimizer of other parameters than the module's.
         """
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._hook.remove()
         if fp32_params is not None or (self.slowmo_momentum and self._local_sgd is None):
             refuse(
                 "perform_slowmo() with an optimizer of copies of the parameters",
