@@ -1,9 +1,37 @@
-"""Integers as users give them: NumPy's and tensors of one element count as integers, booleans do not."""
+"""Arguments as users give them, checked without loading more than the standard library.
+
+Of integers, NumPy's and tensors of one element count, booleans do not.
+"""
 
 from __future__ import annotations
 
+import functools
 import operator
-from typing import SupportsIndex
+from collections.abc import Callable
+from typing import Any, SupportsIndex, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked_arguments(function: F) -> F:
+    """`scale_core.arguments.checked_arguments`, loaded at the first call: to import a schedule needs no torch."""
+    of_it: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+
+    @functools.cache
+    def checked() -> Callable[..., Any]:
+        from scale_core import arguments
+
+        made: Callable[..., Any] = arguments.checked_arguments(of_it)
+        return made
+
+    @functools.wraps(of_it)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return checked()(*args, **kwargs)
+
+    if not isinstance(function, type):
+        return call  # type: ignore[return-value]  # It has the signature of what it wraps.
+    function.__init__ = call  # type: ignore[misc]
+    return function
 
 
 def plain_integer(number: object) -> int | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scale_core.arguments import checked_arguments
+from scale_pipe.integers import checked_arguments
 from scale_pipe.schedules.action import FREES, GIVES_INPUT_GRADIENT, Action, Kind
 from scale_pipe.schedules.placement import StagePlacement
 

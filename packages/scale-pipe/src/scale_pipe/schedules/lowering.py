@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from scale_core.arguments import checked_arguments
+from scale_pipe.integers import checked_arguments
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH, GIVES_INPUT_GRADIENT, Action, Kind, matching_transfer
 from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import DeadlockError, Orders, Schedule

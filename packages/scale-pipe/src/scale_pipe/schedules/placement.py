@@ -17,8 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from scale_core.arguments import checked_arguments
-from scale_pipe.integers import check_positive
+from scale_pipe.integers import check_positive, checked_arguments
 
 
 @checked_arguments

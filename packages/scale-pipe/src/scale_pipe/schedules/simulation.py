@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from scale_core.arguments import checked_arguments
+from scale_pipe.integers import checked_arguments
 from scale_pipe.schedules.action import COMPUTES, SENDS, Action, TimedAction, live_change, matching_transfer
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.schedule import Schedule

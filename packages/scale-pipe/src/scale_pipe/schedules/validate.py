@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from scale_core.arguments import checked_arguments
+from scale_pipe.integers import checked_arguments
 from scale_pipe.schedules.action import (
     EVERY_MICRO_BATCH,
     GIVES_INPUT_GRADIENT,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from scale_core.arguments import checked_arguments
+from scale_pipe.integers import checked_arguments
 from scale_pipe.schedules.action import COMPUTES, Kind
 from scale_pipe.schedules.simulation import ScheduleSimulation
 

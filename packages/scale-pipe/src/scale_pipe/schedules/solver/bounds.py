@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scale_core.arguments import checked_arguments
-from scale_pipe.integers import check_positive
+from scale_pipe.integers import check_positive, checked_arguments
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.validate import caps_by_rank

@@ -16,8 +16,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from scale_core.arguments import checked_arguments
-from scale_pipe.integers import check_positive
+from scale_pipe.integers import check_positive, checked_arguments
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.registry import classic_schedules
