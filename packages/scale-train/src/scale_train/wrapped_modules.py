@@ -53,11 +53,6 @@ def with_wrapped_modules(
         ValueError: A pattern is no regular expression, or matches nothing (the error lists near names) or nothing but a
             list of modules, which is never called; a module is sharded or checkpointed already; neither is asked for.
     """
-    if isinstance(modules_to_wrap, str):
-        raise TypeError(
-            f"modules_to_wrap holds several patterns, but got one string, {modules_to_wrap!r}: "
-            f"write {{{modules_to_wrap!r}}}"
-        )
     if fsdp_config is None and not activation_checkpointing:
         raise ValueError(
             "with_wrapped_modules: neither fsdp_config nor activation_checkpointing is given, so nothing would be "

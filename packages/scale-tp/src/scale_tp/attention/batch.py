@@ -35,6 +35,9 @@ def num_tokens_per_rank(targets: Tensor, process_group: GroupLike = None, *, ign
         A scalar, fp32.
 
     Example:
+        >>> import torch
+        >>> import torch.nn.functional as F
+        >>> from scale_tp import num_tokens_per_rank
         >>> targets = torch.tensor([[4, 2, -100]])
         >>> loss = F.cross_entropy(torch.zeros(3, 5), targets.flatten(), reduction="sum") / num_tokens_per_rank(targets)
         >>> bool(loss == F.cross_entropy(torch.zeros(3, 5), targets.flatten()))
