@@ -188,7 +188,9 @@ def test_patterns_that_mean_nothing_are_refused_and_nothing_is_changed(how):
 
 
 def test_what_is_asked_for_twice_or_not_at_all_is_refused():
-    with pytest.raises(TypeError, match=r"expected modules_to_wrap to be a collection of str, got 'embed' \(str\); write \['embed'\]"):
+    with pytest.raises(
+        TypeError, match=r"modules_to_wrap to be a collection of str, got 'embed' \(str\); write \['embed'\]"
+    ):
         with_wrapped_modules(Model(), "embed", FSDPConfig())
     with pytest.raises(ValueError, match="neither fsdp_config nor activation_checkpointing is given"):
         with_wrapped_modules(Model(), {"embed"})
