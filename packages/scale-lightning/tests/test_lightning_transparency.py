@@ -147,7 +147,7 @@ def fit_manually() -> None:
 def test_what_does_not_go_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="state_dict_type: expected"):
         ScaleOSSStrategy(state_dict_type="rank")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="flatten_parameters=True leaves the optimizer"):
+    with pytest.raises(ValueError, match="flatten_parameters=True merges parameters"):
         ScaleFSDPStrategy(flatten_parameters=True)
     with pytest.raises(ValueError, match="Manual sets automatic_optimization=False"):
         run_ranks(fit_manually, 1)
