@@ -71,6 +71,42 @@ def test_attributes_are_read_as_in_fairscale() -> None:
     assert "world_size=1, flatten_parameters=True, mixed_precision=False" in repr(model)
 
 
+class Shifted(nn.Module):
+    """Adds a buffer to its input, as positions are added, and normalises by running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("shift", torch.full((4,), 1 / 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x + self.shift))
+
+
+def test_buffers_take_the_compute_dtype_and_are_saved_in_their_own() -> None:
+    model = FullyShardedDataParallel(Shifted(), mixed_precision=True).eval()
+    assert model(torch.ones(2, 4)).dtype == model.module.shift.dtype == torch.float16
+    assert model.module.norm.num_batches_tracked.dtype == torch.int64
+    saved = model.state_dict()
+    assert saved["shift"].dtype == saved["norm.running_mean"].dtype == torch.float32
+    assert FullyShardedDataParallel(Shifted(), mixed_precision=True, compute_dtype=torch.float32).module.shift[0] == 1 / 3
+    kept = FullyShardedDataParallel(Shifted(), mixed_precision=True, buffer_dtype=torch.float32)
+    assert kept.module.shift.dtype == torch.float32
+    assert FullyShardedDataParallel(Shifted().half(), compute_dtype=torch.float16).module.shift.dtype == torch.float16
+
+
+def test_parameters_are_reset_inside_of_summon_full_params_and_outside() -> None:
+    linear = FullyShardedDataParallel(nn.Linear(4, 4), allow_reset_parameters=True)
+    assert linear.process_group_reduce_scatter is linear.process_group
+    values = [linear.state_dict()["weight"].clone()]
+    with linear.summon_full_params():
+        linear.reset_parameters()
+    values.append(linear.state_dict()["weight"].clone())
+    linear.reset_parameters()
+    values.append(linear.state_dict()["weight"].clone())
+    assert len({value.sum().item() for value in values}) == 3
+
+
 def test_errors_have_fairscales_types_and_texts() -> None:
     model = nested_model()
     model(torch.ones(2, 4)).sum().backward()

@@ -103,12 +103,13 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         process_group_reduce_scatter: Without effect.
         reshard_after_forward: As in FairScale.
         disable_reshard_on_root: Without effect.
-        mixed_precision: As in FairScale, but buffers keep their dtype unless `buffer_dtype` is given.
+        mixed_precision: As in FairScale.
         fp32_reduce_scatter: As in FairScale; None is False.
         flatten_parameters: As in FairScale.
         move_params_to_cpu: As in FairScale; with it the module may also be on the device.
         compute_dtype: As in FairScale; `torch.bfloat16` works.
-        buffer_dtype: As in FairScale, but None leaves buffers alone.
+        buffer_dtype: As in FairScale: None is the compute dtype under `mixed_precision`, or else leaves buffers alone;
+            state dicts have them in their own dtype.
         move_grads_to_cpu: As in FairScale, in every combination.
         bucket_cap_mb: Without effect.
         compute_device: As in FairScale.
@@ -158,6 +159,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         computed_in = compute_dtype if mixed_precision else None  # Else it says only what outer wrappers cast to.
         if force_input_to_fp32 and not mixed_precision:
             computed_in = torch.float32
+        computes_in = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
         weights = _weights_of(module)
         options = {
             "process_group": getattr(process_group, "tracked_group", process_group),
@@ -170,7 +172,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
             "state_dict_device": state_dict_device,
             "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
             "compute_dtype": computed_in,
-            "buffer_dtype": buffer_dtype,
+            "buffer_dtype": buffer_dtype or (computes_in if mixed_precision else None),
             "fp32_reduce_scatter": fp32_reduce_scatter,
             "sync_module_states": False,
         }
@@ -179,8 +181,8 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         self._mixed_precision = mixed_precision
         # What programs read, as FairScale derives it.
         self.fp32_reduce_scatter = bool(fp32_reduce_scatter)
-        self.compute_dtype = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
-        self.buffer_dtype = buffer_dtype or self.compute_dtype
+        self.compute_dtype = computes_in
+        self.buffer_dtype = buffer_dtype or computes_in
         self.move_params_to_cpu = move_params_to_cpu
         self.move_grads_to_cpu = move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
         self.bucket_cap_mb = bucket_cap_mb
@@ -228,6 +230,11 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         """The wrapper inside, as in FairScale; its `.module` is the module that was given."""
         found: FlattenParamsWrapper = self._inner
         return found
+
+    @property
+    def process_group_reduce_scatter(self) -> Any:
+        """The group of all collectives, `process_group`."""
+        return self.process_group
 
     @property
     def cpu_offload(self) -> bool:
@@ -378,6 +385,9 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
                 "allow_reset_parameters=True"
             )
         plain = self.sharded_module
+        if self._unit.in_summon:  # They are whole already; what is written is kept as the context says.
+            cast(Any, plain).reset_parameters()
+            return
         plain.apply(lambda module: module.reset_parameters() if module is plain else None)
 
     def append_shared_param(self, p: nn.Parameter) -> None:
