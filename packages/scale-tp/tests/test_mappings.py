@@ -14,7 +14,7 @@ from scale_core.testing import run_ranks
 from scale_tp.mappings import (
     RegionExit,
     check_in_region,
-    copy_many_to_model_parallel_region,
+    copy_many_to_tensor_model_parallel_region,
     copy_to_region,
     region_groups,
 )
@@ -48,21 +48,21 @@ def each_region_with_its_gradient() -> None:
         total = sum(numbers(*shape, seed=10 + r) for r in range(size))
         weight_sum = sum(weights)
 
-        copied = scale_tp.copy_to_model_parallel_region(same, group)
+        copied = scale_tp.copy_to_tensor_model_parallel_region(same, group)
         assert torch.equal(copied, same)
         assert torch.equal(gradient(copied, same, weights[rank]), weight_sum)
 
-        reduced = scale_tp.reduce_from_model_parallel_region(own, group)
+        reduced = scale_tp.reduce_from_tensor_model_parallel_region(own, group)
         assert torch.equal(reduced, total)
         assert torch.equal(gradient(reduced, own, weights[0]), weights[0])
 
         for given in (None, sizes):
-            scattered = scale_tp.scatter_to_model_parallel_region(same, group, dim=dim, sizes=given)
+            scattered = scale_tp.scatter_to_tensor_model_parallel_region(same, group, dim=dim, sizes=given)
             assert torch.equal(scattered, part(same))
             assert torch.equal(gradient(scattered, same, part(weights[0])), weights[0])
 
             mine = part(same).detach().clone().requires_grad_()
-            gathered = scale_tp.gather_from_model_parallel_region(mine, group, dim=dim, sizes=given)
+            gathered = scale_tp.gather_from_tensor_model_parallel_region(mine, group, dim=dim, sizes=given)
             assert torch.equal(gathered, same)
             assert torch.equal(gradient(gathered, mine, weights[0]), part(weights[0]))
 
@@ -90,7 +90,7 @@ def each_region_with_its_gradient() -> None:
 def several(group: Group) -> None:
     """Several tensors in one message; of one that wants no gradient nothing is sent."""
     tensors = [numbers(3, seed=1), numbers(2, 2, seed=2).requires_grad_(), numbers(seed=3).requires_grad_()]
-    copies = copy_many_to_model_parallel_region(*tensors, process_group=group)
+    copies = copy_many_to_tensor_model_parallel_region(*tensors, process_group=group)
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
     weights = [[numbers(*tensor.shape, seed=30 + r) for tensor in tensors] for r in range(group.size)]
     loss = sum((copy * w).sum() for copy, w in zip(copies, weights[group.rank], strict=True))
@@ -104,8 +104,8 @@ def twice(group: Group) -> None:
     """The gradient of a gradient: (sum over ranks of (r + 1) x)^2, through a sum and a copy."""
     x = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     factor = sum(rank + 1 for rank in range(group.size))
-    copied = scale_tp.copy_to_model_parallel_region(x, group)
-    y = scale_tp.reduce_from_model_parallel_region((group.rank + 1) * copied, group).square()
+    copied = scale_tp.copy_to_tensor_model_parallel_region(x, group)
+    y = scale_tp.reduce_from_tensor_model_parallel_region((group.rank + 1) * copied, group).square()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     (second,) = torch.autograd.grad(first, x)
     assert first.item() == 2 * factor**2 * 2.0
