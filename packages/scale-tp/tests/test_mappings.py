@@ -138,11 +138,11 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     ):
         with pytest.raises(ValueError, match=r"one of the 1 dimensions of the input \[3\], got -2: pass .* dim=0"):
             getattr(scale_tp, f"{name}_region")(x[0], two)
-    for name in ("gather_from_model_parallel", "gather_from_sequence_parallel"):
+    for name in ("gather_from_tensor_model_parallel", "gather_from_sequence_parallel"):
         with pytest.raises(ValueError, match=r"rank 0 has the 3 of its tensor, got \[2, 2\]"):
             getattr(scale_tp, f"{name}_region")(x, two, dim=1, sizes=[2, 2])
-    regions = ("copy_to_model", "reduce_from_model", "scatter_to_model", "gather_from_model", "scatter_to_sequence",
-               "gather_from_sequence", "reduce_scatter_to_sequence")  # fmt: skip
+    of_layers = [f"{what}_tensor_model" for what in ("copy_to", "reduce_from", "scatter_to", "gather_from")]
+    regions = [*of_layers, "scatter_to_sequence", "gather_from_sequence", "reduce_scatter_to_sequence"]
     for name in regions:
         with pytest.raises(TypeError, match=r"expected a tensor to bring into the divided region .* got NoneType"):
             getattr(scale_tp, f"{name}_parallel_region")(None, two)
@@ -187,5 +187,5 @@ def test_what_is_said_to_be_inside_must_have_been_brought_there() -> None:
     with torch.no_grad():
         assert not check_in_region("Layer", x, ONE)
     for outside in (x, x * 2, copy_to_region(x, OTHER)):
-        with pytest.raises(ValueError, match=r"Layer: input_is_inside=True, but .* pass scale_tp.copy_to_model_par"):
+        with pytest.raises(ValueError, match=r"Layer: input_is_inside=True, but .* scale_tp.copy_to_tensor_model_par"):
             check_in_region("Layer", outside, ONE)

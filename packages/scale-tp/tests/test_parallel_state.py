@@ -17,8 +17,8 @@ from scale_core.testing import run_ranks
 from scale_tp import parallel_state
 from scale_tp.parallel_state import axis_group, tensor_parallel_group
 
-GETTERS = [f"get_{axis}_parallel_{what}" for axis in ("model", "data", "pipeline", "context") for what in
-           ("rank", "world_size", "ranks")]  # fmt: skip
+GETTERS_OF = {"model": "tensor_model", "data": "data", "pipeline": "pipeline_model", "context": "context"}
+GETTERS = [f"get_{axis}_parallel_{what}" for axis in GETTERS_OF.values() for what in ("rank", "world_size", "ranks")]
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def divide_and_destroy() -> dict[str, Any]:
         sums = {}
         for axis in ("model", "data", "pipeline", "context"):
             total = torch.tensor([float(rank)])
-            dist.all_reduce(total, group=getattr(scale_tp, f"get_{axis}_parallel_group")())
+            dist.all_reduce(total, group=getattr(scale_tp, f"get_{GETTERS_OF[axis]}_parallel_group")())
             sums[axis] = total.item() == sum(axis_group(axis).ranks)
         told[f"{model} x {pipeline}"]["sums"] = sums
         scale_tp.destroy_model_parallel()

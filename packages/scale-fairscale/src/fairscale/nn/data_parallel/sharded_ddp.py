@@ -65,7 +65,7 @@ class ShardedDataParallel(scale_oss.ShardedDataParallel):
             sharded_optimizer,
             process_group,
             broadcast_buffers=broadcast_buffers,
-            sync_models_at_startup=sync_models_at_startup,
+            sync_module_states=sync_models_at_startup,
             reduce_fp16=reduce_fp16,
         )
 
