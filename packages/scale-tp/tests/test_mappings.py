@@ -128,9 +128,9 @@ def test_in_a_world_of_one_a_region_is_the_tensor_itself() -> None:
 def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     two = Group(rank=0, size=2, ranks=(0, 1))
     x = torch.randn(2, 3)
-    for name in ("scatter_to_model_parallel", "scatter_to_sequence_parallel", "reduce_scatter_to_sequence_parallel"):
+    for name in ("scatter_to_tensor_model", "scatter_to_sequence", "reduce_scatter_to_sequence"):
         with pytest.raises(ValueError, match=r"add up to the 3 .* got \[2, 2\]"):
-            getattr(scale_tp, f"{name}_region")(x, two, dim=1, sizes=[2, 2])
+            getattr(scale_tp, f"{name}_parallel_region")(x, two, dim=1, sizes=[2, 2])
     for name in (
         "gather_from_sequence_parallel",
         "scatter_to_sequence_parallel",

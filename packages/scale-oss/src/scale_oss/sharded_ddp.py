@@ -358,10 +358,6 @@ class ShardedDataParallel(nn.Module):
         for optimizer in self.sharded_optimizers:
             optimizer.zero_grad(set_to_none)
 
-    def refresh_trainable(self) -> None:
-        """Takes over what was frozen or unfrozen; every forward pass does so by itself."""
-        self._reducer.prepare(recomputes=in_backward())
-
     def wait(self) -> None:
         """Returns when the parameters are up to date after an optimizer's step."""
         for optimizer in self.sharded_optimizers:
