@@ -95,6 +95,23 @@ def test_buffers_take_the_compute_dtype_and_are_saved_in_their_own() -> None:
     assert FullyShardedDataParallel(Shifted().half(), compute_dtype=torch.float16).module.shift.dtype == torch.float16
 
 
+def test_a_weight_that_two_wrappers_share_gets_both_gradients() -> None:
+    module, plain = plain_model(), plain_model()
+    for each in (module, plain):
+        each[0].weight = each[2].weight
+    for place in (0, 2):
+        module[place] = FullyShardedDataParallel(module[place], flatten_parameters=False)
+    with pytest.warns(FairScaleWarning, match="append_shared_param.* has no effect"):
+        module[2].append_shared_param(module[0].module.weight)
+    with pytest.raises(ValueError, match="is not in it: share it before the modules are wrapped"):
+        module[2].append_shared_param(nn.Parameter(torch.ones(4, 4)))
+    model = FullyShardedDataParallel(module)
+    for each in (model, plain):
+        each(torch.ones(2, 4)).square().sum().backward()
+    torch.testing.assert_close(model[0].module.weight.grad, plain[0].weight.grad)
+    assert model[0].module.weight is model[2].module.weight
+
+
 def test_parameters_are_reset_inside_of_summon_full_params_and_outside() -> None:
     linear = FullyShardedDataParallel(nn.Linear(4, 4), allow_reset_parameters=True)
     assert linear.process_group_reduce_scatter is linear.process_group

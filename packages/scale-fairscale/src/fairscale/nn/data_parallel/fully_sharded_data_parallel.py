@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import scale_fsdp
-from fairscale._warnings import warn_argument
+from fairscale._warnings import warn_argument, warn_once
 from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number
 from fairscale.nn.data_parallel.param_metadata import param_metadata
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
@@ -391,10 +391,19 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         plain.apply(lambda module: module.reset_parameters() if module is plain else None)
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Refuses: a parameter that two wrappers share is found when the model is wrapped."""
-        raise NotImplementedError(
-            "append_shared_param is not needed: scale-fsdp finds a parameter that two units share when they are made, "
-            "keeps it once and sums its gradients. Leave this call out"
+        """Without effect: a parameter that two wrappers share is found when they are made, and its gradients are summed.
+
+        Raises:
+            ValueError: The module does not have it.
+        """
+        if all(param is not p for param in self.parameters()):
+            raise ValueError(
+                f"expected a parameter that the module of unit '{self._unit.name}' shares with another one, got one of "
+                f"shape {list(p.shape)} that is not in it: share it before the modules are wrapped, a.weight = b.weight"
+            )
+        warn_once(
+            "FullyShardedDataParallel.append_shared_param()",
+            "has no effect, leave it out: parameters that two units share are found when they are made",
         )
 
     # nn.Module's own.
