@@ -19,7 +19,7 @@ from typing import Any
 
 import nox
 
-nox.needs_version = ">=2025.2.9"
+nox.needs_version = ">=2026.10.20"  # the first that we know to run sessions beside each other
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
@@ -43,7 +43,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores of one machine: a
 # Ranks wait for each other, so that one test at a time leaves cores idle: each core runs tests of its own.
 IN_PARALLEL = ["-n", str(max(2, os.cpu_count() or 1)), "--dist", "worksteal"]
 
-# Where this is set, each of the hundreds of processes that tests start compiles torch again: 5 s of CPU time more.
+# Where this is set, each of the hundreds of processes that tests start compiles torch again: 2 to 7 s of CPU time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # uv reads none of pip's settings. What this machine tells pip about where packages come from holds for uv as well.
