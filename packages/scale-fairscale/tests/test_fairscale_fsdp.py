@@ -89,10 +89,23 @@ def test_buffers_take_the_compute_dtype_and_are_saved_in_their_own() -> None:
     assert model.module.norm.num_batches_tracked.dtype == torch.int64
     saved = model.state_dict()
     assert saved["shift"].dtype == saved["norm.running_mean"].dtype == torch.float32
-    assert FullyShardedDataParallel(Shifted(), mixed_precision=True, compute_dtype=torch.float32).module.shift[0] == 1 / 3
+    assert (
+        FullyShardedDataParallel(Shifted(), mixed_precision=True, compute_dtype=torch.float32).module.shift[0] == 1 / 3
+    )
     kept = FullyShardedDataParallel(Shifted(), mixed_precision=True, buffer_dtype=torch.float32)
     assert kept.module.shift.dtype == torch.float32
     assert FullyShardedDataParallel(Shifted().half(), compute_dtype=torch.float16).module.shift.dtype == torch.float16
+
+
+def test_a_module_is_wrapped_anew_as_it_was() -> None:
+    module = plain_model()
+    first = FullyShardedDataParallel(module)
+    first(torch.ones(2, 4)).sum().backward()
+    again = FullyShardedDataParallel(module)
+    assert torch.equal(again(torch.ones(2, 4)), first(torch.ones(2, 4)))
+    assert again.params[0] is first.params[0]
+    with pytest.raises(ValueError, match="is sharded already"):
+        FullyShardedDataParallel(module, reshard_after_forward=False)
 
 
 def test_a_weight_that_two_wrappers_share_gets_both_gradients() -> None:

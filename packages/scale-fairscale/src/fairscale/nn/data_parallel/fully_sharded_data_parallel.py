@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from scale_core.shard import unit_shard_of
 from scale_fsdp.runtime.param_registry import managed_params
 from scale_fsdp.runtime.unit import Unit, unit_of, units_in
 from scale_fsdp.state_dict.local import consolidate_shards, shard_metadata
+
+# How each module was wrapped.
+_OPTIONS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 # Arguments that tuned FairScale's own machinery: their default there, and what holds here.
 _WITHOUT_EFFECT = {
@@ -177,7 +181,11 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
             "fp32_reduce_scatter": fp32_reduce_scatter,
             "sync_module_states": False,
         }
-        super().__init__(module, **cast(Any, options))
+        if isinstance(module, scale_fsdp.FSDPModule) and _OPTIONS.get(module) == options:
+            super().__init__(module)  # Wrapped anew as it was, as for evaluation: its unit stays.
+        else:
+            super().__init__(module, **cast(Any, options))
+            _OPTIONS[module] = options
         self._weights: _Weights | None = _Weights.of(weights, self._unit)
         self._mixed_precision = mixed_precision
         # What programs read, as FairScale derives it.
@@ -391,7 +399,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         plain.apply(lambda module: module.reset_parameters() if module is plain else None)
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Without effect: a parameter that two wrappers share is found when they are made, and its gradients are summed.
+        """Without effect: a parameter that two wrappers share is found when they are made, and its gradients summed.
 
         Raises:
             ValueError: The module does not have it.

@@ -30,8 +30,8 @@ class MOELayer(nn.Module):
     with zeros between; what it makes of a row must not depend on the others.
 
     Args:
-        gate: Returns for tokens [S, M] an auxiliary loss, combine weights [S, E, C], and [S, E, C] bool, which tokens go
-            to which experts; `Top2Gate`, or one of your own.
+        gate: Returns for tokens [S, M] an auxiliary loss, combine weights [S, E, C], and [S, E, C] bool, which tokens
+            go to which experts; `Top2Gate`, or one of your own.
         experts: This rank's experts, or the only one. All ranks have equally many.
         group: The ranks; None is all of them.
     """
@@ -66,8 +66,8 @@ class MOELayer(nn.Module):
         num_experts = self.world_size * self.num_local_experts
         if combine_weights.shape[1] != num_experts:
             raise ValueError(
-                f"expected a gate of {num_experts} experts, {self.num_local_experts} on each of {self.world_size} ranks, "
-                f"got combine weights of {combine_weights.shape[1]}: write Top2Gate(model_dim, {num_experts})"
+                f"expected a gate of {num_experts} experts, {self.num_local_experts} on each of {self.world_size} "
+                f"ranks, got combine weights of {combine_weights.shape[1]}: write Top2Gate(model_dim, {num_experts})"
             )
         expert, weight = _choices(combine_weights, dispatch_mask)
         plan = plan_dispatch(tokens, expert, weight, num_experts, self._ranks, "MOELayer")

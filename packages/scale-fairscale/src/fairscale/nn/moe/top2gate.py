@@ -32,8 +32,8 @@ def top2gating(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     if num_tokens % num_experts:
         raise MOEInputError(
-            f"expected a number of tokens that {num_experts} experts divide, for capacities of 2 * tokens / experts, got "
-            f"{num_tokens}: pad the batch, or use scale_moe.MoE, which takes any number"
+            f"expected a number of tokens that {num_experts} experts divide, for capacities of 2 * tokens / experts, "
+            f"got {num_tokens}: pad the batch, or use scale_moe.MoE, which takes any number"
         )
     capacity = 2 * num_tokens // num_experts
     scores = router_scores(logits)
