@@ -18,7 +18,7 @@ def test_the_defaults_make_a_training():
 
 
 def test_a_size_by_name_can_be_changed_number_by_number():
-    config = model_config(Options(model=ModelOptions(size="gpt3-125m", layers=3, tied=False)))
+    config = model_config(Options(model=ModelOptions(size="gpt3-125m", layers=3, untied_embeddings=True)))
     assert (config.layers, config.width, config.heads, config.tied) == (3, 768, 12, False)
 
 
@@ -155,13 +155,16 @@ def test_ranks_that_divide_layers_share_a_part_of_the_batch():
 @pytest.mark.parametrize(
     ("parallel", "lines"),
     [
-        (ParallelOptions(no_sync=True, accumulate=2, reshard_after_forward=False), []),
-        (ParallelOptions(parallel="sharded-ddp", no_sync=True, accumulate=2), []),
+        (ParallelOptions(sync_each_micro_batch=False, accumulate=2, reshard_after_forward=False), []),
+        (ParallelOptions(parallel="sharded-ddp", sync_each_micro_batch=False, accumulate=2), []),
         (
             ParallelOptions(parallel="oss", reshard_after_forward=False),
-            ["--no-reshard-after-forward has no effect with --parallel oss"],
+            ["--reshard-after-forward has no effect with --parallel oss"],
         ),
-        (ParallelOptions(no_sync=True), ["--no-sync has no effect without --accumulate 2 or more"]),
+        (
+            ParallelOptions(sync_each_micro_batch=False),
+            ["--sync-each-micro-batch has no effect without --accumulate 2 or more"],
+        ),
         (ParallelOptions(sequence_parallel=True, tensor_parallel=2), []),
         (
             ParallelOptions(sequence_parallel=True),
@@ -178,10 +181,10 @@ def test_ranks_that_divide_layers_share_a_part_of_the_batch():
             ["--overlap-pieces has no effect without --tensor-parallel 2 or more"],
         ),
         (
-            ParallelOptions(parallel="ddp", no_sync=True, accumulate=2, reshard_after_forward=False),
+            ParallelOptions(parallel="ddp", sync_each_micro_batch=False, accumulate=2, reshard_after_forward=False),
             [
-                "--no-sync has no effect with --parallel ddp",
-                "--no-reshard-after-forward has no effect with --parallel ddp",
+                "--sync-each-micro-batch has no effect with --parallel ddp",
+                "--reshard-after-forward has no effect with --parallel ddp",
             ],
         ),
     ],

@@ -1,7 +1,5 @@
 """Options of a training as frozen dataclasses, from which the command line is made; `resolve` checks them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,7 +13,7 @@ class DataOptions:
     """Files or folders to learn from (folders in them named test or tests are skipped); by default
     the sources of Python's own standard library."""
     sequence: int = 128
-    """Tokens (bytes) in a sequence."""
+    """Tokens in a sequence."""
     batch: int = 32
     """Sequences in a step, of all ranks together."""
     held_out_tokens: int = 65_536
@@ -34,8 +32,8 @@ class ModelOptions:
     """Features, if not the size's."""
     heads: int | None = None
     """Attention heads, if not the size's."""
-    tied: bool = True
-    """Use the embedding's weight for the output layer too."""
+    untied_embeddings: bool = False
+    """Give the output layer a weight of its own; otherwise it uses the embedding's."""
     dropout: float = 0.0
     """Part of each residual branch that is zeroed in training."""
     loss_chunk: int = 0
@@ -53,14 +51,17 @@ class ParallelOptions:
     keeps all of it whole on each rank; pipe puts some of the blocks on each rank; none is one plain process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is a GPU."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """What the model computes in; the optimizer always works in fp32."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What the model computes in; the optimizer always works in fp32. With fp16 the loss is scaled, and a step whose
+    gradients are not finite is skipped."""
     accumulate: int = 1
     """Micro-batches that a rank's part of the batch is cut into."""
-    no_sync: bool = False
-    """With fsdp or sharded-ddp, and --accumulate: keep whole gradients until the last micro-batch. Fewer bytes sent,
-    more memory."""
-    checkpoint_activations: str = "none"
+    sync_each_micro_batch: bool = True
+    """With fsdp or sharded-ddp, and --accumulate: reduce gradients after each micro-batch. false keeps unsharded
+    gradients until the last one: fewer bytes sent, more memory."""
+    checkpoint_activations: str = field(
+        default="none", metadata={"bare": "all", "placeholder": "[all|selective|budget:SIZE|none]"}
+    )
     """Recompute blocks' activations in the backward pass instead of keeping them: all, or selective, which keeps the
     results of linear layers and attention, or budget:2GiB, which plans what fits into that much memory of a device.
     Without a word it means all."""
@@ -82,13 +83,21 @@ class ParallelOptions:
     stages: int | None = None
     """pipe: parts that the model is cut into; by default what the schedule is made for, on all ranks. With more ranks
     than those take there are several pipelines beside each other, each with its part of the batch."""
-    schedule: str = "1f1b"
+    # fmt: off
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "looped_breadth_first",
+        "zb_h1", "zb_v", "v_half", "v_min", "dual_pipe_v", "solve",
+    ] = "1f1b"
+    # fmt: on
     """pipe: gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v; or solve,
     which measures a step and finds one for it."""
     chunks: int = 8
     """pipe: micro-batches that the batch is cut into."""
     reshard_after_forward: bool = True
-    """fsdp: release each block's parameters between its forward and its backward pass."""
+    """fsdp: release each block's parameters between its forward and its backward pass. false keeps them: fewer bytes
+    sent, more memory."""
+    cpu_offload: bool = False
+    """fsdp: keep shards, gradients and optimizer state in the memory of the host, where the optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +114,9 @@ class OptimizerOptions:
     """Of the matrices; norms and biases have none."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 for no clipping."""
-    fused: bool = True
-    """torch's fused kernel: much faster, and equal to the plain one to some 2 units in the last place."""
+    optimizer_kernel: Literal["fused", "foreach", "plain"] = "fused"
+    """Which implementation of torch's AdamW. fused is much the fastest, and equal to plain, which updates one
+    parameter at a time, to some 2 units in the last place."""
     adascale: bool = False
     """Take --lr, --warmup and --steps for those of a smaller batch, and as many useful steps of the whole one as these
     are worth. The smaller batch is a micro-batch of one rank, or with pipe of one pipeline."""

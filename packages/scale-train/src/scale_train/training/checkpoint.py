@@ -5,7 +5,7 @@ few numbers: the step, from which the learning rate and the random state follow,
 
     scale-runs/lm-1/                 one run
         checkpoints/step-00000100/   one complete checkpoint; written to another name, and renamed at the end
-        metrics.jsonl  loss.png
+        metrics.jsonl  loss.png  config.toml
         torchrun-run                 whose it is, where torchrun has started the ranks
 """
 
@@ -35,6 +35,7 @@ from scale_train.training.state import TrainState
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
+CONFIG = "config.toml"
 TORCHRUN_RUN = "torchrun-run"
 DEFAULT_FOLDER = Path("scale-runs")
 PROGRAM = "scale-train lm"
@@ -86,6 +87,7 @@ def checkpoint_metadata(training: TrainState) -> dict[str, Any]:
         "schedule": asdict(training.schedule),
         "data": training.sampler.state(),
         "text": training.text.fingerprint(),
+        "scaler": training.scaler.state_dict(),
         "random": {"seed": training.options.run.seed, "step": training.step},
     }
 
@@ -118,6 +120,8 @@ def load(training: TrainState, point: Path) -> None:
         group.update(options)
     extra: Any = loaded.extra
     training.sampler.load_state(extra["data"])
+    if training.scaler.is_enabled() and extra.get("scaler"):
+        training.scaler.load_state_dict(extra["scaler"])
     training.step = training.saved_step = loaded.step
     training.checkpoint = loaded.path
 

@@ -21,8 +21,9 @@ from scale_checkpoint.wrapper import How
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_shape
-from scale_fsdp import MixedPrecisionPolicy, class_policy, fully_shard_modules
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, class_policy, fully_shard_modules
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
 from scale_tp import context_parallel, position_ids, split_sequence
@@ -45,6 +46,8 @@ PLAN: Plan = {
 """Tensor parallelism of the blocks: two all-reduces in the forward and two in the backward of each.
 
 The embedding of bytes is small, and is replicated."""
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 ATTENTION_RULE = AttentionRule("scale-train's GPT", fused=("qkv",), heads=("heads",))
 
@@ -136,9 +139,12 @@ class PipelineEngine(nn.Module):
             for index, stage in self.pipe.stages.items():
                 self.pipe.stages[index] = DistributedDataParallel(stage, process_group=self.replicas.process_group)
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Adds the gradients of a batch's mean loss to this rank's parameters; returns the loss, a scalar."""
-        return self.pipe.step(tokens.to(self.device), targets.to(self.device))
+    def step(self, tokens: Tensor, targets: Tensor, scaler: ShardedGradScaler) -> Tensor:
+        """Adds the gradients of a batch's mean loss, scaled, to this rank's parameters; returns the loss, a scalar."""
+        batch = tokens.to(self.device), targets.to(self.device)
+        if not scaler.is_enabled():
+            return self.pipe.step(*batch)
+        return self.pipe.step(*batch, loss_fn=scaler.scale) / scaler.get_scale()
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum"] = "mean"
@@ -251,8 +257,8 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Around each forward: the precision, where the model does not cast itself."""
-        if self.options.precision == "bf16" and self.options.parallel != "fsdp":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        if self.options.precision != "fp32" and self.options.parallel != "fsdp":
+            return torch.autocast(self.device.type, dtype=COMPUTE_DTYPES[self.options.precision])
         return nullcontext()
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
@@ -261,7 +267,7 @@ class Engine:
             return nullcontext()
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
-        if self.options.parallel in ("fsdp", "sharded-ddp") and self.options.no_sync:
+        if self.options.parallel in ("fsdp", "sharded-ddp") and not self.options.sync_each_micro_batch:
             context: AbstractContextManager[object] = self.model.no_sync()  # type: ignore[operator]
             return context
         return nullcontext()
@@ -308,9 +314,10 @@ def parallelize_gpt(
             progress=progress,
             mesh=group.process_group,
             reshard_after_forward=options.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            if options.precision == "bf16"
-            else None,
+            mp_policy=None
+            if options.precision == "fp32"
+            else MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[options.precision], reduce_dtype=torch.float32),
+            offload_policy=CPUOffloadPolicy() if options.cpu_offload else None,
             init=model.init_weights,
             compute_device=device,
         )
@@ -335,7 +342,10 @@ def _make_optimizer(
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    arguments: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "fused": options.fused}
+    arguments: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95)}
+    arguments |= (
+        {"fused": True} if options.optimizer_kernel == "fused" else {"foreach": options.optimizer_kernel == "foreach"}
+    )
     if parallel.parallel in ("oss", "sharded-ddp"):
         return OSS(groups, AdamW, group, **arguments)
     return AdamW(groups, **arguments)

@@ -33,7 +33,7 @@ from scale_train.memory import format_bytes
 # More than the first lines of metrics need: a full disk may still allow an empty file.
 _ROOM_BYTES = 4096
 _SCALARS = (
-    *("loss", "learning_rate", "tokens_per_second", "gain", "useful_steps"),
+    *("loss", "learning_rate", "tokens_per_second", "loss_scale", "gain", "useful_steps"),
     *("noise_scale", "noise_scale_low", "noise_scale_high", "critical_batch", "suggested_batch"),
 )
 
@@ -50,6 +50,8 @@ class StepRecord:
     tokens_per_second: float  # of all ranks, since the last record
     peak_memory_bytes: tuple[int, ...]  # the most memory of each rank so far
     seconds_left: float  # until the last step, at the speed of this run so far
+    loss_scale: float | None = None  # with --precision fp16, that of the next step
+    skipped_steps: int | None = None  # with it, how many were skipped since this run began
     gain: float | None = None  # with --adascale, steps of the smaller batch that this one was worth
     useful_steps: float | None = None  # with it, the sum of all gains
     # With it, that of the gradient, in sequences; None, as are those below, where it is not known.

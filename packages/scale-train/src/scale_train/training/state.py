@@ -13,6 +13,7 @@ import torch
 
 from scale_adascale import AdaScale
 from scale_core.comm.group import Group
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.snapshot import AsyncSave
 from scale_train.data import Sampler, Text
 from scale_train.model import GPT
@@ -129,6 +130,7 @@ class TrainState:
     sampler: Sampler
     text: Text
     reporter: Reporter
+    scaler: ShardedGradScaler  # of the loss with --precision fp16; otherwise it does nothing
     step: int = 0  # steps done
     saved_step: int = -1  # steps done at the last checkpoint; -1 for never
     checkpoint: Path | None = None  # the last complete one, written or read
@@ -136,7 +138,9 @@ class TrainState:
     step_timer: StepTimer = field(default_factory=StepTimer)
     microbatch_timer: MicrobatchTimer = field(init=False)  # used with --adascale
     loss: torch.Tensor | None = None  # this rank's part of the last step's loss, a scalar; None before the first step
-    norm: torch.Tensor | None = None  # of the last step's gradient before clipping, a scalar; None without clipping
+    # Of the last step's gradient before clipping, a scalar; None without clipping, and where the step was skipped.
+    norm: torch.Tensor | None = None
+    skipped_steps: int = 0  # since this run began, of gradients that were not finite with --precision fp16
 
     def __post_init__(self) -> None:
         self.microbatch_timer = MicrobatchTimer(self.engine.device)
@@ -180,13 +184,15 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
     ) as progress:
         engine = parallelize_gpt(model, options.parallel, options.optimizer, group, device, progress)
     torch.manual_seed(options.run.seed)  # What was drawn so far depends on how it was built.
+    scaler = ShardedGradScaler(enabled=options.parallel.precision == "fp16", process_group=group)
     return TrainState(
         options=options,
         group=group,
         engine=engine,
-        optimizer=with_adascale(engine, options),
+        optimizer=with_adascale(engine, options, scaler),
         schedule=LRSchedule(options.optimizer.lr, options.optimizer.warmup, options.optimizer.steps),
         sampler=Sampler(len(text.train), options.data.sequence, options.run.seed),
         text=text,
         reporter=Reporter(),
+        scaler=scaler,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
 from scale_core.errors import ContractError, ScaleDistributedError
+from scale_train.configuration.problems import OptionsError
+from scale_train.configuration.toml_file import to_toml
 from scale_train.data import SEPARATOR, Text, check_length, read_text
 from scale_train.errors import InputError, RanksLost, reason_of
 from scale_train.memory import format_bytes, held_bytes, peak_bytes, replicated_bytes
@@ -19,6 +22,7 @@ from scale_train.options import Options
 from scale_train.resolve import check_options, options_without_effect
 from scale_train.training.checkpoint import (
     CHECKPOINTS,
+    CONFIG,
     METRICS,
     RunPaths,
     load,
@@ -187,6 +191,18 @@ def _read_text_on_all_ranks(options: Options, group: Group) -> Text:
     return text
 
 
+def write_config(options: Options, num_ranks: int, path: Path) -> None:
+    """Writes the file that repeats the run, in a new folder and, without torchrun, on as many ranks."""
+    ranks = None if torchrun_run(options) else num_ranks
+    kept = replace(
+        options,
+        parallel=replace(options.parallel, ranks=ranks),
+        run=replace(options.run, out=None, resume=None),
+    )
+    with suppress(OptionsError):  # A text that is no Unicode can be in no such file.
+        path.write_text(to_toml(kept), encoding="utf-8")
+
+
 def _resolve_paths_on_rank0(options: Options, group: Group) -> RunPaths:
     """Rank 0 decides for all: file systems do not look the same from everywhere at one moment."""
     found = problem = point = ""
@@ -195,10 +211,11 @@ def _resolve_paths_on_rank0(options: Options, group: Group) -> RunPaths:
             paths = resolve_paths(options.run, torchrun_run(options))
             found, point = str(paths.folder), str(paths.resume_from or "")
             begin_metrics(paths.folder / METRICS, paths.step)
+            write_config(options, group.size, paths.folder / CONFIG)
         except InputError as error:
             problem = str(error)
         except OSError as error:
-            problem = f"cannot write {Path(found) / METRICS}: {reason_of(error)}"
+            problem = f"cannot write into {found}: {reason_of(error)}"
     problem, found, point = (exchange_text(each, group)[0] for each in (problem, found, point))
     if problem:
         raise InputError(problem)

@@ -1,0 +1,138 @@
+"""Checks of options that need neither torch nor the number of ranks: all that is wrong is told at once.
+
+What depends on the ranks is checked in `resolve.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from scale_train.configuration.fields import option_fields
+from scale_train.options import Options
+from scale_train.sizes import SIZES, ModelConfig
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "sequence": (1, 10**7),
+    "batch": (1, 10**7),
+    "held_out_tokens": (0, 10**12),
+    "layers": (1, 10_000),
+    "width": (1, 1_000_000),
+    "heads": (1, 100_000),
+    "loss_chunk": (0, 10**9),
+    "ranks": (1, 10**6),
+    "accumulate": (1, 10**6),
+    "tensor_parallel": (1, 10**5),
+    "overlap_pieces": (1, 1000),
+    "context_parallel": (1, 10**5),
+    "stages": (1, 10_000),
+    "chunks": (1, 10**6),
+    "steps": (1, 10**9),
+    "warmup": (0, 10**9),
+    "weight_decay": (0, 10**6),
+    "clip": (0, 10**12),
+    "adascale_scale": (0, 10**6),
+    "seed": (0, 2**63 - 1),
+    "save_every": (0, 10**9),
+    "evaluate_every": (0, 10**9),
+    "log_every": (1, 10**9),
+    "sample_length": (0, 10**6),
+}
+"""The least and the most of each number. Above it nothing can be meant, and memory would fill before anything else is
+checked."""
+
+
+def option_problems(options: Options) -> list[str]:
+    """Returns what cannot be meant, one line for each problem."""
+    problems = list(_number_problems(options))
+    if not problems:  # A model of -1 layers was told above.
+        problems += _model_problems(options)
+    return [*problems, *_activation_problems(options), *_optimizer_problems(options)]
+
+
+def _number_problems(options: Options) -> Iterator[str]:
+    for field in option_fields().values():
+        value = getattr(getattr(options, field.table), field.name)
+        if field.name not in LIMITS or value is None:
+            continue
+        least, most = LIMITS[field.name]
+        if not value >= least or value == math.inf:
+            yield f"{field.flag} {value}: {'0 or more' if least == 0 else f'at least {least:g}'} is needed"
+        elif value > most:
+            yield f"{field.flag} {value}: more than can be meant; at most {most:,.0f}".replace(",", "")
+    if not 0 < options.optimizer.lr < math.inf:
+        yield f"--lr {options.optimizer.lr}: a number above 0 is needed"
+    if not 0 <= options.model.dropout < 1:
+        yield f"--dropout {options.model.dropout}: a number from 0 to below 1 is needed"
+
+
+def _model_problems(options: Options) -> Iterator[str]:
+    try:
+        gpt_config(options)
+    except ValueError as error:
+        yield str(error)
+
+
+def gpt_config(options: Options) -> ModelConfig:
+    """Returns the numbers of the GPT; a ValueError where they make none."""
+    asked = options.model
+    shape = SIZES.get(asked.size)
+    if shape is None:
+        raise ValueError(f"--size {asked.size}: no such size; there are {', '.join(SIZES)}")
+    try:
+        return ModelConfig(
+            layers=shape.layers if asked.layers is None else asked.layers,
+            width=shape.width if asked.width is None else asked.width,
+            heads=shape.heads if asked.heads is None else asked.heads,
+            tied=not asked.untied_embeddings,
+            dropout=asked.dropout,
+            loss_chunk=asked.loss_chunk,
+        )
+    except ValueError as error:
+        raise ValueError(f"--size {asked.size} with --layers, --width, --heads: {error}") from error
+
+
+def _activation_problems(options: Options) -> Iterator[str]:
+    parallel = options.parallel
+    choice = parallel.checkpoint_activations
+    if choice in ("none", "all", "selective"):
+        return
+    if budget_bytes(choice) is None:
+        yield f"--checkpoint-activations {choice}: take all, selective, or a budget, as budget:2GiB"
+    elif parallel.parallel in ("fsdp", "pipe"):
+        yield (
+            f"--checkpoint-activations {choice}: a plan is measured on a whole model, and {parallel.parallel} trains "
+            "it whole nowhere; take all or selective, or --parallel sharded-ddp"
+        )
+    elif parallel.offload_activations:
+        yield f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded"
+
+
+def _optimizer_problems(options: Options) -> Iterator[str]:
+    scale, parallel = options.optimizer.adascale_scale, options.parallel
+    if scale > 0 and not options.optimizer.adascale:
+        yield f"--adascale-scale {scale:g} has no effect without --adascale"
+    elif 0 < scale < 1:
+        yield f"--adascale-scale {scale:g}: at least 1 is needed"
+    if parallel.cpu_offload and parallel.parallel != "fsdp":
+        yield f"--cpu-offload: --parallel {parallel.parallel} keeps its state on the device; take --parallel fsdp"
+    if parallel.parallel == "pipe" and parallel.accumulate > 1:
+        yield (
+            f"--accumulate {parallel.accumulate}: with --parallel pipe it is --chunks that cuts the batch; take "
+            f"--chunks {parallel.accumulate * parallel.chunks}"
+        )
+
+
+def budget_bytes(choice: str) -> int | None:
+    """Returns the bytes of `--checkpoint-activations budget:2GiB`; None for another choice."""
+    return bytes_of(choice.removeprefix("budget:")) if choice.startswith("budget:") else None
+
+
+def bytes_of(text: str) -> int | None:
+    """Returns a number of bytes, as 5GB or 2GiB; None for another text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]i?B|B)", text)
+    if found is None:
+        return None
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    return int(float(found[1]) * units[found[2]])
