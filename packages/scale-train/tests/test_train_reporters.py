@@ -42,7 +42,7 @@ def test_every_json_line_is_one_object_with_an_event(capsys):
     reporter = JsonReporter()
     reporter.note("hello")
     reporter.step(record())
-    reporter.evaluation(EvaluationRecord(10, 2.5))
+    reporter.evaluation(EvaluationRecord(10, 2.5, 1.7))
     reporter.end(["for people"], {"steps": 10})
     note, step, evaluation, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert note == {"event": "note", "text": "hello"}
@@ -57,7 +57,7 @@ def test_the_bar_shows_the_numbers_of_the_last_step_and_lets_notes_scroll_by():
     bar.advance(10)
     bar.step(record())
     bar.note("text with [brackets]")
-    bar.evaluation(EvaluationRecord(10, 2.5))
+    bar.evaluation(EvaluationRecord(10, 2.5, 1.7))
     bar.end(["the end"], {})
     bar.close()
     shown = screen.getvalue()
@@ -77,10 +77,10 @@ def test_metrics_keep_steps_and_judgements(tmp_path):
     begin_metrics(tmp_path / "metrics.jsonl", 0)
     metrics = MetricsReporter(tmp_path / "metrics.jsonl", pytest.fail)
     metrics.step(record(10))
-    metrics.evaluation(EvaluationRecord(10, 2.5))
+    metrics.evaluation(EvaluationRecord(10, 2.5, 1.7))
     first, second = read_metrics(tmp_path / "metrics.jsonl")
     assert (first["step"], first["loss"]) == (10, 1.25)
-    assert second == {"step": 10, "held_out_bits_per_byte": 2.5}
+    assert second == {"step": 10, "held_out_bits_per_byte": 2.5, "held_out_loss": 1.7}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_several_reporters_all_hear_everything():
     several.note("a")
     several.advance(1)
     several.step(record())
-    several.evaluation(EvaluationRecord(1, 1.0))
+    several.evaluation(EvaluationRecord(1, 1.0, 0.7))
     several.end([], {})
     several.close()
     assert heard == [name for name in ("note", "advance", "step", "evaluation", "end", "close") for _ in range(2)]

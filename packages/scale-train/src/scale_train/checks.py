@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from scale_train.configuration.fields import option_fields
-from scale_train.options import Options
-from scale_train.sizes import SIZES, ModelConfig
+from scale_train.model_folder import number_in, read_config, shape_in
+from scale_train.options import ModelOptions, Options
+from scale_train.sizes import SIZES, ModelConfig, ModelSize
+from scale_train.tokenizer import open_tokenizer, tokenizer_of
 
 LIMITS: dict[str, tuple[float, float]] = {
     "sequence": (1, 10**7),
@@ -69,9 +72,47 @@ def _number_problems(options: Options) -> Iterator[str]:
 
 def _model_problems(options: Options) -> Iterator[str]:
     try:
-        gpt_config(options)
+        vocabulary = open_tokenizer(tokenizer_of(options)).vocabulary
+        if options.model.model is None:
+            gpt_config(options)
+        else:
+            yield from _transformers_problems(options, read_config(options.model.model), vocabulary)
     except ValueError as error:
         yield str(error)
+    if options.run.export is not None and options.model.model is None:
+        yield "--export: the GPT of --size is no model of transformers; name one with --model"
+
+
+def _transformers_problems(options: Options, config: dict[str, Any], vocabulary: int) -> Iterator[str]:
+    """What does not go with a model of transformers."""
+    model, parallel = options.model, options.parallel
+    flag = f"--model {model.model}"
+    for name in ("size", "layers", "width", "heads", "untied_embeddings", "dropout", "loss_chunk"):
+        if getattr(model, name) != getattr(ModelOptions(), name):
+            yield f"--{name.replace('_', '-')} is for the GPT of --size, and {flag} names another model; leave one out"
+    known = config.get("vocab_size")
+    if isinstance(known, int) and known < vocabulary:
+        yield f"{flag}: its vocabulary has {known} tokens, and that of the tokenizer {vocabulary}"
+    positions = number_in(config, "positions")
+    if positions is not None and options.data.sequence > positions:
+        yield f"--sequence {options.data.sequence}: {flag} has {positions} positions; take at most {positions}"
+    if parallel.parallel == "pipe":
+        yield f"--parallel pipe: {flag} is not divided into stages; take fsdp"
+    if parallel.context_parallel > 1:
+        yield f"--context-parallel {parallel.context_parallel}: {flag} sees whole sequences; take 1"
+    if parallel.sequence_parallel:
+        yield f"--sequence-parallel: {flag} is divided by the plan that it carries; leave it out"
+    if budget_bytes(parallel.checkpoint_activations) is not None:
+        choice = parallel.checkpoint_activations
+        yield f"--checkpoint-activations {choice}: {flag} is not planned; take all or selective"
+
+
+def model_shape(options: Options) -> ModelSize:
+    """Returns layers, width and heads; 0 for what a config of transformers does not say."""
+    if options.model.model is not None:
+        return shape_in(read_config(options.model.model))
+    config = gpt_config(options)
+    return ModelSize(config.layers, config.width, config.heads)
 
 
 def gpt_config(options: Options) -> ModelConfig:
@@ -80,11 +121,13 @@ def gpt_config(options: Options) -> ModelConfig:
     shape = SIZES.get(asked.size)
     if shape is None:
         raise ValueError(f"--size {asked.size}: no such size; there are {', '.join(SIZES)}")
+    vocabulary = open_tokenizer(tokenizer_of(options)).vocabulary
     try:
         return ModelConfig(
             layers=shape.layers if asked.layers is None else asked.layers,
             width=shape.width if asked.width is None else asked.width,
             heads=shape.heads if asked.heads is None else asked.heads,
+            vocabulary=vocabulary,
             tied=not asked.untied_embeddings,
             dropout=asked.dropout,
             loss_chunk=asked.loss_chunk,

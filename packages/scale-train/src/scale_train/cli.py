@@ -20,13 +20,16 @@ from scale_train.interrupts import leave_on_ctrl_c
 from scale_train.options import Options
 from scale_train.plan.options import PlanOptions
 from scale_train.snapshot.options import SnapshotOptions
+from scale_train.trained.options import ExportOptions, PplOptions
 from scale_train.why.options import WhyOptions
 
-Command = Options | PlanOptions | SnapshotOptions | WhyOptions
+Command = Options | PplOptions | ExportOptions | PlanOptions | SnapshotOptions | WhyOptions
 
 DESCRIPTION = """The training program of scale.
 
 lm        trains a language model on text and reports how well it predicts text that it has not seen.
+ppl       says how well a trained model predicts a text: loss, perplexity, bits per byte.
+export    writes the model of a run as a folder that transformers reads.
 plan      says which way of training a model fits into the memory of a machine, and what each costs.
 snapshot  lists, verifies, compares, converts and prunes checkpoints.
 why       says in one sentence why a training on several ranks ended, from what the ranks left behind."""
@@ -60,7 +63,14 @@ def parse(arguments: list[str]) -> Command:
     if arguments[:1] == ["lm"]:
         return parse_command_line(arguments[1:])
     chosen: Command = tyro.extras.subcommand_cli_from_dict(
-        {"lm": Options, "plan": PlanOptions, "snapshot": SnapshotOptions, "why": WhyOptions},
+        {
+            "lm": Options,
+            "ppl": PplOptions,
+            "export": ExportOptions,
+            "plan": PlanOptions,
+            "snapshot": SnapshotOptions,
+            "why": WhyOptions,
+        },
         prog="scale-train",
         description=DESCRIPTION,
         args=arguments,
@@ -71,6 +81,14 @@ def parse(arguments: list[str]) -> Command:
 
 def _command_for(options: Command) -> Callable[[Any], int]:
     with leave_on_ctrl_c():
+        if isinstance(options, PplOptions):
+            from scale_train.trained.commands import ppl
+
+            return ppl
+        if isinstance(options, ExportOptions):
+            from scale_train.trained.commands import export
+
+            return export
         if isinstance(options, WhyOptions):
             from scale_train.why.command import why
 

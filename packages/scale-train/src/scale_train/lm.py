@@ -6,7 +6,7 @@ import os
 import sys
 
 from scale_train.configuration.command_line import type_problems
-from scale_train.data import check_length, read_text
+from scale_train.data import check_length, read_data
 from scale_train.errors import InputError
 from scale_train.launch import RankExit, is_under_torchrun, start_ranks, train_rank
 from scale_train.memory import check_fits
@@ -64,5 +64,5 @@ def _outcome(options: Options) -> RunSummary | RankExit:
     num_ranks = num_local_ranks(options)
     check_options(options, num_ranks)
     check_fits(options, num_ranks)
-    check_length(read_text(options.data.text), options.data.sequence)
+    check_length(read_data(options), options.data.sequence)
     return train_rank(options) if num_ranks == 1 else start_ranks(options, num_ranks)

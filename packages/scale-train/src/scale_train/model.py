@@ -195,7 +195,7 @@ def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, see
     generator of its own, on the CPU, so that all ranks draw the same token and the training's random state stays.
 
     Args:
-        model: Maps tokens `[1, sequence]` to logits `[1, sequence, vocabulary]`.
+        model: Maps tokens `[1, sequence]` to logits `[1, sequence, vocabulary]`, or to an output that has them.
         prompt: `[sequence]`, int64, at least one token.
         length: Number of tokens to add.
         context: Tokens that the model looks back on; earlier ones are dropped.
@@ -210,7 +210,8 @@ def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, see
     model.eval()
     tokens = prompt
     for _ in range(length):
-        logits = model(tokens[-context:].unsqueeze(0))[0, -1].float().cpu()
+        found = model(tokens[-context:].unsqueeze(0))
+        logits = getattr(found, "logits", found)[0, -1].float().cpu()
         drawn = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.to(tokens.device)])
     model.train(was_training)

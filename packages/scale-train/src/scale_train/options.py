@@ -10,8 +10,15 @@ class DataOptions:
     """What is read, and how much of it in a step."""
 
     text: tuple[Path, ...] = ()
-    """Files or folders to learn from (folders in them named test or tests are skipped); by default
-    the sources of Python's own standard library."""
+    """Files or folders to learn from (folders in them named test or tests are skipped): text, or JSON lines (.jsonl),
+    each a document; by default the sources of Python's own standard library."""
+    text_field: str = "text"
+    """Of each object of a JSON-lines file, the field with its text."""
+    tokenizer: str | None = None
+    """byte, or a tokenizer.json (or its folder), which the library tokenizers reads; by default the one in the folder
+    of --model, or byte."""
+    token_cache: Path | None = None
+    """Folder where tokens are kept for the next run; by default in the user's cache. Bytes are not kept."""
     sequence: int = 128
     """Tokens in a sequence."""
     batch: int = 32
@@ -22,7 +29,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model: a size by name, any number of it changed."""
+    """The model: a GPT of a size by name, any number of it changed, or a model of transformers."""
 
     size: str = "tiny"
     """tiny, small, gpt3-125m, -350m, -760m, -1.3b, -2.7b, -6.7b, -13b or -175b."""
@@ -38,6 +45,9 @@ class ModelOptions:
     """Part of each residual branch that is zeroed in training."""
     loss_chunk: int = 0
     """Tokens whose logits exist at one time; 0 for all."""
+    model: Path | None = None
+    """In place of --size: config.json of a causal language model of transformers, or its folder, whose weights are
+    loaded if it has some."""
 
 
 @dataclass(frozen=True)
@@ -146,15 +156,17 @@ class RunOptions:
     """Steps between lines, and between entries of metrics.jsonl."""
     log_format: Literal["auto", "rich", "plain", "json"] = "auto"
     """rich is a progress bar, json is one object per line; auto is rich on a terminal and plain elsewhere."""
+    export: Path | None = None
+    """With --model: new folder for the trained model at the end, as from_pretrained of transformers reads it."""
     prompt: str = ""
     """What the sample of text at the end continues; by default the start of a file."""
     sample_length: int = 300
-    """Bytes of that sample; 0 for none."""
+    """Tokens of that sample; 0 for none."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Train a GPT on the bytes of real text, and report how well it predicts text that it has not seen."""
+    """Train a language model on text, and report how well it predicts text that it has not seen."""
 
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -9,7 +9,7 @@ import torch
 
 from scale_pipe.schedules.registry import get_schedule
 from scale_train.checks import budget_bytes as budget_bytes
-from scale_train.checks import bytes_of, gpt_config, option_problems
+from scale_train.checks import bytes_of, gpt_config, model_shape, option_problems
 from scale_train.errors import InputError
 from scale_train.options import Options, ParallelOptions
 from scale_train.sizes import ModelConfig
@@ -136,8 +136,8 @@ def _check_tensor_parallel(options: Options, num_ranks: int) -> int:
             f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on whole layers, and "
             f"--tensor-parallel {number} divides them; take all or selective"
         )
-    heads = model_config(options).heads
-    if number > heads:
+    heads = model_shape(options).heads
+    if number > heads > 0:
         raise InputError(f"--tensor-parallel {number}: the model has {heads} heads to divide; take at most {heads}")
     return num_ranks // number
 

@@ -69,6 +69,7 @@ class EvaluationRecord:
 
     step: int  # steps done
     held_out_bits_per_byte: float  # mean over the held-out windows
+    held_out_loss: float  # the same in nats per token, whose exponential is the perplexity
 
 
 class Reporter:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from scale_adascale import AdaScale
 from scale_core.comm.group import Group
@@ -22,6 +23,7 @@ from scale_train.resolve import device_type, model_config
 from scale_train.training.adascale import with_adascale
 from scale_train.training.parallelize import Engine, parallelize_gpt, plan_blocks
 from scale_train.training.reporters import Reporter, initialisation_bar, uses_progress_bar
+from scale_train.training.transformers_model import TransformersSource
 
 
 class MicrobatchTimer:
@@ -175,14 +177,21 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
     sharded = options.parallel.parallel == "fsdp"
     tensor_parallel = options.parallel.tensor_parallel > 1  # shards a full model
     on_meta = options.parallel.parallel in ("fsdp", "pipe") and not tensor_parallel
-    with torch.device("meta") if on_meta else nullcontext():
-        model = GPT(model_config(options))
-    if not on_meta:
-        plan_blocks(model.to(device), options, group)
+    source = None if options.model.model is None else TransformersSource(options.model.model, options.run.seed)
+    model: nn.Module
+    if source is not None:
+        model = source.build_on_meta()
+        if not on_meta:
+            source.fill(model, device)
+    else:
+        with torch.device("meta") if on_meta else nullcontext():
+            gpt = model = GPT(model_config(options))
+        if not on_meta:
+            plan_blocks(gpt.to(device), options, group)
     with initialisation_bar(
         shown=sharded and group.rank == 0 and uses_progress_bar(options.run.log_format)
     ) as progress:
-        engine = parallelize_gpt(model, options.parallel, options.optimizer, group, device, progress)
+        engine = parallelize_gpt(model, options.parallel, options.optimizer, group, device, progress, source)
     torch.manual_seed(options.run.seed)  # What was drawn so far depends on how it was built.
     scaler = ShardedGradScaler(enabled=options.parallel.precision == "fp16", process_group=group)
     return TrainState(

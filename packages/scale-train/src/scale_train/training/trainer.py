@@ -89,7 +89,7 @@ def forward_backward(training: TrainState) -> Tensor:
         batch, positions = engine.part_of(*windows_at(training.text.train, starts, data.sequence))
         with engine.gradient_sync(last=index == accumulate - 1), engine.attention():
             with engine.autocast():
-                loss = engine.model(*batch, **positions)
+                loss = engine.loss(*batch, "mean", positions)
             training.scaler.scale(loss / accumulate).backward()
         total += loss.detach() / accumulate
     return total
@@ -158,8 +158,9 @@ def evaluate(training: TrainState) -> float:
     pipeline = training.engine.pipeline
     parts = training.engine.axes.num_data if pipeline is None else pipeline.num_replicas
     micro_batch = data.batch // (parts * training.options.parallel.accumulate)
-    bits = bits_per_byte(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
-    training.reporter.evaluation(EvaluationRecord(training.step, bits))
+    loss = held_out_loss(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
+    bits = loss / math.log(2) * training.text.tokens_per_byte
+    training.reporter.evaluation(EvaluationRecord(training.step, bits, loss))
     return bits
 
 
@@ -173,8 +174,8 @@ def held_out_starts(num_bytes: int, sequence: int, most_tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, micro_batch: int, group: Group) -> float:
-    """Returns the mean over the windows of `text`, uint8 `[bytes]`, at `starts`; called on all ranks, equal on all.
+def held_out_loss(engine: Engine, text: Tensor, starts: Tensor, sequence: int, micro_batch: int, group: Group) -> float:
+    """Returns the mean loss, in nats per token, of the windows of `text`, `[tokens]`, at `starts`; equal on all ranks.
 
     Each rank reads its share. Where the windows do not divide, a rank pads its batch with windows that do not count,
     because a forward pass of a sharded model is one of all ranks.
@@ -194,10 +195,10 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
         targets[len(mine) :] = IGNORED
         batch, positions = engine.part_of(tokens, targets)
         with engine.attention(), engine.autocast():
-            loss = engine.model(*batch, "sum", **positions)
+            loss = engine.loss(*batch, "sum", positions)
         nats += loss.item()
     engine.model.train()
-    return sum_over_ranks(nats if counts else 0.0, group) / (math.log(2) * len(starts) * sequence)
+    return sum_over_ranks(nats if counts else 0.0, group) / (len(starts) * sequence)
 
 
 def sum_over_ranks(value: float, group: Group) -> float:
