@@ -61,6 +61,7 @@ TOO_MANY = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
         ("--text text --batch 7 --ranks 2", "--batch 7 does not divide into 2 ranks"),
         (f"--text text --batch {TOO_MANY} --device cpu --ranks {TOO_MANY}", "more ranks than this machine's devices"),
         ("--text text --size gpt3-175b --ranks 2 --layers 96 --width 122880 --heads 96", "and this machine has"),
+        ("--text text --batch 10000000 --sequence 10000000 --ranks 2", "the input of one block of all local ranks is"),
         (f"--text {'x' * 300}", "cannot be read (File name too long)"),
         (f"--text text --parallel none --resume {'x' * 300}", "cannot be read (File name too long)"),
         ("--text text --dropout 2", "--dropout 2.0: a number from 0"),

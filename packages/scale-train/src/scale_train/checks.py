@@ -5,13 +5,14 @@ What depends on the ranks is checked in `resolve.py`.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from scale_train.configuration.fields import option_fields
-from scale_train.model_folder import number_in, read_config, shape_in
+from scale_train.model_folder import attention_width_in, number_in, read_config, shape_in
 from scale_train.options import ModelOptions, Options
 from scale_train.sizes import SIZES, ModelConfig, ModelSize
 from scale_train.tokenizer import open_tokenizer, tokenizer_of
@@ -41,6 +42,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "evaluate_every": (0, 10**9),
     "log_every": (1, 10**9),
     "sample_length": (0, 10**6),
+    "peak_flops": (1, 10**18),
 }
 """The least and the most of each number. Above it nothing can be meant, and memory would fill before anything else is
 checked."""
@@ -51,7 +53,13 @@ def option_problems(options: Options) -> list[str]:
     problems = list(_number_problems(options))
     if not problems:  # A model of -1 layers was told above.
         problems += _model_problems(options)
-    return [*problems, *_activation_problems(options), *_optimizer_problems(options)]
+    return [*problems, *_activation_problems(options), *_optimizer_problems(options), *_logger_problems(options)]
+
+
+def _logger_problems(options: Options) -> Iterator[str]:
+    for name in options.run.log_to:
+        if importlib.util.find_spec(name) is None:
+            yield f"--log-to {name}: {name} is not installed: pip install {name}"
 
 
 def _number_problems(options: Options) -> Iterator[str]:
@@ -113,6 +121,13 @@ def model_shape(options: Options) -> ModelSize:
         return shape_in(read_config(options.model.model))
     config = gpt_config(options)
     return ModelSize(config.layers, config.width, config.heads)
+
+
+def attention_width(options: Options) -> int:
+    """Returns heads times the features of each; 0 where a config of transformers does not say it."""
+    if options.model.model is not None:
+        return attention_width_in(read_config(options.model.model))
+    return gpt_config(options).width
 
 
 def gpt_config(options: Options) -> ModelConfig:

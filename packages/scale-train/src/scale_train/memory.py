@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from scale_core.shard import full_shape
+from scale_train.checks import model_shape
 from scale_train.errors import InputError
 from scale_train.model import GPT, num_parameters
 from scale_train.options import Options
@@ -84,6 +85,20 @@ def check_fits(options: Options, local_ranks: int, world_size: int | None = None
             f"{' divided among the ranks' if sharded else ''} x {local_ranks} local "
             f"rank{'s' if local_ranks > 1 else ''} are {format_bytes(needed)}, and this machine has "
             f"{format_bytes(available)}; take a smaller --size{'' if sharded else ', fewer --ranks or --parallel fsdp'}"
+        )
+    _check_batch_fits(options, local_ranks, num_ranks, available)
+
+
+def _check_batch_fits(options: Options, local_ranks: int, num_ranks: int, available: int | None) -> None:
+    """Refuses a batch of which one tensor of activations, the input of the first block, would fill the machine."""
+    data = options.data
+    tokens = data.batch * data.sequence * local_ranks // (num_ranks * options.parallel.accumulate)
+    needed = 4 * tokens * model_shape(options).width
+    if available is not None and needed > available:
+        raise InputError(
+            f"--batch {data.batch} x --sequence {data.sequence}: the input of one block of all local ranks is "
+            f"{format_bytes(needed)}, and this machine has {format_bytes(available)}; take fewer tokens, or a larger "
+            "--accumulate"
         )
 
 

@@ -51,3 +51,14 @@ def shape_in(config: dict[str, Any]) -> ModelSize:
 def has_weights(path: Path) -> bool:
     """Whether `--model` names a folder with weights."""
     return path.is_dir() and any((path / name).exists() for name in WEIGHTS)
+
+
+def attention_width_in(config: dict[str, Any]) -> int:
+    """Returns heads times the features of each; 0 where the config does not say it."""
+    shape, features = shape_in(config), config.get("head_dim")
+    return shape.heads * features if isinstance(features, int) else shape.width
+
+
+def is_mixture(config: dict[str, Any]) -> bool:
+    """Whether a token passes through a part of the parameters alone."""
+    return any(isinstance(value, int) and value > 1 for name, value in config.items() if "experts" in name)

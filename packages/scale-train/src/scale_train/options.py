@@ -156,6 +156,12 @@ class RunOptions:
     """Steps between lines, and between entries of metrics.jsonl."""
     log_format: Literal["auto", "rich", "plain", "json"] = "auto"
     """rich is a progress bar, json is one object per line; auto is rich on a terminal and plain elsewhere."""
+    log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Log to these too, where they are installed: TensorBoard into the run's folder, Weights & Biases by its own
+    settings (WANDB_PROJECT, WANDB_MODE)."""
+    peak_flops: float | None = None
+    """Operations in a second that one device reaches at most, for the utilization (MFU) that is logged; by default that
+    of known GPUs, in bf16 and fp16."""
     export: Path | None = None
     """With --model: new folder for the trained model at the end, as from_pretrained of transformers reads it."""
     prompt: str = ""

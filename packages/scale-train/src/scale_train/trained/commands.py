@@ -147,7 +147,7 @@ def _of_checkpoint(point: Path) -> Trained:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, tokens: Tensor, sequence: int, batch: int, device: torch.device) -> float:
-    """Returns nats per token of `tokens`, `[tokens]`, in windows one after the other, without an incomplete last one."""
+    """Returns nats per token of `tokens`, `[tokens]`, in windows one after the other, without a part at the end."""
     starts = torch.arange((len(tokens) - 1) // sequence) * sequence
     nats = 0.0
     for some in starts.split(batch):

@@ -21,6 +21,7 @@ from scale_train.model import GPT
 from scale_train.options import Options
 from scale_train.resolve import device_type, model_config
 from scale_train.training.adascale import with_adascale
+from scale_train.training.mfu import UtilizationModel, utilization_model
 from scale_train.training.parallelize import Engine, parallelize_gpt, plan_blocks
 from scale_train.training.reporters import Reporter, initialisation_bar, uses_progress_bar
 from scale_train.training.transformers_model import TransformersSource
@@ -132,6 +133,7 @@ class TrainState:
     sampler: Sampler
     text: Text
     reporter: Reporter
+    utilization: UtilizationModel | None  # None where the peak of the devices is not known
     scaler: ShardedGradScaler  # of the loss with --precision fp16; otherwise it does nothing
     step: int = 0  # steps done
     saved_step: int = -1  # steps done at the last checkpoint; -1 for never
@@ -203,5 +205,6 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
         sampler=Sampler(len(text.train), options.data.sequence, options.run.seed),
         text=text,
         reporter=Reporter(),
+        utilization=utilization_model(options, group.size, device),
         scaler=scaler,
     )

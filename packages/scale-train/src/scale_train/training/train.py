@@ -85,7 +85,7 @@ def train_language_model(options: Options, group: Group) -> RunSummary:
     if paths.resume_from is not None:
         load(training, paths.resume_from)
     if group.rank == 0:
-        training.reporter = make_reporter(options.run.log_format, options.optimizer.steps, training.step, paths.folder)
+        training.reporter = make_reporter(options, training.step, paths.folder)
     try:
         _log_start(training, paths)
         checkpoints = paths.folder / CHECKPOINTS

@@ -120,6 +120,7 @@ def log_step(training: TrainState, loss: Tensor, rate: float, norm: Tensor | Non
             peak_memory_bytes=tuple(row[0] for row in peaks),
             # At the mean progress of the steps so far.
             seconds_left=training.step_timer.seconds_for(round(left * training.step / max(1, training.schedule_step))),
+            mfu=training.utilization and training.utilization.mfu(tokens * steps_per_second),
             loss_scale=training.scaler.get_scale() if training.scaler.is_enabled() else None,
             skipped_steps=training.skipped_steps if training.scaler.is_enabled() else None,
             **stats,
