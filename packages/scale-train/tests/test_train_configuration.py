@@ -14,17 +14,22 @@ from scale_train.cli import main, parse
 from scale_train.configuration.fields import option_fields
 from scale_train.configuration.help import help_text
 from scale_train.configuration.problems import OptionsError
+from scale_train.configuration.reference import reference
 from scale_train.configuration.toml_file import read_toml, to_toml
 from scale_train.errors import InputError
 from scale_train.resolve import MAX_RANKS_PER_CORE  # noqa: F401  torch is loaded here, and not by what is tested
 
 EVERYTHING_CHANGED = Options(
-    data=DataOptions(text=(Path("a b"), Path('c"\\d\n')), sequence=64, batch=6, held_out_tokens=0),
+    data=DataOptions(
+        text=(Path("a b"), Path('c"\\d\n')), sequence=64, batch=6, held_out_tokens=0, text_field="body",
+        tokenizer="byte", token_cache=Path("cache"),
+    ),
     model=ModelOptions(size="small", layers=3, width=64, heads=4, untied_embeddings=True, dropout=0.1, loss_chunk=9),
     parallel=ParallelOptions(
         ranks=3, parallel="oss", device="cpu", precision="bf16", accumulate=2, sync_each_micro_batch=False,
         checkpoint_activations="budget:2GiB", tensor_parallel=2, sequence_parallel=True, overlap_pieces=2,
         context_attention="ulysses", stages=4, schedule="zb_v", chunks=3, reshard_after_forward=False,
+        cpu_offload=False,
     ),
     optimizer=OptimizerOptions(
         steps=7, lr=1e-30, warmup=0, weight_decay=0.25, clip=1.5, optimizer_kernel="foreach", adascale=True,
@@ -33,9 +38,11 @@ EVERYTHING_CHANGED = Options(
     run=RunOptions(
         seed=2**62, out=Path("~/ümlaut"), resume=Path("r"), save_every=0, async_save=True, log_format="json",
         prompt='"quoted" \t\x7f\x01 ☃', sample_length=0,
+        peak_flops=1e12, log_to=(), export=None,
     ),
 )  # fmt: skip
 
+REFERENCE = Path(__file__).parents[3] / "docs" / "configuration.md"
 NUMERIC = [field for field in option_fields().values() if field.type in (int, float)]
 
 
@@ -164,10 +171,15 @@ def test_help_names_every_option_and_neither_it_nor_an_error_loads_torch():
 
 def test_a_printed_file_has_every_key():
     tables = tomllib.loads(to_toml(EVERYTHING_CHANGED))
-    assert {f"{table}.{name}" for table, keys in tables.items() for name in keys} == {
-        field.key for field in option_fields().values()
-    }
+    written = {f"{table}.{name}" for table, keys in tables.items() for name in keys}
+    assert {field.key for field in option_fields().values()} - written == {"model.model", "run.export"}
     assert list(tables) == [field.name for field in fields(Options)]
+
+
+@pytest.mark.skipif(not REFERENCE.exists(), reason="the page is in the repository alone")
+def test_the_reference_is_made_from_the_dataclasses():
+    told = "python -m scale_train.configuration.reference > docs/configuration.md"
+    assert REFERENCE.read_text(encoding="utf-8") == reference(), f"write it anew: {told}"
 
 
 def test_python_trains_by_the_same_names_and_names_what_is_wrong():
