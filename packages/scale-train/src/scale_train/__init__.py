@@ -9,7 +9,6 @@ if typing.TYPE_CHECKING:
     from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
     from scale_train.training.reporters import initialisation_bar, loading_bar
     from scale_train.training.train import RunSummary
-    from scale_train.wrapped_modules import with_wrapped_modules
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -25,7 +24,6 @@ __all__ = [
     "initialisation_bar",
     "loading_bar",
     "train",
-    "with_wrapped_modules",
 ]
 
 _MODULES = {
@@ -33,7 +31,6 @@ _MODULES = {
     "initialisation_bar": "scale_train.training.reporters",
     "loading_bar": "scale_train.training.reporters",
     "train": "scale_train.lm",
-    "with_wrapped_modules": "scale_train.wrapped_modules",
 }
 
 
