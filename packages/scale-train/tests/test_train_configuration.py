@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions, train
-from scale_train.checks import LIMITS
 from scale_train.cli import main, parse
+from scale_train.configuration.checks import LIMITS
 from scale_train.configuration.fields import option_fields
 from scale_train.configuration.help import help_text
 from scale_train.configuration.problems import OptionsError

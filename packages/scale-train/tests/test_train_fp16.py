@@ -9,7 +9,7 @@ from torch.optim import AdamW
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train.checks import option_problems
+from scale_train.configuration.checks import option_problems
 from scale_train.data import Sampler, read_text, windows_at
 from scale_train.model import GPT
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions

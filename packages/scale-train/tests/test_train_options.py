@@ -98,7 +98,7 @@ def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
     [
         ({"tensor_parallel": 2, "overlap_pieces": 0}, 2, "--overlap-pieces 0: at least 1 is needed"),
         ({"tensor_parallel": 3}, 4, "--tensor-parallel 3 does not divide 4 ranks; take 1 or 2 or 4"),
-        ({"tensor_parallel": 0}, 2, "--tensor-parallel 0 does not divide 2 ranks; take 1 or 2"),
+        ({"tensor_parallel": 0}, 2, "--tensor-parallel 0: at least 1 is needed"),
         ({"tensor_parallel": 8}, 8, "--tensor-parallel 8: the model has 4 heads to divide; take at most 4"),
         ({"tensor_parallel": 2, "parallel": "none"}, 4, "--parallel none is one process, but there are 4 ranks"),
         ({"tensor_parallel": 2, "parallel": "pipe"}, 4, "--tensor-parallel 2: layers of a pipeline's stages are not"),
@@ -123,7 +123,7 @@ def test_layers_that_can_not_be_divided_so_are_refused(parallel, ranks, message)
             {"context_parallel": 4, "tensor_parallel": 2},
             "--context-parallel 4 does not divide 2 ranks (of 2 that divide layers each); take 1 or 2",
         ),
-        ({"context_parallel": 0}, "--context-parallel 0 does not divide 4 ranks"),
+        ({"context_parallel": 0}, "--context-parallel 0: at least 1 is needed"),
         ({"context_parallel": 2, "parallel": "pipe"}, "the stages of a pipeline see whole sequences; take --parallel"),
         ({"context_parallel": 4, "parallel": "none"}, "one plain process sees whole sequences; take --parallel fsdp"),
         (

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from scale_train.checks import option_problems
+from scale_train.configuration.checks import option_problems
 from scale_train.options import Options, RunOptions
 from scale_train.training.reporters import (
     EvaluationRecord,

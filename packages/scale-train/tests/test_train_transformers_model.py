@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.checks import option_problems
 from scale_train.cli import main
+from scale_train.configuration.checks import option_problems
 from scale_train.data import Sampler, read_text, windows_at
 from scale_train.errors import InputError
 from scale_train.training.checkpoint import load
 from scale_train.training.state import LRSchedule, build_state
 from scale_train.training.train import train_language_model
 from scale_train.training.trainer import train_step
-from scale_train.training.transformers_model import TransformersSource
+from scale_train.transformers_model import TransformersSource
 
 STEPS = 3
 LLAMA = LlamaConfig(

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from scale_core.shard import full_shape
-from scale_train.checks import model_shape
+from scale_train.configuration.checks import model_shape
 from scale_train.errors import InputError
 from scale_train.model import GPT, num_parameters
 from scale_train.options import Options
 from scale_train.resolve import model_config, pipeline_shape
+from scale_train.transformers_model import TransformersSource
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -110,8 +111,6 @@ def model_flag(options: Options) -> str:
 def count_parameters(options: Options) -> int:
     """Returns how many parameters the model has."""
     if options.model.model is not None:
-        from scale_train.training.transformers_model import TransformersSource
-
         return num_parameters(TransformersSource(options.model.model, 0).build_on_meta())
     with torch.device("meta"):
         return num_parameters(GPT(model_config(options)))

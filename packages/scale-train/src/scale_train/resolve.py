@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from scale_pipe.schedules.registry import get_schedule
-from scale_train.checks import budget_bytes as budget_bytes
-from scale_train.checks import bytes_of, gpt_config, model_shape, option_problems
+from scale_train.configuration.checks import budget_bytes as budget_bytes
+from scale_train.configuration.checks import bytes_of, gpt_config, model_shape, option_problems
 from scale_train.errors import InputError
 from scale_train.options import Options, ParallelOptions
 from scale_train.sizes import ModelConfig

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scale_train.checks import option_problems
+from scale_train.configuration.checks import option_problems
 from scale_train.configuration.fields import option_fields
 from scale_train.configuration.problems import OptionsError, nearest
 from scale_train.configuration.toml_file import Given, Values, read_toml, value_of

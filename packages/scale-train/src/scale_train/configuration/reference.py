@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from scale_train.checks import LIMITS
+from scale_train.configuration.checks import LIMITS
 from scale_train.configuration.fields import OptionField, option_fields, table_help
 from scale_train.configuration.help import default_text
 from scale_train.options import Options

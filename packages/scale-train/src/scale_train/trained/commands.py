@@ -29,7 +29,7 @@ from scale_train.sizes import ModelConfig
 from scale_train.tokenizer import BYTE, open_tokenizer, tokenizer_file
 from scale_train.trained.options import ExportOptions, PplOptions
 from scale_train.training.checkpoint import CHECKPOINTS, PROGRAM
-from scale_train.training.transformers_model import build_on_meta, export_model
+from scale_train.transformers_model import build_on_meta, export_model
 
 _MOST_POSITIONS = 1024  # of a window, where nothing says how long one is
 

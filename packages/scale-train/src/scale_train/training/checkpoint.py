@@ -33,7 +33,7 @@ from scale_train.options import Options, RunOptions
 from scale_train.sizes import ModelConfig
 from scale_train.training.parallelize import PipelineEngine
 from scale_train.training.state import TrainState
-from scale_train.training.transformers_model import config_facts
+from scale_train.transformers_model import config_facts
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from scale_train.checks import attention_width, model_shape
+from scale_train.configuration.checks import attention_width, model_shape
 from scale_train.memory import count_parameters
 from scale_train.model_folder import is_mixture, read_config
 from scale_train.options import Options

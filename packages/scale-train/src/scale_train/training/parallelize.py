@@ -37,7 +37,7 @@ from scale_train.model import GPT, IGNORED, Block
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 from scale_train.resolve import budget_bytes, pipeline_shape
 from scale_train.training.reporters import ProgressCallback
-from scale_train.training.transformers_model import TransformersSource
+from scale_train.transformers_model import TransformersSource
 
 PLAN: Plan = {
     "blocks.*.attention.qkv": Style("outputs", output="part", stacked=3),

@@ -24,7 +24,7 @@ from scale_train.training.adascale import with_adascale
 from scale_train.training.mfu import UtilizationModel, utilization_model
 from scale_train.training.parallelize import Engine, parallelize_gpt, plan_blocks
 from scale_train.training.reporters import Reporter, initialisation_bar, uses_progress_bar
-from scale_train.training.transformers_model import TransformersSource
+from scale_train.transformers_model import TransformersSource
 
 
 class MicrobatchTimer:

@@ -12,7 +12,7 @@ import torch
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
 from scale_core.errors import ContractError, ScaleDistributedError
-from scale_train.checks import model_shape
+from scale_train.configuration.checks import model_shape
 from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.toml_file import to_toml
 from scale_train.data import Text, check_length, read_data
@@ -38,7 +38,7 @@ from scale_train.training.plot import plot_loss
 from scale_train.training.reporters import begin_metrics, make_reporter
 from scale_train.training.state import TrainState, build_state
 from scale_train.training.trainer import train
-from scale_train.training.transformers_model import export_model
+from scale_train.transformers_model import export_model
 
 GENERATION_TEMPERATURE = 0.8
 
