@@ -55,8 +55,8 @@ class Strategy:
         return f"{name}, checkpointed" if self.recompute else name
 
     def command(self, options: PlanOptions, size: str | None) -> str | None:
-        """What to type; None where `scale-train lm` has no such model or option."""
-        if size is None or self.parallel == "fsdp-offload" or options.experts:
+        """What to type; None where `scale-train lm` has no such model."""
+        if size is None or options.experts:
             return None
         words = ["scale-train lm", f"--size {size}"]
         for flag, value in (("--layers", options.layers), ("--width", options.width), ("--heads", options.heads)):
@@ -67,6 +67,8 @@ class Strategy:
                 words += [f"--parallel fsdp --tensor-parallel {self.model_ranks}"]
             case "pipe":
                 words += [f"--parallel pipe --stages {self.model_ranks} --chunks {self.chunks}"]
+            case "fsdp-offload":
+                words += ["--parallel fsdp --cpu-offload"]
             case _:
                 words += [f"--parallel {self.parallel}"]
         words += [f"--batch {options.batch} --sequence {options.sequence} --precision {options.precision}"]
