@@ -165,7 +165,7 @@ class Unit:
         for name in _COPIED:
             setattr(self, name, state[name])
         if not any(buffer.is_meta for buffer in self.buffers):
-            groups = self.options.mesh_info.buffer_groups(self.options.reshard_after_forward)
+            groups = self.options.buffer_groups()
             for buffer in self.buffers:
                 buffer.groups = groups
         RemovableHandle.next_id = max(RemovableHandle.next_id, state["next hook"])
