@@ -322,15 +322,16 @@ class Reduction:
         """Starts to average a flat gradient [W * S] in its own dtype; the reduction owns it from now on."""
         assert self._scattering is None, "a reduction is under way already"
         self._copies = self._replicas.size if divisor is None else 1
-        if self._wire.reduce is None or self._group.size == 1 or not gradient.numel():
+        group = self._group if nodes is None else nodes.between
+        if self._wire.reduce is None or group.size == 1 or not gradient.numel():
             self._scattering = reduce_scatter(
                 gradient, self._group, dtype=self._dtype, divisor=divisor, sizes=self._sizes, tag=tag
             )
         elif nodes is None:
-            self._scattering = self._scatter_quantized(gradient, self._group, divisor, tag)
+            self._scattering = self._scatter_quantized(gradient, group, divisor, tag)
         else:
             gradient = self._by_places(gradient, nodes)
-            self._between = nodes.between, None if divisor is None else divisor / nodes.inside.size, tag
+            self._between = group, None if divisor is None else divisor / nodes.inside.size, tag
             self._scattering = reduce_scatter(gradient, nodes.inside, dtype=torch.float32, tag=tag)
         self._flat, self._tag = gradient, tag
 

@@ -69,6 +69,11 @@ class ShardGroups:
     # The ranks of `shard` by nodes, where what is quantised is so between nodes alone.
     nodes: NodeGroups | None = None
 
+    @property
+    def quantised(self) -> Group:
+        """The ranks of `shard` between which quantised values are sent; of size 1 where there is but one node."""
+        return self.shard if self.nodes is None else self.nodes.between
+
 
 def copy_attributes(param: Tensor, other: Tensor) -> None:
     """Copies attributes that users set on a parameter to the one that takes its place."""
