@@ -101,7 +101,7 @@ class CommunicationPolicy:
             self.error_feedback,
         )
 
-    def check(self, mesh_info: MeshInfo, dtypes: Sequence[torch.dtype | None]) -> None:
+    def check(self, mesh_info: MeshInfo, dtypes: Sequence[torch.dtype | None] = ()) -> None:
         """Raises ValueError where the policy says something of ranks or dtypes that these are not."""
         shard, replicas = mesh_info.shard.size, mesh_info.replicas.size
         if self.replicate is not None and mesh_info.replicas.process_group is None:

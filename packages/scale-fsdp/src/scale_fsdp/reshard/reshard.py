@@ -195,6 +195,8 @@ def reshard_to(
         for unit in units:
             if (ranks := new_ranks(unit, process_group)) is not None:
                 ranks.check_reshard_after_forward(strategy_of(unit))
+                if unit.options.communication is not None:
+                    unit.options.communication.check(ranks)
         new = new_ranks(units[0], process_group)
         return ReshardRequest(
             has_values=not any(buffer.is_meta for buffer in buffers),
