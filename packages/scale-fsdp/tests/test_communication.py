@@ -189,8 +189,7 @@ def test_bytes_on_gloo_are_those_of_the_formula_and_a_part_keeps_the_backward_in
     assert not any(run_ranks(count_bytes, 4, 2, cases))
 
 
-@pytest.mark.parametrize("world", [64, 512])
-@pytest.mark.parametrize("node_size", [None, 8])
+@pytest.mark.parametrize(("world", "node_size"), [(64, None), (512, 8)])
 def test_the_simulation_counts_the_same(world: int, node_size: int | None) -> None:
     policy = CommunicationPolicy(gather="int8", reduce="int4", node_size=node_size)
     with simulate(rank=0, world_size=world) as simulation:
