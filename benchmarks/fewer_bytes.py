@@ -7,11 +7,11 @@
 The model, the text, the order of the data, AdamW and the learning rate are those of `scale-train lm`; each block is a
 unit of `fully_shard(..., communication=...)`, the rest another one. gloo, one thread per rank.
 
-A step: the tiny size. "sent" is what one rank writes to its sockets in a step, counted by the kernel; "formula" is what
-its collectives send: (W - 1) messages of `BlockFormat.num_bytes` of a shard for each gather and reduction of what is
-quantised, and of the shard's own bytes for the rest. What the kernel counts beyond that is gloo's headers and what
-ranks compare. "CPU" is that of both ranks over that of fp32, the median over steps; here no network is waited for, so
-it is all cost.
+A step: the tiny size, with few tokens. "sent" is what one rank writes to its sockets in a step, counted by the kernel;
+"formula" is what its collectives send: (W - 1) messages of `BlockFormat.num_bytes` of a shard for each gather and
+reduction of what is quantised, and of the shard's own bytes for the rest. What the kernel counts beyond that is gloo's
+headers and what ranks compare. "CPU" is that of both ranks over that of fp32, the median over steps; here no network is
+waited for, so it is all cost.
 
 Losses: nats per byte, the mean of the last 20 steps, and of the held-out text at the end.
 
@@ -251,7 +251,7 @@ def main() -> int:
         ]
     else:
         parts = [
-            a_step(Run(4, 128, 4, 128, 32, 8), WAYS),
+            a_step(Run(4, 128, 4, 64, 8, 6), WAYS),
             losses(Run(2, 64, 4, 64, 16, 400), WAYS),
             at_scale([64, 512], SIMULATED_WAYS, ModelConfig(4, 4096, 32), 2048),
         ]
