@@ -285,12 +285,12 @@ def describe_units(units: Sequence[Unit], group: Group) -> list[str]:
             ]
             lines.append(
                 f"{title}: computes in {buffer.compute_dtype}, reduces in {buffer.reduce_dtype}, "
-                f"flatten={buffer.flatten}, layout {buffer.layout.digest()}"
+                f"flatten={buffer.flatten}, layout {buffer.layout.digest()}, sent in {buffer.wire}"
             )
         lines.append(
             f"{title}: over {unit.options.mesh_info.replicas.size} x {unit.options.mesh_info.shard.size} ranks, "
             f"reshard_after_forward={unit.options.reshard_after_forward}, {len(unit.modules)} modules, "
-            f"check_replicas_every={unit.options.check_replicas_every}, "
+            f"check_replicas_every={unit.options.check_replicas_every}, {unit.options.communication}, "
             f"shares with {[owner.name for owner in unit.shared_owners]}"
         )
     return lines
