@@ -507,7 +507,7 @@ def test_old_spellings_of_fairscale_live_in_the_alias_alone() -> None:
         for path in sources(package):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", None)
-                assert name not in FAIRSCALES_SPELLINGS, f"{path}:{node.lineno} has {name}"
+                assert name not in FAIRSCALES_SPELLINGS, f"{path}:{getattr(node, 'lineno', 0)} has {name}"
 
 
 def test_test_files_have_names_of_their_own() -> None:
