@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scale_moe import router_scores
+from scale_moe.routing import router_scores
 
 
 class MOEInputError(AssertionError, ValueError):
