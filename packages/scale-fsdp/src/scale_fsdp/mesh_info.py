@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from scale_core import compat
-from scale_core.comm.collectives import broadcast, group_over, new_group_limit, subgroup_of
+from scale_core.comm.collectives import broadcast, mesh_group, new_group_limit, subgroup_of
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.flat.buffer import NodeGroups, ShardGroups
 
@@ -77,17 +76,9 @@ def resolve_mesh_info(mesh: GroupLike) -> MeshInfo:
                 f"dimensions {mesh.mesh_dim_names}: pass a part of it, such as mesh['replicate', 'shard']"
             )
         replicas, shard = (group_of(mesh.get_group(axis)) for axis in (0, 1))
-        if compat.spans_world(mesh):
-            return MeshInfo(shard, replicas, group_of(compat.flatten_mesh(mesh)))
-        return MeshInfo(shard, replicas, _whole_group(replicas, shard, tuple(mesh.mesh.flatten().tolist())))
+        return MeshInfo(shard, replicas, mesh_group(mesh))
     group = group_of(mesh)
     return MeshInfo(group, Group(), group)
-
-
-@functools.cache
-def _whole_group(replicas: Group, shard: Group, ranks: tuple[int, ...]) -> Group:
-    """The group of all ranks of a mesh that ranks outside of it know nothing of: torch would mix it with theirs."""
-    return group_over((replicas, shard), ranks)
 
 
 @functools.cache  # One group for all units that want it: each costs the transport connections and buffers.
