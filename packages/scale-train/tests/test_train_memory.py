@@ -62,9 +62,7 @@ def test_a_model_that_the_machine_cannot_hold_once_for_each_rank_is_refused(monk
     sharded = Options(data, model)
     check_fits(sharded, 2)
     large = Options(DataOptions(batch=40, sequence=64), model)
-    with pytest.raises(
-        InputError, match=r"--batch 40 x --sequence 64: the input of one block .* is 655 kB, and .* 500"
-    ):
+    with pytest.raises(InputError, match=r"--batch 40 x --sequence 64: the input of one block .* is 655 kB"):
         check_fits(large, 2)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 200_000)
     check_fits(sharded, 2, world_size=4)
