@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ def share_bytecode(session: nox.Session, *, keep: bool) -> None:
             place = target / compiled.relative_to(source)
             if not place.exists() and (keep or place.parent.parent.exists()):
                 place.parent.mkdir(parents=True, exist_ok=True)
-                os.link(compiled, place)
+                with suppress(FileExistsError):  # by a session beside this one
+                    os.link(compiled, place)
 
 
 def install_everything(session: nox.Session, *tools: str) -> None:
