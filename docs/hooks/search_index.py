@@ -1,0 +1,23 @@
+"""What the search of the site finds: decisions and copies of the source are left out, guides come before the rest."""
+
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+LEFT_OUT = ("decisions/0", "decisions/template")
+BOOSTS = {"api/": 0.2, "glossary": 0.2, "guides/faults": 0.2, "guides/reliability-figures": 0.2, "release-notes": 0.1}
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Sets what the search plugin reads: whether a page is found, and how far in front."""
+    path = page.file.src_uri
+    search: dict[str, Any] = {}
+    if path.startswith(LEFT_OUT):
+        search["exclude"] = True
+    for beginning, boost in BOOSTS.items():
+        if path.startswith(beginning):
+            search["boost"] = boost
+    page.meta["search"] = {**search, **page.meta.get("search", {})}
+    return markdown
