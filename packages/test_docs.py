@@ -5,6 +5,7 @@ Of a checkout alone; what reads the built index is skipped where there is no sit
 
 from __future__ import annotations
 
+import ast
 import html
 import json
 import os
@@ -121,6 +122,28 @@ def test_each_page_that_a_query_is_to_find_exists() -> None:
 def test_decisions_and_copies_of_the_source_are_not_found() -> None:
     left_out = [where for where in search().sections if re.match(r"decisions/\d|decisions/template|source/", where)]
     assert left_out == []
+
+
+# ----------------------------------------------------------------------------------------------------------------- API
+def public_names(package: Path) -> list[str]:
+    """Returns what a package lists in `__all__`."""
+    for node in ast.parse(package.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
+            return list(ast.literal_eval(node.value)) if isinstance(node.value, ast.List) else []
+    return []
+
+
+@pytest.mark.parametrize("package", [path.stem for path in sorted((DOCS / "api").glob("scale_*.md"))])
+def test_the_api_page_has_every_public_name_once(package: str) -> None:
+    page = SITE / "api" / package / "index.html"
+    if not page.exists():
+        pytest.skip("the site is not built: nox -s docs")
+    source = (DOCS / "api" / f"{package}.md").read_text(encoding="utf-8")
+    headings = re.findall(r'<h\d id="(scale_[\w.]+)"', page.read_text(encoding="utf-8"))
+    found = [name.rsplit(".", 1)[-1] for name in headings if not re.search(r"\.[A-Z]\w*\.", name)]
+    init = next(ROOT.glob(f"packages/*/src/{package}/__init__.py"))
+    names = [name for name in public_names(init) if found.count(name) != 1 and f"`{name}`" not in source]
+    assert names == [], "missing, or there more than once; in backquotes where it is another's"
 
 
 # ---------------------------------------------------------------------------------------------------------------- form

@@ -7,7 +7,30 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 LEFT_OUT = ("decisions/0", "decisions/template")
-BOOSTS = {"api/": 0.2, "glossary": 0.2, "guides/faults": 0.2, "guides/reliability-figures": 0.2, "release-notes": 0.1}
+BOOSTS = {
+    "api/": 0.05,
+    "glossary": 0.1,
+    "composition": 0.5,
+    "how-": 0.5,
+    "release-notes": 0.02,
+    "guides/error-texts": 0.02,
+    "guides/faults": 0.2,
+    "guides/reliability-figures": 0.1,
+    "guides/context-parallel.md": 2,
+    "guides/fsdp.md": 3,
+    "guides/fsdp-state-dict.md": 2,
+    "guides/hugging-face-models.md": 3,
+    "guides/oss.md": 2,
+    "guides/tensor-parallel.md": 2,
+    "guides/debugging.md": 4,
+    "guides/troubleshooting.md": 3,
+    "guides/tools.md": 2,
+    "guides/hugging-face.md": 4,
+    "guides/scale-train.md": 2,
+    "guides/migration-fairscale.md": 2,
+    "guides/migration-fsdp.md": 0.3,
+    "guides/fsdp2-differences.md": 0.5,
+}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
