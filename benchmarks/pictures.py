@@ -34,7 +34,15 @@ class Drawing:
         ]
 
     def text(
-        self, x: float, y: float, words: str, *, color: str = INK, size: int = 13, anchor: str = "start", bold: bool = False
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        color: str = INK,
+        size: int = 13,
+        anchor: str = "start",
+        bold: bool = False,
     ) -> None:
         weight = ' font-weight="bold"' if bold else ""
         self.parts.append(
@@ -43,7 +51,15 @@ class Drawing:
         )
 
     def box(
-        self, x: float, y: float, width: float, height: float, words: str = "", *, color: str = BLUE, solid: bool = False
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        words: str = "",
+        *,
+        color: str = BLUE,
+        solid: bool = False,
     ) -> None:
         fill = color if solid else PALE.get(color, WHITE)
         self.parts.append(
@@ -61,6 +77,11 @@ class Drawing:
         )
         if words:
             self.text((x1 + x2) / 2 + side, (y1 + y2) / 2 + (4 if x1 == x2 else -5), words, color=SOFT, size=12)
+
+    def words(self, y: float, text: str) -> None:
+        """Writes lines of text below what is drawn."""
+        for index, line in enumerate(wrap(text, 104)):
+            self.text(12, y + 18 * index, line, size=12)
 
     def svg(self) -> str:
         return "\n".join([*self.parts, "</svg>", ""])
@@ -98,7 +119,7 @@ def fsdp_step() -> str:
 
 
 def oss_buckets() -> str:
-    """Draws one step of `ShardedDataParallel` with `OSS`: buckets are reduced in backward and gathered after the step."""
+    """Draws one step of `ShardedDataParallel` with `OSS`, from the backward pass to the next forward."""
     drawing = Drawing(800, 226)
     for x, words in ((92, "backward"), (448, "optimizer step"), (630, "next forward")):
         drawing.text(x, 22, words, bold=True)
@@ -112,16 +133,45 @@ def oss_buckets() -> str:
         drawing.box(448 + index * 58, 36, 54, 36, f"step {bucket}", color=VIOLET)
         drawing.box(506 + index * 66, 96, 62, 40, f"gather {bucket}", color=GREEN)
         drawing.box(630 + index * 56, 36, 52, 36, f"fwd {index}")
-    drawing.text(12, 172, "A bucket is a flat buffer of gradients. reduce: a reduce-scatter starts when the bucket is full,", size=12)
-    drawing.text(12, 190, "and leaves each rank the averaged gradients of its shard. step: each rank updates its shard of the", size=12)
-    drawing.text(12, 208, "bucket. gather: an all-gather of the updated shards, waited for where the parameters are used.", size=12)
+    drawing.text(
+        12,
+        172,
+        "A bucket is a flat buffer of gradients. reduce: a reduce-scatter starts when the bucket is full,",
+        size=12,
+    )
+    drawing.text(
+        12,
+        190,
+        "and leaves each rank the averaged gradients of its shard. step: each rank updates its shard of the",
+        size=12,
+    )
+    drawing.text(
+        12,
+        208,
+        "bucket. gather: an all-gather of the updated shards, waited for where the parameters are used.",
+        size=12,
+    )
+    drawing.words(
+        172,
+        "A bucket is a flat buffer of gradients. reduce: a reduce-scatter starts when the bucket is full, and leaves "
+        "each rank the averaged gradients of its shard. step: each rank updates its shard of the bucket. gather: an "
+        "all-gather of the updated shards, waited for where the parameters are used.",
+    )
     return drawing.svg()
 
 
 def divided_block() -> str:
     """Draws a transformer block on two tensor parallel ranks, with its two all-reduces."""
     drawing = Drawing(760, 240)
-    steps = [("q k v", "columns"), ("attention", "heads"), ("o", "rows"), ("", ""), ("up", "columns"), ("gelu", ""), ("down", "rows")]
+    steps = [
+        ("q k v", "columns"),
+        ("attention", "heads"),
+        ("o", "rows"),
+        ("", ""),
+        ("up", "columns"),
+        ("gelu", ""),
+        ("down", "rows"),
+    ]
     for rank, (y, color) in enumerate(((44, BLUE), (124, GREEN))):
         drawing.text(12, y + 30, f"rank {rank}", color=SOFT)
         x = 84.0
@@ -138,8 +188,23 @@ def divided_block() -> str:
         drawing.text(x + 20, 112, "sum", anchor="middle")
     drawing.text(84, 24, "attention", bold=True)
     drawing.text(436, 24, "MLP", bold=True)
-    drawing.text(12, 204, "Column parallel layers give each rank some features, attention works head by head, row parallel layers", size=12)
-    drawing.text(12, 222, "give a summand on each rank: one all-reduce per half. In the backward pass the sums stand before the columns.", size=12)
+    drawing.text(
+        12,
+        204,
+        "Column parallel layers give each rank some features, attention works head by head, row parallel layers",
+        size=12,
+    )
+    drawing.text(
+        12,
+        222,
+        "give a summand on each rank: one all-reduce per half. In the backward pass the sums stand before the columns.",
+        size=12,
+    )
+    drawing.words(
+        204,
+        "Column parallel layers give each rank some features, attention works head by head, row parallel layers give a "
+        "summand on each rank: one all-reduce per half. In the backward pass the sums stand before the columns.",
+    )
     return drawing.svg()
 
 

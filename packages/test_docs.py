@@ -116,7 +116,9 @@ def test_a_search_shows_the_page_that_answers_it_first(query: str, expected: lis
 
 def test_each_page_that_a_query_is_to_find_exists() -> None:
     wanted = {page for _, expected in queries() for page in expected}
-    assert [page for page in sorted(wanted) if not (DOCS / f"{page}.md").exists() and page not in MADE_WITH_THE_SITE] == []
+    assert [
+        page for page in sorted(wanted) if not (DOCS / f"{page}.md").exists() and page not in MADE_WITH_THE_SITE
+    ] == []
 
 
 def test_decisions_and_copies_of_the_source_are_not_found() -> None:

@@ -1,4 +1,4 @@
-"""Pages that are made when the site is built: all error texts, from the source, and the release notes, from the changelog.
+"""Pages that are made with the site: all error texts, from the source, and the release notes, from the changelog.
 
 A reader who searches for the text of an error finds the row with its kind and its module.
 """
@@ -17,8 +17,8 @@ MAX_WORDS = 16
 PRIVATE = {"AttributeError", "AssertionError", "StopIteration", "KeyboardInterrupt"}
 HEAD = """# Error texts
 
-The first words of each error, by package, as they stand in the source; `…` is a name or a value. What to do is in the rest of
-the message, and for errors between ranks in [errors](errors.md).
+The first words of each error, by package, as they stand in the source; `…` is a name or a value. What to do is in the
+rest of the message, and for errors between ranks in [errors](errors.md).
 """
 
 
@@ -56,7 +56,9 @@ def error_texts() -> str:
                 rows.setdefault((text, kind), module)
         if rows:
             lines = [f"| {_cell(text)} | {kind} | `{module}` |" for (text, kind), module in sorted(rows.items())]
-            parts.append("\n".join([f"## {folder.name}", "", "| text | raised as | module |", "|---|---|---|", *lines, ""]))
+            parts.append(
+                "\n".join([f"## {folder.name}", "", "| text | raised as | module |", "|---|---|---|", *lines, ""])
+            )
     return "\n".join(parts)
 
 
