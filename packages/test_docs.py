@@ -126,6 +126,20 @@ def test_decisions_and_copies_of_the_source_are_not_found() -> None:
     assert left_out == []
 
 
+# -------------------------------------------------------------------------------------------------------------- errors
+def test_troubleshooting_quotes_errors_as_the_code_says_them() -> None:
+    page = (DOCS / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page[page.index("| the error says |") :]
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    source = ""
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                source += node.value
+    assert len(quoted) > 8
+    assert [text for text in quoted if text not in source] == []
+
+
 # ----------------------------------------------------------------------------------------------------------------- API
 def public_names(package: Path) -> list[str]:
     """Returns what a package lists in `__all__`."""

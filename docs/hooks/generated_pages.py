@@ -51,7 +51,7 @@ def error_texts() -> str:
         folder = package.parent
         rows: dict[tuple[str, str], str] = {}
         for path in sorted(folder.rglob("*.py")):
-            module = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+            module = ".".join(path.relative_to(folder).with_suffix("").parts)
             for text, kind in raised(path):
                 rows.setdefault((text, kind), module)
         if rows:
