@@ -183,7 +183,7 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
     if not session.posargs:
         session.install("pytest>=8", "lunr>=0.8")
-        session.run("pytest", "packages/test_docs.py")
+        session.run("pytest", "packages/test_site.py")
 
 
 @nox.session
