@@ -14,6 +14,7 @@ BOOSTS = {
     "how-": 0.5,
     "release-notes": 0.02,
     "guides/error-texts": 0.02,
+    "guides/fairscale-names": 0.5,
     "guides/faults": 0.2,
     "guides/reliability-figures": 0.1,
     "guides/adascale.md": 1.5,
