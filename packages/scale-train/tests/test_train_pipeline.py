@@ -37,7 +37,7 @@ def options_for(text: Path, parallel: str = "pipe", *, clip: float = 0.5, **more
         data=DataOptions(text=(text,), sequence=16, batch=12, held_out_tokens=80),
         model=ModelOptions(layers=4, width=16, heads=2),
         parallel=ParallelOptions(parallel=parallel, device="cpu", **{"chunks": 3, **more}),
-        optimizer=OptimizerOptions(steps=STEPS, clip=clip, fused=False, warmup=2),
+        optimizer=OptimizerOptions(steps=STEPS, clip=clip, optimizer_kernel="plain", warmup=2),
     )
     return replace(options, run=replace(options.run, log_every=1, seed=1))
 

@@ -26,6 +26,7 @@ class Strategy:
         model_ranks: Ranks that divide layers, or have the stages of one pipeline.
         chunks: Micro-batches of a pipeline.
         recompute: Whether blocks are checkpointed.
+        expert_ranks: Ranks that divide the experts of a block; each expert is sharded over the others.
     """
 
     parallel: Parallel
@@ -33,6 +34,7 @@ class Strategy:
     model_ranks: int = 1
     chunks: int = 1
     recompute: bool = False
+    expert_ranks: int = 1
 
     @property
     def data_ranks(self) -> int:
@@ -49,11 +51,12 @@ class Strategy:
         if self.parallel == "pipe":
             name = f"pipe of {self.model_ranks}"
             name += f" x {self.data_ranks}" if self.data_ranks > 1 else ""
+        name += f", experts over {self.expert_ranks}" if self.expert_ranks > 1 else ""
         return f"{name}, checkpointed" if self.recompute else name
 
     def command(self, options: PlanOptions, size: str | None) -> str | None:
-        """What to type; None where `scale-train lm` has no such model or option."""
-        if size is None or self.parallel == "fsdp-offload":
+        """What to type; None where `scale-train lm` has no such model."""
+        if size is None or options.experts:
             return None
         words = ["scale-train lm", f"--size {size}"]
         for flag, value in (("--layers", options.layers), ("--width", options.width), ("--heads", options.heads)):
@@ -64,6 +67,8 @@ class Strategy:
                 words += [f"--parallel fsdp --tensor-parallel {self.model_ranks}"]
             case "pipe":
                 words += [f"--parallel pipe --stages {self.model_ranks} --chunks {self.chunks}"]
+            case "fsdp-offload":
+                words += ["--parallel fsdp --cpu-offload"]
             case _:
                 words += [f"--parallel {self.parallel}"]
         words += [f"--batch {options.batch} --sequence {options.sequence} --precision {options.precision}"]
@@ -114,6 +119,14 @@ class Strategy:
                     return [*lines, adamw, *autocast]
             case "fsdp-offload":
                 sharding += ["offload_policy=CPUOffloadPolicy()"]
+        if self.expert_ranks > 1:
+            experts = ", ".join(["block.moe.experts", "mesh['replica']", *[policy] * bf16])
+            sizes = f"({self.ranks // self.expert_ranks}, {self.expert_ranks})"
+            lines += [
+                f"mesh = init_device_mesh(device.type, {sizes}, mesh_dim_names=('replica', 'expert'))",
+                "model = build()  # its layers with MoE(..., process_group=mesh['expert'])",
+                f"for block in blocks: scale_fsdp.fully_shard({experts})",
+            ]
         units = ", ".join(["model", "scale_fsdp.class_policy(Block)", *sharding])
         return [*lines, f"scale_fsdp.fully_shard_modules({units})", adamw]
 
@@ -151,11 +164,18 @@ def _all(options: PlanOptions, num_layers: int | None) -> Iterator[Strategy]:
     for recompute in (False, True):
         if ranks == 1:
             yield Strategy("none", 1, recompute=recompute)
-            yield Strategy("fsdp-offload", 1, recompute=recompute)
+            if not options.experts:
+                yield Strategy("fsdp-offload", 1, recompute=recompute)
             continue
         if batch % ranks == 0:
             for parallel in ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload"):
+                if parallel == "fsdp-offload" and options.experts:
+                    continue  # Grouped products have no kernel for what stands in for a device beside the host.
                 yield Strategy(parallel, ranks, recompute=recompute)
+            if options.expert_parallel > 1:
+                yield Strategy("fsdp", ranks, recompute=recompute, expert_ranks=options.expert_parallel)
+        if options.experts:
+            continue  # What divides layers, and cuts models, knows no experts here.
         inside = ranks_per_host(options)
         for model_ranks in sorted({2, min(inside, MAX_MODEL_RANKS)}):
             if model_ranks > 1 and ranks % model_ranks == 0 and batch % (ranks // model_ranks) == 0:
