@@ -1,4 +1,4 @@
-"""`scale-train pipe show`. Exit codes: 0 drawn; 1 a rank has failed; 2 wrong input."""
+"""`scale-train pipe show` and `ls`. Exit codes: 0 done; 1 a rank has failed; 2 wrong input."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from scale_pipe import save_drawing, simulate
-from scale_pipe.schedules.registry import SOLVE, get_schedule
+from scale_pipe.schedules.registry import NAMES, SOLVE, get_schedule
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import ScheduleSimulation
 from scale_train.errors import InputError, RanksLost, reason_of, reported
 from scale_train.pipe.measurement import measure
-from scale_train.pipe.options import PipeOptions, ShowOptions
+from scale_train.pipe.options import ListOptions, PipeOptions, ShowOptions
 from scale_train.pipe.text_drawing import draw_text, legend
 
 _LEAST_WIDTH, _MOST_RANKS, _MOST_CHUNKS = 40, 1024, 4096
@@ -24,7 +24,32 @@ _LEAST_WIDTH, _MOST_RANKS, _MOST_CHUNKS = 40, 1024, 4096
 
 def pipe(options: PipeOptions) -> int:
     """Runs the command and returns its exit code."""
-    return reported(lambda: _show(options.command))
+    command = options.command
+    return reported(lambda: _list(command) if isinstance(command, ListOptions) else _show(command))
+
+
+def _list(options: ListOptions) -> int:
+    """Prints every schedule that has a name and is possible for these numbers, the shortest step first."""
+    _check_sizes(options.ranks, None, options.chunks)
+    found, refused = {}, {}
+    for name in NAMES:
+        if name != SOLVE:
+            try:
+                found[name] = simulate(get_schedule(name, options.ranks, options.chunks, None))
+            except ValueError as error:
+                refused[name] = str(error)
+    rows = sorted(found.items(), key=lambda row: row[1].bubble)
+    if options.json:
+        listed = [_values(each) | {"name": name, "stages": each.schedule.num_stages} for name, each in rows]
+        print(json.dumps({"schedules": listed, "refused": refused}))
+        return 0
+    print(f"{options.ranks} ranks, {options.chunks} micro-batches; times as 1 for a forward and 1 for each gradient\n")
+    print(f"{'schedule':<22} {'stages':>6} {'bubble':>8} {'live micro-batches':>20}")
+    for name, each in rows:
+        print(f"{name:<22} {each.schedule.num_stages:>6} {each.bubble:>8.1%} {max(each.peak_live):>20g}")
+    for name, why in refused.items():
+        print(f"{name}: {why}")
+    return 0
 
 
 def _show(options: ShowOptions) -> int:
@@ -57,13 +82,7 @@ def _show(options: ShowOptions) -> int:
 
 def _schedule(options: ShowOptions) -> Schedule:
     """The schedule that the options name; an InputError where there is none."""
-    for flag, number, most in (
-        ("--ranks", options.ranks, _MOST_RANKS),
-        ("--stages", options.ranks if options.stages is None else options.stages, _MOST_RANKS * 16),
-        ("--chunks", options.chunks, _MOST_CHUNKS),
-    ):
-        if not 1 <= number <= most:
-            raise InputError(f"{flag} {number}: a number from 1 to {most} is needed")
+    _check_sizes(options.ranks, options.stages, options.chunks)
     if options.width is not None and options.width < _LEAST_WIDTH:
         raise InputError(f"--width {options.width}: {_LEAST_WIDTH} or more is needed")
     if options.device not in ("cpu", "cuda"):
@@ -90,20 +109,31 @@ def _schedule(options: ShowOptions) -> Schedule:
         raise InputError(f"--schedule {options.schedule}: {error}") from error
 
 
+def _check_sizes(ranks: int, stages: int | None, chunks: int) -> None:
+    for flag, number, most in (
+        ("--ranks", ranks, _MOST_RANKS),
+        ("--stages", ranks if stages is None else stages, _MOST_RANKS * 16),
+        ("--chunks", chunks, _MOST_CHUNKS),
+    ):
+        if not 1 <= number <= most:
+            raise InputError(f"{flag} {number}: a number from 1 to {most} is needed")
+
+
+def _values(simulation: ScheduleSimulation) -> dict[str, object]:
+    return {
+        "bubble": simulation.bubble,
+        "idle": list(simulation.idle),
+        "makespan": simulation.makespan,
+        "peak_live": list(simulation.peak_live),
+    }
+
+
 def _as_json(options: ShowOptions, shown: dict[str, ScheduleSimulation]) -> dict[str, object]:
     schedule = next(iter(shown.values())).schedule
     return {
         "schedule": schedule.to_json(),
         "measured_on": options.device if options.measure else None,
-        **{
-            name.replace(", ", "_with_").replace(" ", "_"): {
-                "bubble": each.bubble,
-                "idle": list(each.idle),
-                "makespan": each.makespan,
-                "peak_live": list(each.peak_live),
-            }
-            for name, each in shown.items()
-        },
+        **{name.replace(", ", "_with_").replace(" ", "_"): _values(each) for name, each in shown.items()},
     }
 
 

@@ -35,7 +35,19 @@ class ShowOptions:
 
 
 @dataclass(frozen=True)
-class PipeOptions:
-    """Draw the schedule of a pipeline, planned beside measured."""
+class ListOptions:
+    """List the schedules for so many ranks and micro-batches: how long ranks wait, and how much each keeps."""
 
-    command: Annotated[ShowOptions, subcommand("show")]
+    ranks: int = 4
+    """Ranks of the pipeline."""
+    chunks: int = 8
+    """Micro-batches that a batch is cut into."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class PipeOptions:
+    """Draw the schedule of a pipeline, planned beside measured, or list the schedules."""
+
+    command: Annotated[ShowOptions, subcommand("show")] | Annotated[ListOptions, subcommand("ls")]
