@@ -30,7 +30,7 @@ snapshot  lists, verifies, compares, converts and prunes checkpoints.
 why       says in one sentence why a training on several ranks ended, from what the ranks left behind."""
 
 
-AnyOptions = Options | PlanOptions | DoctorOptions | PipeOptions | SnapshotOptions | WhyOptions
+Command = Options | PlanOptions | DoctorOptions | PipeOptions | SnapshotOptions | WhyOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parse(arguments: list[str]) -> AnyOptions:
+def parse(arguments: list[str]) -> Command:
     """Parses a command line; a SystemExit for --help (code 0) and unknown options (code 2)."""
-    chosen: AnyOptions = tyro.extras.subcommand_cli_from_dict(
+    chosen: Command = tyro.extras.subcommand_cli_from_dict(
         {
             "lm": Options,
             "plan": PlanOptions,
@@ -75,7 +75,7 @@ def with_bare_flag(arguments: list[str]) -> list[str]:
     return spelled
 
 
-def _command_for(options: AnyOptions) -> Callable[[Any], int]:
+def _command_for(options: Command) -> Callable[[Any], int]:
     with leave_on_ctrl_c():
         if isinstance(options, WhyOptions):
             from scale_train.why.command import why
