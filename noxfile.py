@@ -19,7 +19,7 @@ from typing import Any
 
 import nox
 
-nox.needs_version = ">=2025.2.9"
+nox.needs_version = ">=2026.10.20"  # the first that we know to run sessions beside each other
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
@@ -42,6 +42,9 @@ CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores of one machine: a thread each
 # Ranks wait for each other, so that one test at a time leaves cores idle: each core runs tests of its own.
 IN_PARALLEL = ["-n", str(max(2, os.cpu_count() or 1)), "--dist", "worksteal"]
+
+# Where this is set, each of the hundreds of processes that tests start compiles torch again: 2 to 7 s of CPU time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # uv reads none of pip's settings. What this machine tells pip about where packages come from holds for uv as well.
 for pip_name, uv_name, separator in (
@@ -86,6 +89,22 @@ def test_group(packages: Iterable[str]) -> list[str]:
     )
 
 
+def share_bytecode(session: nox.Session, *, keep: bool) -> None:
+    """Takes what Python has compiled of third parties from environments before this one, or keeps it for those after.
+
+    A fresh environment would compile torch again, in each of the processes that begin at once. Python itself sees to it
+    that what belongs to another version of a file is not used: it compares the file's time and size.
+    """
+    for site in Path(session.virtualenv.location).resolve().glob("lib/python*/site-packages"):
+        cache = ROOT / ".nox" / "bytecode" / site.parent.name
+        source, target = (site, cache) if keep else (cache, site)
+        for compiled in source.rglob("__pycache__/*.pyc"):
+            place = target / compiled.relative_to(source)
+            if not place.exists() and (keep or place.parent.parent.exists()):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.link(compiled, place)
+
+
 def install_everything(session: nox.Session, *tools: str) -> None:
     """Installs torch, all packages and tools in one resolution."""
     session.install(f"torch=={TORCH_DEFAULT}", *editable(PACKAGES), *tools)
@@ -106,6 +125,7 @@ def tests(session: nox.Session, package: str, torch: str) -> None:
     home = f"packages/{package}"
     ours = editable(edges(package, for_tests=True))
     session.install(f"torch=={torch}", *ours, *test_group([package]), "pytest-xdist>=3.6")
+    share_bytecode(session, keep=False)
     where = session.posargs or [f"{home}/tests", f"{home}/README.md", f"{home}/src"]
     session.run(
         "pytest",
@@ -116,6 +136,7 @@ def tests(session: nox.Session, package: str, torch: str) -> None:
         *where,
         env=ONE_THREAD,
     )
+    share_bytecode(session, keep=True)
 
 
 @nox.session
@@ -128,14 +149,15 @@ def clients(session: nox.Session, client: str) -> None:
     session.run("pytest", "-m", "soak or not soak", *(session.posargs or where), env=ONE_THREAD)
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def house(session: nox.Session) -> None:
     """Check what holds between the packages: versions, edges, floors, imports, public names."""
-    install_everything(session, "pytest>=8")
-    session.run("pytest", "packages/test_house.py", *session.posargs, env=ONE_THREAD)
+    install_everything(session, "pytest>=8", "pytest-xdist>=3.6")
+    session.run("pytest", *IN_PARALLEL, "packages/test_house.py", *session.posargs, env=ONE_THREAD)
+    share_bytecode(session, keep=True)
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def lint(session: nox.Session) -> None:
     """Check style and format; `nox -s lint -- --fix` mends what can be mended."""
     session.install("ruff>=0.17,<0.18")
@@ -144,7 +166,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", *([] if mend else ["--check"]), ".")
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def typecheck(session: nox.Session) -> None:
     """Check the types of each package by itself, strictly."""
     install_everything(session, "mypy>=2.4,<2.5", "nox", *test_group(PACKAGES))
@@ -153,7 +175,7 @@ def typecheck(session: nox.Session) -> None:
     session.run("mypy", "noxfile.py", "packages/test_house.py", "packages/conftest.py")
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def docs(session: nox.Session) -> None:
     """Build the site, with warnings as errors; `nox -s docs -- serve` shows it while you write."""
     session.install("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2", "ruff")  # the last formats signatures
@@ -161,16 +183,15 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def build(session: nox.Session) -> None:
     """Build and check every distribution, then run the example of scale-fsdp from its wheel alone."""
-    session.install("build[uv]", "twine")
+    session.install("twine")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for package in PACKAGES:
-        command = ["python", "-m", "build", "--installer", "uv", "--outdir", str(dist), f"packages/{package}"]
-        session.run(*command, silent=True)
-    files = sorted(str(path) for path in dist.iterdir())
+        session.run("uv", "build", "--quiet", "--out-dir", str(dist), f"packages/{package}")
+    files = sorted(str(path) for path in dist.iterdir() if path.name != ".gitignore")  # uv writes one
     if len(files) != 2 * len(PACKAGES):
         session.error(f"expected an sdist and a wheel of {len(PACKAGES)} packages, got {len(files)} files in {dist}")
     session.run("twine", "check", "--strict", *files)

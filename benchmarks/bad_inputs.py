@@ -293,13 +293,11 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_checkpoint.profile_memory": lambda: {"model": blocks(), "sample_input": x, "repeats": 1},
     "scale_checkpoint.suggest_checkpoint_location": lambda: _traces(),
     "scale_fsdp.FullyShardedDataParallel": lambda: {"module": layers()},
-    "scale_fsdp.FSDPConfig": dict,
     "scale_fsdp.fully_shard": lambda: {"module": layers()},
     "scale_fsdp.OffloadOptimizer": lambda: {"optim_cls": torch.optim.AdamW, "params": sharded().parameters()},
     "scale_fsdp.ShardedEMA": lambda: {"model": sharded()},
     "scale_fsdp.auto_wrap": lambda: {"module": layers()},
-    "scale_fsdp.auto_wrap_bn": lambda: {"module": nn.Sequential(nn.BatchNorm1d(4))},
-    "scale_fsdp.consolidate_shard_weights": lambda: _local_state(),
+    "scale_fsdp.consolidate_local_state_dicts": lambda: _local_state(),
     "scale_fsdp.describe": lambda: {"model": sharded()},
     "scale_fsdp.enable_wrap": dict,
     "scale_fsdp.full_optim_state_dict": lambda: pooled(),
@@ -362,21 +360,21 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_tp.ParallelLayerNorm": lambda: {"normalized_shape": 4},
     "scale_tp.ParallelRMSNorm": lambda: {"normalized_shape": 4},
     "scale_tp.Style": lambda: {"divides": "outputs"},
-    "scale_tp.copy_to_model_parallel_region": lambda: {"input_": x},
-    "scale_tp.reduce_from_model_parallel_region": lambda: {"input_": x},
-    "scale_tp.scatter_to_model_parallel_region": lambda: {"input_": x},
-    "scale_tp.gather_from_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.copy_to_tensor_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.reduce_from_tensor_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.scatter_to_tensor_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.gather_from_tensor_model_parallel_region": lambda: {"input_": x},
     "scale_tp.scatter_to_sequence_parallel_region": lambda: {"input_": x},
     "scale_tp.gather_from_sequence_parallel_region": lambda: {"input_": x},
     "scale_tp.reduce_scatter_to_sequence_parallel_region": lambda: {"input_": x},
-    "scale_tp.divide_and_check_no_remainder": lambda: {"numerator": 4, "denominator": 2},
+    "scale_tp.divide": lambda: {"numerator": 4, "denominator": 2},
     "scale_tp.ensure_divisibility": lambda: {"numerator": 4, "denominator": 2},
     "scale_tp.full_state_dict": lambda: {"model": layers()},
     "scale_tp.load_full_state_dict": lambda: _full_model(),
     "scale_tp.gather_linear": lambda: {"input": x, "weights": [torch.ones(4, 4)]},
     "scale_tp.linear_scatter": lambda: {"input": x, "weight": torch.ones(4, 4)},
     "scale_tp.init_as_full": lambda: {"module": _column(), "function": lambda module: None},
-    "scale_tp.initialize_model_parallel": lambda: _ranks() | {"model_parallel_size_": 1},
+    "scale_tp.initialize_model_parallel": lambda: _ranks() | {"tensor_model_parallel_size": 1},
     "scale_tp.join_sequence": lambda: {"tensor": torch.ones(2, 4)},
     "scale_tp.split_sequence": lambda: {"tensor": torch.ones(2, 4)},
     "scale_tp.model_parallel_cuda_manual_seed": lambda: {"seed": 1},
@@ -393,7 +391,6 @@ CALLS: dict[str, Callable[[], Arguments]] = {
         "vocab_parallel_logits": torch.ones(2, 4),
         "target": torch.tensor([0, 1]),
     },
-    "scale_train.with_wrapped_modules": lambda: _to_wrap(),
 }
 
 
@@ -417,7 +414,7 @@ def _local_state() -> Arguments:
     from scale_fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(layers())
-    return {"shard_weights": [model.local_state_dict()], "shard_metadata": [model.local_metadata_dict()]}
+    return {"local_state_dicts": [model.local_state_dict()]}
 
 
 def _policy() -> Any:
@@ -451,10 +448,6 @@ def _ranks() -> Arguments:
 
     init_distributed("gloo", device="cpu")
     return {}
-
-
-def _to_wrap() -> Arguments:
-    return {"model": layers(), "modules_to_wrap": ["0"], "activation_checkpointing": True}
 
 
 def _net() -> nn.Module:
@@ -670,8 +663,6 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "normalized_shape": ("empty",),  # As torch's: of a number.
     "scale_tp.ring_attention.scale": ("below zero",),  # As torch's attention.
     "scale_fsdp.FullyShardedDataParallel.mixed_precision": ("None",),  # As FSDP1's, whose default it is.
-    "broadcast_buffer_size": ("below zero",),  # FairScale's, without an effect; -1 is its default.
-    "reduce_buffer_size": ("below zero",),  # The same.
     "scale_core.check_replicas.step": ("below zero",),  # It is only told.
     "scale_core.testing.faults.begin_step.step": ("below zero",),  # The same.
     "scale_adascale.until_steps.first_epoch": ("below zero",),  # It is passed to `set_epoch`.
@@ -689,14 +680,12 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "scale_core.launch.format_exit_code.code": ("below zero",),  # A signal.
     "scale_checkpoint.checkpoint_modules.select": ("empty",),
     "blocks": ("empty",),  # None is planned.
-    "scale_fsdp.auto_wrap_bn.fsdp_config": ("empty",),
     "scale_pipe.shared_parameters.stages": ("empty",),
     "scale_pipe.split.cuts": ("empty",),  # One stage.
     "scale_pipe.split.hold": ("empty",),
     "scale_pipe.split.pass_on": ("empty",),
     "scale_pipe.verify_skippables.module": ("empty",),
     "scale_tp.gather_linear.weights": ("empty",),  # No product.
-    "scale_train.with_wrapped_modules.modules_to_wrap": ("empty",),
 }
 """Sorts of wrong values that are right for a parameter, by its name or by its callable and name."""
 

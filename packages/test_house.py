@@ -429,7 +429,8 @@ STATE_DICTS = {
     *("full_optim_state_dict", "shard_optim_state_dict"),  # the same of an optimizer, and what a rank takes of it
     *("sharded_state_dict", "load_sharded_state_dict", "target_state_dict"),  # each rank its part, for files
     *("local_state_dict", "load_local_state_dict"),  # this rank's part alone
-    *("gather_full_optim_state_dict", "get_shard_from_optim_state_dict", "consolidate_state_dict"),  # FairScale's
+    "consolidate_local_state_dicts",  # of those of all ranks, the whole one
+    "consolidate_state_dict",  # as of torch's ZeroRedundancyOptimizer
 }
 """What functions that give or take a state are called in all packages."""
 
@@ -467,6 +468,34 @@ def test_one_thing_has_one_name_in_all_packages(package: str) -> None:
                 if (ranks and not named_well) or parameter.name in ("timeout", "timeout_seconds"):
                     wrong.append(f"{function.__qualname__}({parameter.name}=)")
     assert wrong == []
+
+
+FAIRSCALES_SPELLINGS = {
+    *("gather_full_optim_state_dict", "get_shard_from_optim_state_dict"),  # full_optim_state_dict and shard_...
+    *("local_metadata_dict", "consolidate_shard_weights"),  # consolidate_local_state_dicts
+    *("default_auto_wrap_policy", "config_auto_wrap_policy"),  # size_policy, name_policy
+    *("unwrapped_params", "module_is_root"),  # nonwrapped_numel
+    *("FSDPConfig", "with_wrapped_modules", "auto_wrap_bn", "shard_as_fairscale"),  # fully_shard_modules, fully_shard
+    *("clip_grad_norm", "refresh_trainable"),  # clip_grad_norm_
+    *("broadcast_buffer_size", "force_broadcast_object", "reduce_buffer_size"),  # bucket_numel
+    *("auto_refresh_trainable", "warn_on_trainable_params_changed"),
+    "sync_models_at_startup",  # sync_module_states
+    *("model_parallel_size_", "pipeline_length"),  # tensor_model_parallel_size, pipeline_model_parallel_size
+    *(f"get_model_parallel_{what}" for what in ("group", "rank", "src_rank", "world_size")),  # get_tensor_model_...
+    *("get_pipeline_parallel_group", "get_pipeline_parallel_ranks"),  # get_pipeline_model_parallel_...
+    *(f"{what}_model_parallel_region" for what in ("copy_to", "gather_from", "reduce_from", "scatter_to")),
+    "divide_and_check_no_remainder",  # divide
+}
+"""What FairScale calls what has the field's name in the packages: in the alias, and nowhere else."""
+
+
+def test_old_spellings_of_fairscale_live_in_the_alias_alone() -> None:
+    """None is the name of a function, a class, a parameter or a variable, or is imported."""
+    for package in sorted(set(PACKAGES) - set(ALIASES)):
+        for path in sources(package):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", None)
+                assert name not in FAIRSCALES_SPELLINGS, f"{path}:{node.lineno} has {name}"
 
 
 def test_test_files_have_names_of_their_own() -> None:

@@ -1,5 +1,6 @@
 import json
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,30 @@ def test_flat_parameters_without_metadata_are_refused_with_the_way_to_save_them(
     torch.save({"model": {"_flat_param": torch.ones(3)}}, tmp_path / "rank0.pt")
     with pytest.raises(ValueError, match=r"nothing says which parameters they hold: .*local_metadata_dict\(\)"):
         open_checkpoint(tmp_path)
+
+
+def scale_fsdp_state(rank: int) -> OrderedDict[str, torch.Tensor]:
+    """What `local_state_dict()` of scale-fsdp returns on one of two ranks: 3 and then 1 elements of a weight [2, 2]."""
+    start, stop = ((0, 3), (3, 4))[rank]
+    weight = {"shape": [2, 2], "dtype": "torch.float32", "start": start, "stop": stop, "entry": "weight", "offset": 0}
+    state = OrderedDict(weight=torch.arange(4.0)[start:stop].clone(), count=torch.tensor(rank))
+    metadata = {"rank": rank, "world_size": 2, "parameters": {"weight": weight}, "tied": {}, "buffer_names": ["count"]}
+    state._metadata = {"": {"version": 1, "scale_fsdp.local": metadata}}
+    return state
+
+
+@pytest.mark.parametrize("key", [None, "model"])
+def test_local_states_of_scale_fsdp_say_themselves_what_they_hold(tmp_path, key):
+    for rank in range(2):
+        state = scale_fsdp_state(rank)
+        torch.save(state if key is None else {key: state, "epoch": 3}, tmp_path / f"rank{rank}.pt")
+    tree = read_rank_files([tmp_path / "rank1.pt", tmp_path / "rank0.pt"])
+    assert torch.equal(tree["model"]["weight"].load(), torch.arange(4.0).view(2, 2))
+    assert tree["model"]["count"].load() == 0
+    assert tree.get("epoch") == (3 if key else None)
+    torch.save(dict(scale_fsdp_state(0)), tmp_path / "rank0.pt")
+    with pytest.raises(ValueError, match="nothing says which parameters they hold"):
+        read_rank_files([tmp_path / "rank0.pt", tmp_path / "rank1.pt"])
 
 
 def test_shared_parameters_of_fairscale_have_both_names(tmp_path):

@@ -91,7 +91,7 @@ def test_flat_parameters_are_refused_with_what_to_call() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state[model.flat_param_0]["exp_avg"].shape == model.flat_param_0.shape
     with pytest.raises(
-        RuntimeError, match=r"'flat_param' is a flat parameter, .*gather_full_optim_state_dict\(optimizer"
+        RuntimeError, match=r"'flat_param' is a flat parameter, .*full_optim_state_dict\(model, optimizer"
     ):
         get_optimizer_state_dict(model, optimizer)
 
@@ -166,7 +166,7 @@ def test_a_part_of_another_rank_or_world_or_model_is_refused_before_its_first_st
     plain = [param for param in Model().parameters() if param.requires_grad]
     for params in (trained(1, 2), trained(0, 3), plain):
         optimizer = torch.optim.Adam(params)
-        with pytest.raises(ValueError, match=r"is the part of rank 0 of 1, .* '.*'.*gather_full_optim_state_dict"):
+        with pytest.raises(ValueError, match=r"is the part of rank 0 of 1, .* '.*'.*full_optim_state_dict"):
             optimizer.load_state_dict(state)
         assert not optimizer.state
     # One rank has had all of it: each takes its own elements.

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from scale_fsdp.fully_sharded_data_parallel import shard_as_fairscale
+from scale_fsdp.fully_sharded_data_parallel import shard_for_wrapper
 from scale_fsdp.runtime.unit import units_in
 
 DIM, TOKENS, VOCABULARY = 6, 5, 11
@@ -155,7 +155,7 @@ def shard(model: nn.Module, case: Case, process_group: Any = None) -> nn.Module:
 def _shard(module: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
     """By torch's names, or FairScale's where only those can say it."""
     if "move_params_to_cpu" in kwargs:
-        return shard_as_fairscale(module, **kwargs)
+        return shard_for_wrapper(module, **kwargs)
     names = {"mixed_precision": "mp_policy", "process_group": "mesh"}
     return fully_shard(module, **{names.get(name, name): value for name, value in kwargs.items()})
 

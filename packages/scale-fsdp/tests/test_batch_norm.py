@@ -1,19 +1,12 @@
 """Batch norms in units of their own: in their dtype, gathered until their backward, equal to the plain model."""
 
-import pytest
 import torch
 from fsdp_beside import noise
 from torch import nn
 
 from scale_core.testing import run_ranks
 from scale_fsdp import (
-    FSDPConfig,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
-    auto_wrap,
-    auto_wrap_bn,
-    config_auto_wrap_policy,
-    enable_wrap,
     fully_shard,
 )
 from scale_fsdp.runtime.unit import unit_of
@@ -40,6 +33,13 @@ def with_sync_in_evaluation(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
+def with_units_of_norms(model: nn.Sequential) -> nn.Sequential:
+    for part in model.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            fully_shard(part, reshard_after_forward=False)
+    return model
+
+
 def batch(rank: int) -> torch.Tensor:
     return noise(4, 3, 6, 6, seed=rank)
 
@@ -47,9 +47,7 @@ def batch(rank: int) -> torch.Tensor:
 def units_of_norms() -> list[str]:
     wrong = []
     plain, model = (with_sync_in_evaluation(convolutions()) for _ in range(2))
-    if auto_wrap_bn(model) is not model:
-        wrong.append("not the module itself")
-    fully_shard(model)
+    fully_shard(with_units_of_norms(model))
     rank = torch.distributed.get_rank()
     outputs = []
     for each in (model, plain):
@@ -72,7 +70,7 @@ def units_of_norms() -> list[str]:
 def in_bf16() -> list[str]:
     """What each module takes and returns while the model computes in bf16."""
     model = with_sync_in_evaluation(convolutions())
-    fully_shard(auto_wrap_bn(model), mp_policy=BF16)
+    fully_shard(with_units_of_norms(model), mp_policy=BF16)
     seen = []
     for part in (model[1], model[3][1], model[4]):
         part.register_forward_hook(
@@ -98,47 +96,3 @@ def test_batch_norms_train_as_in_the_plain_model():
 
 def test_batch_norms_keep_fp32_in_a_bf16_model_and_hand_bf16_on():
     assert not any(run_ranks(in_bf16, 2))
-
-
-def test_every_batch_norm_is_a_unit_that_stays_gathered_for_its_backward():
-    model = auto_wrap_bn(convolutions())
-    units = {name: unit_of(part) for name, part in model.named_modules() if unit_of(part)}
-    assert list(units) == ["1", "3.1", "4"]
-    assert not any(unit.reshard_after_forward for unit in units.values())
-    assert isinstance(model[1], nn.BatchNorm2d) and isinstance(model[4], nn.SyncBatchNorm)
-    assert auto_wrap_bn(model) is model, "what is sharded already is left alone"
-
-
-def test_a_batch_norm_by_itself_is_wrapped():
-    norm = nn.BatchNorm1d(3)
-    assert auto_wrap_bn(norm) is norm and unit_of(norm) is not None
-
-
-@pytest.mark.parametrize("config", [{"reshard_after_forward": True}, FSDPConfig(mixed_precision=True)])
-def test_other_arguments_take_the_place_of_the_default_ones(config):
-    model = auto_wrap_bn(convolutions(), fsdp_config=config)
-    assert unit_of(model[1]).reshard_after_forward is True
-    expected = torch.float16 if isinstance(config, FSDPConfig) else torch.float32
-    assert unit_of(model[1]).buffers[0].compute_dtype is expected
-
-
-def test_arguments_can_be_left_for_auto_wrap():
-    model = auto_wrap_bn(convolutions(), wrap_it=False)
-    assert unit_of(model[1]) is None and model[1].wrapper_config == {"reshard_after_forward": False}
-    with enable_wrap(config_auto_wrap_policy):
-        model = auto_wrap(model)
-    assert [type(part) for part in (model[1], model[4])] == [FullyShardedDataParallel] * 2
-    assert unit_of(model[1].module).reshard_after_forward is False
-
-
-def test_what_would_be_lost_or_wrong_is_refused_and_nothing_is_changed():
-    with pytest.raises(ValueError, match=r"single_rank_pg=True\) would never average the gradients"):
-        auto_wrap_bn(convolutions(), single_rank_pg=True)
-    model = convolutions()
-    model[4].wrapper_config = {"atom": "row"}
-    with pytest.raises(ValueError, match=r"'4', a SyncBatchNorm, has a wrapper_config already, \{'atom': 'row'\}"):
-        auto_wrap_bn(model)
-    assert unit_of(model[1]) is None
-    assert unit_of(auto_wrap_bn(model, assert_on_collision=False)[4]) is not None
-    with pytest.raises(ValueError, match=r"'1', a BatchNorm2d, belongs to a unit.*as '1.weight': call auto_wrap_bn"):
-        auto_wrap_bn(fully_shard(convolutions()))

@@ -11,7 +11,9 @@ import torch
 from state_cases import Awkward, Differences, Layout
 
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, consolidate_shard_weights
+from scale_fsdp import consolidate_local_state_dicts
+from scale_fsdp.state_dict.loading import LOCAL_METADATA
+from scale_fsdp.state_dict.local import consolidate_shards
 
 Shards = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
@@ -22,16 +24,21 @@ LAYOUTS = {
 WORLD = 3
 
 
-def save() -> dict[str, tuple[Any, Any]]:
-    models = {name: layout.shard(Awkward(4)) for name, layout in LAYOUTS.items()}
-    return {name: (model.local_state_dict(), model.local_metadata_dict()) for name, model in models.items()}
+def save() -> dict[str, Any]:
+    return {name: layout.shard(Awkward(4)).local_state_dict() for name, layout in LAYOUTS.items()}
+
+
+def metadata_of(state: Any) -> dict[str, Any]:
+    found: dict[str, Any] = state._metadata[""][LOCAL_METADATA]
+    return found
 
 
 @pytest.fixture(scope="module")
 def saved() -> dict[str, Shards]:
     """What three ranks have saved; in this process there is no process group."""
     ranks = run_ranks(save, WORLD)
-    return {name: ([rank[name][0] for rank in ranks], [rank[name][1] for rank in ranks]) for name in LAYOUTS}
+    states = {name: [rank[name] for rank in ranks] for name in LAYOUTS}
+    return {name: (each, [metadata_of(state) for state in each]) for name, each in states.items()}
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -41,8 +48,7 @@ def shards(request: pytest.FixtureRequest, saved: dict[str, Shards]) -> Shards:
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_shards_in_any_order_are_the_plain_weights(shards: Shards, order: list[int]) -> None:
-    weights, metadata = ([each[rank] for rank in order] for each in shards)
-    whole = FullyShardedDataParallel.consolidate_shard_weights(weights, metadata)
+    whole = consolidate_local_state_dicts([shards[0][rank] for rank in order])
     plain = Awkward(4)
     found = Differences()
     found.compare("weights", whole, dict(plain.state_dict()))
@@ -53,7 +59,7 @@ def test_shards_in_any_order_are_the_plain_weights(shards: Shards, order: list[i
 
 
 def test_the_weights_share_no_memory_with_the_shards(shards: Shards) -> None:
-    whole = consolidate_shard_weights(*shards)
+    whole = consolidate_shards(*shards)
     for rank in shards[0]:
         for tensor in rank.values():
             tensor.zero_()
@@ -62,7 +68,7 @@ def test_the_weights_share_no_memory_with_the_shards(shards: Shards) -> None:
 
 
 def test_buffers_may_be_left_out(shards: Shards) -> None:
-    whole = consolidate_shard_weights(*shards, with_module_buffers=False)
+    whole = consolidate_shards(*shards, with_module_buffers=False)
     assert list(whole) == [name for name in Awkward().state_dict() if name != "count"]
 
 
@@ -88,16 +94,16 @@ def other_end(metadata: dict[str, Any]) -> None:
 
 
 MISFITS: dict[str, Callable[[Shards], Shards]] = {
-    "Require metadata for each shard and non-empty shards: got 3 shards and 2 metadata": lambda s: (s[0], s[1][:2]),
-    "Require metadata for each shard and non-empty shards: got 0": lambda s: ([], []),
+    "expected the local state of each rank with its metadata, got 3 states and 2 metadata": lambda s: (s[0], s[1][:2]),
+    "expected the local state of each rank with its metadata, got 0": lambda s: ([], []),
     "expected one shard of each of 3 ranks, but missing: rank 1": lambda s: without(s, 1),
     "of 3 ranks, but missing: ranks 1, 2": lambda s: without(without(s, 2), 1),
     "of 3 ranks, but given twice: rank 0; missing: rank 2": lambda s: (
         [*s[0][:2], s[0][0]],
         [*s[1][:2], dict(s[1][0])],
     ),
-    "metadata 0 is not what local_metadata_dict": lambda s: (s[0], [{}, *s[1][1:]]),
-    "metadata 1 is not what local_metadata_dict": lambda s: (s[0], [s[1][0], None, s[1][2]]),
+    "metadata 0 does not say which elements": lambda s: (s[0], [{}, *s[1][1:]]),
+    "metadata 1 does not say which elements": lambda s: (s[0], [s[1][0], None, s[1][2]]),
 }
 
 DAMAGES: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
@@ -114,7 +120,7 @@ DAMAGES: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
 @pytest.mark.parametrize("message", MISFITS)
 def test_shards_that_are_not_one_for_each_rank_are_refused(saved: dict[str, Shards], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        consolidate_shard_weights(*MISFITS[message](saved["units"]))
+        consolidate_shards(*MISFITS[message](saved["units"]))
 
 
 @pytest.mark.parametrize("message", DAMAGES)
@@ -123,28 +129,34 @@ def test_shards_that_do_not_belong_together_are_refused(saved: dict[str, Shards]
     rank, damage = DAMAGES[message]
     damage(metadata[rank])
     with pytest.raises(ValueError, match=message):
-        consolidate_shard_weights(weights, metadata)
+        consolidate_shards(weights, metadata)
 
 
 def test_a_tensor_that_is_missing_or_of_another_size_is_named_with_its_rank(saved: dict[str, Shards]) -> None:
     weights, metadata = copy.deepcopy(saved["units"])
     del weights[1]["body.0.bias"]
     with pytest.raises(ValueError, match=r"'body.0.bias' is missing in the shard of rank 1$"):
-        consolidate_shard_weights(weights, metadata)
-    assert "body.0.bias" not in consolidate_shard_weights(weights, metadata, strict=False)
+        consolidate_shards(weights, metadata)
+    assert "body.0.bias" not in consolidate_shards(weights, metadata, strict=False)
     weights[0]["body.2.weight"] = torch.ones(100)
     with pytest.raises(
         ValueError, match=r"'body.2.weight' of rank 0: expected \d+ elements in 'body.2.weight', got 100"
     ):
-        consolidate_shard_weights(weights, metadata, strict=False)
+        consolidate_shards(weights, metadata, strict=False)
     flat, metadata = copy.deepcopy(saved["flat"])
     flat[2]["body.flat_param_0"] = torch.ones(1)
     with pytest.raises(ValueError, match=r"of rank 2: expected \d+ elements in 'body.flat_param_0', got 1"):
-        consolidate_shard_weights(flat, metadata)
+        consolidate_shards(flat, metadata)
 
 
 def test_of_several_copies_of_the_model_one_will_do(saved: dict[str, Shards]) -> None:
     weights, metadata = copy.deepcopy(saved["units"])
     copies = [{**each, "replica": 1} for each in metadata]
-    whole = consolidate_shard_weights([*weights, *weights], [*copies, *metadata])
+    whole = consolidate_shards([*weights, *weights], [*copies, *metadata])
     assert torch.equal(whole["embed.weight"], Awkward(4).embed.weight)
+
+
+def test_a_state_that_was_copied_into_another_dict_is_refused(saved: dict[str, Shards]) -> None:
+    states = saved["units"][0]
+    with pytest.raises(ValueError, match=r"state 1 of 3 does not say which elements its tensors are: .*`_metadata`"):
+        consolidate_local_state_dicts([states[0], dict(states[1]), states[2]])

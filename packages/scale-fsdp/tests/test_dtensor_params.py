@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from scale_core import snapshot
 from scale_core.testing import run_ranks
-from scale_fsdp import full_optim_state_dict, fully_shard
+from scale_fsdp import full_optim_state_dict, fully_shard, shard_optim_state_dict
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 16, 8, 2, 6
 
@@ -222,7 +222,7 @@ def train_other_plans() -> list[str]:
             wrong.append(f"{plan}: norms {norms} for {expected}")
         wrong += [f"{plan}: {name}" for name in differences(model.state_dict(), plain.state_dict())]
         # Whole states of the optimizer: gathered over both axes, and cut along them.
-        full = model.gather_full_optim_state_dict(optimizers[1], recipient_rank=None)
+        full = full_optim_state_dict(model, optimizers[1], recipient_rank=None)
         of_plain = full_optim_state_dict(plain, optimizers[0])
         for key in ("exp_avg", "exp_avg_sq"):
             found, whole = ({name: slots[key] for name, slots in each["state"].items()} for each in (full, of_plain))
@@ -230,7 +230,7 @@ def train_other_plans() -> list[str]:
         other = sharded(mesh, plan, seed=5)
         other.load_state_dict(plain.state_dict())
         fresh = adamw(other)
-        fresh.load_state_dict(other.get_shard_from_optim_state_dict(of_plain, fresh))
+        fresh.load_state_dict(shard_optim_state_dict(of_plain, other, fresh))
         train(plain, optimizers[0], None, range(3, 4))
         with loss_parallel() if plan == "loss" else nullcontext():
             train(other, fresh, mesh, range(3, 4))

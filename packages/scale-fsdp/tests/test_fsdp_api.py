@@ -11,7 +11,7 @@ from fsdp_cases import Case, run_cases
 
 from scale_core.comm.group import Group
 from scale_core.testing import run_ranks
-from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_fsdp.api import DevicePlacement, UnitOptions, UnitPrecision, placement_of
 from scale_fsdp.mesh_info import MeshInfo
 from scale_fsdp.runtime.unit import unit_of
@@ -56,12 +56,6 @@ def test_without_a_word_all_of_it_is_where_the_parameters_are() -> None:
 def test_the_older_name_of_the_argument_is_taken() -> None:
     model = FullyShardedDataParallel(torch.nn.Linear(2, 2), cpu_offload=True)
     assert model.weight.device.type == "cpu"
-
-
-def test_a_config_carries_the_same_arguments() -> None:
-    model = FSDPConfig(move_params_to_cpu=True, move_grads_to_cpu=False).wrap(torch.nn.Linear(2, 2))
-    model(torch.ones(1, 2)).sum().backward()
-    assert model.weight.grad is not None
 
 
 def test_anything_but_a_flag_is_refused_before_the_module_is_touched() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from scale_fsdp.fully_sharded_data_parallel import shard_as_fairscale
+from scale_fsdp.fully_sharded_data_parallel import shard_for_wrapper
 from scale_fsdp.runtime.unit import units_in
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) ->
 @pytest.mark.parametrize("grads", [True, False])
 def test_with_shards_on_the_host_it_trains_as_the_plain_model_on_the_device(grads: bool) -> None:
     plain = layers()
-    model = sharded(plain, shard_as_fairscale, move_params_to_cpu=True, move_grads_to_cpu=grads, compute_device="cuda")
+    model = sharded(plain, shard_for_wrapper, move_params_to_cpu=True, move_grads_to_cpu=grads, compute_device="cuda")
     for unit in units_in(model):
         for buffer in unit.buffers:
             assert buffer.shard.device.type == "cpu" and buffer.shard.is_pinned()
@@ -62,7 +62,7 @@ def test_with_shards_on_the_host_it_trains_as_the_plain_model_on_the_device(grad
 
 def test_gradients_alone_on_the_host_come_back_when_the_backward_is_over() -> None:
     plain = layers().cuda()
-    model = sharded(plain, shard_as_fairscale, move_grads_to_cpu=True)
+    model = sharded(plain, shard_for_wrapper, move_grads_to_cpu=True)
     ours = train(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     assert ours == train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
 

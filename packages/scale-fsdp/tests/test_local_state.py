@@ -15,6 +15,7 @@ from torch import nn
 from scale_core.shard import shard_of
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp.state_dict.loading import LOCAL_METADATA
 
 
 def through_a_file(value: Any) -> Any:
@@ -31,8 +32,9 @@ def save_and_load() -> list[str]:
         for flatten in (False, True):
             layout = Layout(wrapping=wrapping, flatten=flatten)
             old, new = layout.shard(Awkward(0)), layout.shard(Awkward(1))
-            state = through_a_file({"weights": old.local_state_dict(), "metadata": old.local_metadata_dict()})
-            found.compare("metadata in JSON", json.loads(json.dumps(state["metadata"])), state["metadata"])
+            state = through_a_file({"weights": old.local_state_dict()})
+            metadata = state["weights"]._metadata[""][LOCAL_METADATA]
+            found.compare("metadata in JSON", json.loads(json.dumps(metadata)), metadata)
             result = new.load_local_state_dict(state["weights"])
             found.compare("missing", result.missing_keys + result.unexpected_keys, [])
             found.compare(str(layout), dict(new.state_dict()), dict(Awkward(0).state_dict()))
@@ -138,4 +140,4 @@ def test_a_unit_that_borrows_from_outside_says_where_to_ask() -> None:
     with pytest.raises(
         ValueError, match=r"'0.weight' belongs to a unit outside of this module: call this on the outer"
     ):
-        model[1].local_metadata_dict()
+        model[1].local_state_dict()

@@ -21,7 +21,7 @@ from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state.state_dict import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join
-from scale_fsdp import consolidate_shard_weights, full_optim_state_dict, full_state_dict, fully_shard
+from scale_fsdp import consolidate_local_state_dicts, full_optim_state_dict, full_state_dict, fully_shard
 from scale_fsdp.runtime.unit import units_in
 
 HYBRID = [
@@ -306,10 +306,10 @@ def expert_on_each_rank(folder: str, flatten: bool) -> list[float]:
     for call in calls[: 2 if flatten else 3]:
         with pytest.raises(RuntimeError, match=r"unit 'expert' is over ranks .*sharded_state_dict\(model, optimizer\)"):
             call()
-    metadata = [None] * world
-    dist.all_gather_object(metadata, (model.local_state_dict(), model.local_metadata_dict()))
+    states = [None] * world
+    dist.all_gather_object(states, model.local_state_dict())
     with pytest.raises(ValueError, match=r"'expert\.weight' is another parameter on each rank"):
-        consolidate_shard_weights(*zip(*metadata, strict=True))
+        consolidate_local_state_dicts(states)
     return norms
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
-from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecisionPolicy, StepError, fully_shard
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, StepError, fully_shard
 
 WIDTH = 4
 
@@ -147,7 +147,7 @@ def refused(match: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("wrap", ["function", "wrapper", "config", "meta", "half"])
+@pytest.mark.parametrize("wrap", ["function", "wrapper", "meta", "half"])
 def test_however_a_model_is_wrapped_it_is_looked_at(wrap: str) -> None:
     model: nn.Module
     if wrap == "meta":
@@ -156,8 +156,6 @@ def test_however_a_model_is_wrapped_it_is_looked_at(wrap: str) -> None:
         model = fully_shard(model, error_if_nonfinite=True)
     elif wrap == "wrapper":
         model = FullyShardedDataParallel(Net(), error_if_nonfinite=True)
-    elif wrap == "config":
-        model = FSDPConfig(error_if_nonfinite=True).wrap(Net())
     elif wrap == "half":
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model = fully_shard(Net(), error_if_nonfinite=True, mp_policy=half)

@@ -14,7 +14,7 @@ import scale_fsdp.offload.backward
 from scale_core.autograd_hooks import register_reduced_grad_hook
 from scale_core.flat import reduction as flat_reduced
 from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadOptimizer, ShardedEMA, fully_shard
-from scale_fsdp.fully_sharded_data_parallel import shard_as_fairscale
+from scale_fsdp.fully_sharded_data_parallel import shard_for_wrapper
 
 pytestmark = pytest.mark.gpu
 
@@ -107,7 +107,7 @@ def test_a_forward_does_not_wait_for_the_shards_of_its_units(dtype: torch.dtype)
 def test_gradients_that_alone_go_to_the_host_go_beside_the_computation() -> None:
     plain = layers().cuda()
     model, device = (
-        sharded(plain, shard_as_fairscale, move_grads_to_cpu=True),
+        sharded(plain, shard_for_wrapper, move_grads_to_cpu=True),
         torch.device("cuda", torch.cuda.current_device()),
     )
     done: list[tuple[bool, bool]] = []

@@ -1,55 +1,47 @@
 """Which modules a policy makes units, and what it says where it can't mean the model."""
 
-import functools
 import re
+from functools import partial
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from wrapping_models import Block, Model, linears
 
 from scale_fsdp.wrapping.auto_wrap import plan_units
-from scale_fsdp.wrapping.policy import class_policy, default_auto_wrap_policy, name_policy, no_split_policy, size_policy
+from scale_fsdp.wrapping.policy import class_policy, name_policy, no_split_policy, size_policy
 
 
-def test_the_default_policy_wraps_what_is_large_and_counts_without_the_units_inside():
-    policy = functools.partial(default_auto_wrap_policy, min_num_params=40)
-    assert plan_units(linears(7, 7), policy) == ["0", "1"]
-    assert plan_units(linears(5, 5), policy) == [""]
-    assert plan_units(linears(7, 5, 5), policy) == ["0", ""]
-    assert plan_units(linears(3, 3), policy) == []
-    assert plan_units(linears(3), functools.partial(policy, skip_params_check_for_root=True)) == [""]
+def test_a_policy_by_size_takes_what_is_large_and_counts_without_the_units_inside():
+    assert plan_units(linears(7, 7), size_policy(40)) == ["0", "1"]
+    assert plan_units(linears(5, 5), size_policy(40)) == [""]
+    assert plan_units(linears(7, 5, 5), size_policy(40)) == ["0", ""]
+    assert plan_units(linears(3, 3), size_policy(40)) == []
 
 
 def test_lists_of_modules_are_entered_but_not_wrapped_and_attention_is_neither():
     model = nn.ModuleDict({"list": nn.ModuleList(linears(7, 7)), "attention": nn.MultiheadAttention(10, 1)})
     assert plan_units(model, size_policy(40)) == ["list.0", "list.1"]
-    policy = functools.partial(default_auto_wrap_policy, min_num_params=40)
-    assert "attention.out_proj" in plan_units(model, functools.partial(policy, force_leaf_modules=()))
-    assert plan_units(model, functools.partial(policy, exclude_wrap_modules={nn.Linear})) == ["list", ""]
 
 
-def test_the_default_policys_sets_may_be_changed_in_place():
-    default_auto_wrap_policy.EXCLUDE_WRAP_MODULES.add(nn.Linear)
-    try:
-        assert plan_units(linears(7, 7), size_policy(40)) == [""]
-    finally:
-        default_auto_wrap_policy.EXCLUDE_WRAP_MODULES.remove(nn.Linear)
+def test_policies_of_fsdp1_choose_the_same_modules():
+    for model in (linears(7, 7), linears(5, 5), linears(7, 5, 5), linears(3, 3)):
+        assert plan_units(model, partial(size_based_auto_wrap_policy, min_num_params=40)) == plan_units(
+            model, size_policy(40)
+        )
+    model = nn.Sequential(Block(), nn.Linear(2, 2))
+    assert plan_units(model, partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})) == ["0"]
 
 
-def test_a_policy_is_called_with_keywords_only_as_in_fairscale():
+def test_a_function_is_called_with_keywords_only_as_in_fsdp1():
     calls = []
 
-    def policy(*, module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-        calls.append((type(module).__name__, recurse, unwrapped_params, module_is_root))
+    def policy(*, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        calls.append((type(module).__name__, recurse, nonwrapped_numel))
         return recurse or isinstance(module, nn.Linear)
 
     assert plan_units(linears(2), policy) == ["0"]
-    assert calls == [
-        ("Sequential", True, 4, True),
-        ("Linear", True, 4, False),
-        ("Linear", False, 4, False),
-        ("Sequential", False, 0, True),
-    ]
+    assert calls == [("Sequential", True, 4), ("Linear", True, 4), ("Linear", False, 4), ("Sequential", False, 0)]
 
 
 def test_a_class_is_chosen_by_type_by_subclass_or_by_name():

@@ -12,17 +12,19 @@ from state_cases import Awkward, Differences, train
 from torch import nn
 
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard
+from scale_fsdp import (
+    FullyShardedDataParallel,
+    consolidate_local_state_dicts,
+    full_optim_state_dict,
+    fully_shard,
+    shard_optim_state_dict,
+)
 
 METHODS = [
     "state_dict",
     "load_state_dict",
     "local_state_dict",
-    "local_metadata_dict",
     "load_local_state_dict",
-    "consolidate_shard_weights",
-    "gather_full_optim_state_dict",
-    "get_shard_from_optim_state_dict",
 ]
 
 
@@ -36,14 +38,13 @@ def test_what_they_give_is_the_same() -> None:
     optimizer = torch.optim.Adam(wrapper.parameters())
     train(wrapper, optimizer, 1)
     found = Differences()
-    for name in ("state_dict", "local_state_dict", "local_metadata_dict"):
+    for name in ("state_dict", "local_state_dict"):
         found.compare(name, dict(getattr(wrapper, name)()), dict(getattr(wrapper.module, name)()))
-    full = wrapper.gather_full_optim_state_dict(optimizer)
+    full = full_optim_state_dict(wrapper, optimizer)
     assert full is not None
-    found.compare("gathered", full, wrapper.module.gather_full_optim_state_dict(optimizer))
-    found.compare("by the function", full, full_optim_state_dict(wrapper, optimizer))
+    found.compare("gathered", full, full_optim_state_dict(wrapper.module, optimizer))
     for each in (wrapper, wrapper.module):
-        found.compare("cut", each.get_shard_from_optim_state_dict(full)["state"], optimizer.state_dict()["state"])
+        found.compare("cut", shard_optim_state_dict(full, each)["state"], optimizer.state_dict()["state"])
         each.load_local_state_dict(each.local_state_dict())
         each.load_state_dict(each.state_dict())
     assert not found.found
@@ -74,7 +75,7 @@ def through_a_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def work_as_the_frameworks_do() -> tuple[list[str], Any, Any]:
+def work_as_the_frameworks_do() -> tuple[list[str], Any]:
     found = Differences()
     for sharded_state in (False, True):
         for flatten in (False, True):
@@ -85,16 +86,13 @@ def work_as_the_frameworks_do() -> tuple[list[str], Any, Any]:
             whole = FullyShardedDataParallel.state_dict(new)
             found.compare(str(kwargs), dict(whole), dict(Awkward(0).state_dict()))
     model = FullyShardedDataParallel(Awkward(0))
-    # Tango's files, one for each worker.
-    saved = through_a_file({"weights": model.local_state_dict(), "metadata": model.local_metadata_dict()})
-    return found.found, saved["weights"], saved["metadata"]
+    return found.found, through_a_file(model.local_state_dict())  # One file for each worker.
 
 
-def test_fairseq_s_subclass_and_tango_s_files_work() -> None:
+def test_a_subclass_as_fairseqs_and_files_of_workers_work() -> None:
     ranks = run_ranks(work_as_the_frameworks_do, 2)
     assert not [line for rank in ranks for line in rank[0]]
-    files = [(weights, metadata) for _, weights, metadata in reversed(ranks)]  # as glob() may find them
-    whole = FullyShardedDataParallel.consolidate_shard_weights([each[0] for each in files], [each[1] for each in files])
+    whole = consolidate_local_state_dicts([state for _, state in reversed(ranks)])  # as glob() may find them
     found = Differences()
     found.compare("whole", whole, dict(Awkward(0).state_dict()))
     assert not found.found

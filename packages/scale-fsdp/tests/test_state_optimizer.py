@@ -102,14 +102,14 @@ class Wrapper:
         return {**self.optimizer.state_dict(), "loss_scale": 128.0}
 
 
-def ask_as_fairscale_does() -> list[Any]:
+def ask_with_a_frameworks_optimizer() -> list[Any]:
     model = FullyShardedDataParallel(Awkward(), flatten_parameters=dist.get_world_size() == 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     train(model, optimizer)
-    on_one = model.gather_full_optim_state_dict(Wrapper(optimizer), recipient_rank=1)
-    full = model.gather_full_optim_state_dict(Wrapper(optimizer), None)
+    on_one = full_optim_state_dict(model, Wrapper(optimizer), recipient_rank=1)
+    full = full_optim_state_dict(model, Wrapper(optimizer), recipient_rank=None)
     assert full is not None
-    loaded = model.get_shard_from_optim_state_dict(full)
+    loaded = shard_optim_state_dict(full, model)
     assert loaded.pop("loss_scale") == 128.0
     fresh = torch.optim.Adam(model.parameters(), lr=0.5)
     fresh.load_state_dict(loaded)
@@ -120,8 +120,8 @@ def ask_as_fairscale_does() -> list[Any]:
     optimizer.step()  # without gradients; what was gathered stays as it was
     messages = []
     for attempt in (
-        lambda: model.get_shard_from_optim_state_dict(on_one),
-        lambda: model.gather_full_optim_state_dict(optimizer, recipient_rank=2),
+        lambda: shard_optim_state_dict(on_one, model),
+        lambda: full_optim_state_dict(model, optimizer, recipient_rank=2),
     ):
         try:
             attempt()
@@ -130,8 +130,8 @@ def ask_as_fairscale_does() -> list[Any]:
     return [None if on_one is None else sorted(on_one), messages, found.found]
 
 
-def test_fairscale_s_calls_work_on_a_framework_s_own_optimizer() -> None:
-    first, second = run_ranks(ask_as_fairscale_does, 2)
+def test_a_framework_s_own_optimizer_is_gathered_and_cut() -> None:
+    first, second = run_ranks(ask_with_a_frameworks_optimizer, 2)
     assert first[0] is None and second[0] == ["loss_scale", "param_groups", "state"]
     assert "load the saved file on every rank, or gather it with recipient_rank=None" in first[1][0]
     assert second[1] == ["recipient_rank: expected one of the model's ranks, 0 to 1, or None for all of them, got 2"]

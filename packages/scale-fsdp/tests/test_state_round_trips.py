@@ -21,7 +21,7 @@ from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.dcp import dcp_target
 from scale_core.testing import run_ranks
-from scale_fsdp import consolidate_shard_weights, full_optim_state_dict, shard_optim_state_dict
+from scale_fsdp import consolidate_local_state_dicts, full_optim_state_dict, shard_optim_state_dict
 
 WORLD = 3
 OPTIMIZERS = {
@@ -80,7 +80,7 @@ def grouped(full: dict[str, Any]) -> list[dict[str, Any]]:
 def by_full_tensors(old: Side, new: Side, folder: Path) -> None:
     told: list[Any] = [None, None]
     if old.takes_part:
-        told = [old.model.state_dict(), old.model.gather_full_optim_state_dict(old.optimizer)]
+        told = [old.model.state_dict(), full_optim_state_dict(old.model, old.optimizer)]
     dist.broadcast_object_list(told)
     if new.takes_part:
         before = copy.deepcopy(told[1])
@@ -112,17 +112,15 @@ def by_a_snapshot(old: Side, new: Side, folder: Path) -> None:
 
 
 def by_local_states(old: Side, new: Side, folder: Path) -> None:
-    mine = None
-    if old.takes_part:
-        mine = (old.model.local_state_dict(), old.model.local_metadata_dict())
+    mine = old.model.local_state_dict() if old.takes_part else None
     told: list[Any] = [None] * WORLD
     dist.all_gather_object(told, mine)
-    full = old.model.gather_full_optim_state_dict(old.optimizer) if old.takes_part else None
+    full = full_optim_state_dict(old.model, old.optimizer) if old.takes_part else None
     alone = [full]
     dist.broadcast_object_list(alone)
     if new.takes_part:
         shards = [each for each in reversed(told) if each is not None]
-        new.load(consolidate_shard_weights([each[0] for each in shards], [each[1] for each in shards]), alone[0])
+        new.load(consolidate_local_state_dicts(shards), alone[0])
 
 
 WAYS = [by_full_tensors, by_torchs_checkpoint, by_a_snapshot, by_local_states]
@@ -173,13 +171,13 @@ def share_between_copies(folder: str) -> list[str]:
         optimizer.load_state_dict(shard_optim_state_dict(full, model, optimizer))
         found = Differences()
         found.compare("weights", dict(model.state_dict()), dict(weights))
-        state = model.gather_full_optim_state_dict(optimizer, recipient_rank=3)
+        state = full_optim_state_dict(model, optimizer, recipient_rank=3)
         found.compare("who got it", state is None, dist.get_rank() != 3)
         if state is not None:
             found.compare("state", state["state"], full["state"])
         told: list[Any] = [None] * 4
-        dist.all_gather_object(told, (model.local_state_dict(), model.local_metadata_dict()))
-        whole = consolidate_shard_weights([each[0] for each in told], [each[1] for each in told])
+        dist.all_gather_object(told, model.local_state_dict())
+        whole = consolidate_local_state_dicts(told)
         found.compare("consolidated", whole, dict(weights))
         dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=f"{folder}/{flatten}")
         flat = Layout().shard(Awkward(98))

@@ -143,9 +143,9 @@ def get_and_set_optimizers() -> list[str]:
             set_optimizer_state_dict(model, fresh, given, options=options)
             found.compare(f"set {options}", full_of(model, fresh), expected)
         # Nobody can take a shard for the whole tensor.
-        with pytest.raises(TypeError, match=r"model.gather_full_optim_state_dict\(optimizer\)"):
+        with pytest.raises(TypeError, match=r"scale_fsdp.full_optim_state_dict\(model, optimizer\)"):
             torch.save(state, io.BytesIO())
-        with pytest.raises(RuntimeError, match=r"model.gather_full_optim_state_dict\(optimizer\)"):
+        with pytest.raises(RuntimeError, match=r"scale_fsdp.full_optim_state_dict\(model, optimizer\)"):
             state["state"]["scale"]["exp_avg"].sum()
         found.compare("whole", as_saved(get_optimizer_state_dict(model, optimizer, options=FULL)), expected)
         on_rank_0 = get_optimizer_state_dict(model, optimizer, options=ON_RANK_0)
@@ -163,7 +163,7 @@ def test_of_optimizers_torch_s_functions_get_ranges_and_set_whole_tensors() -> N
 def test_flat_parameters_are_refused_with_what_to_call() -> None:
     model, optimizer = trained(Layout(flatten=True))
     with pytest.raises(
-        RuntimeError, match=r"'flat_param_0' is a flat parameter, .*gather_full_optim_state_dict\(optimizer"
+        RuntimeError, match=r"'flat_param_0' is a flat parameter, .*full_optim_state_dict\(model, optimizer"
     ):
         get_optimizer_state_dict(model, optimizer)
     # torch 2.8 looks for the name itself before it asks the optimizer.
@@ -298,7 +298,7 @@ def whose_state() -> list[str]:
     dist.all_gather_object(files, file.getvalue())
     states = [torch.load(io.BytesIO(each), weights_only=True) for each in files]
     fresh = torch.optim.Adam(two_groups(model), lr=0.7)
-    with pytest.raises(ValueError, match=r"the part of rank 0 of 2.*gather_full_optim_state_dict"):
+    with pytest.raises(ValueError, match=r"the part of rank 0 of 2.*full_optim_state_dict"):
         fresh.load_state_dict(states[0])
     assert not fresh.state
     fresh.load_state_dict(states[rank])

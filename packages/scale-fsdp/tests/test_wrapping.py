@@ -14,7 +14,7 @@ from scale_core.shard import Shard, set_shard
 from scale_fsdp import FullyShardedDataParallel, fully_shard, get_fsdp_instances
 from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.wrapping.auto_wrap import auto_wrap, enable_wrap, fully_shard_modules, plan_units, wrap
-from scale_fsdp.wrapping.policy import class_policy, config_auto_wrap_policy, size_policy
+from scale_fsdp.wrapping.policy import class_policy, name_policy, size_policy
 
 
 class Wrapper(nn.Module):
@@ -81,7 +81,7 @@ def test_children_are_wrapped_before_their_parents_and_keep_their_places():
 
     modules = [model[0][0], model[0][1], model[0], model[2], model]
 
-    def policy(*, module, recurse, unwrapped_params, module_is_root):
+    def policy(*, module, recurse, nonwrapped_numel):
         return recurse or not isinstance(module, nn.ReLU)
 
     with enable_wrap(policy, wrapper_cls=Recorder):
@@ -105,10 +105,9 @@ def test_min_num_params_is_taken_as_a_policy_by_size():
 def test_tagged_modules_are_wrapped_with_their_own_arguments():
     model = linears(2, 2)
     model[1].wrapper_config = {"mixed_precision": False}
-    with enable_wrap(config_auto_wrap_policy, wrapper_cls=Wrapper, mixed_precision=True):
+    with enable_wrap(name_policy(r"\d"), wrapper_cls=Wrapper, mixed_precision=True):
         auto_wrap(model)
-    assert isinstance(model[0], nn.Linear)
-    assert model[1].kwargs == {"mixed_precision": False}
+    assert [each.kwargs for each in model] == [{"mixed_precision": True}, {"mixed_precision": False}]
 
 
 def test_a_configuration_that_is_no_mapping_is_refused():

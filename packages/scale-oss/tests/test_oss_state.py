@@ -503,5 +503,5 @@ def test_flat_parameters_are_sent_to_where_their_state_is_gathered_by_names() ->
     params = plain_params()
     shards = Shards(params, Group(), flatten=True)
     optimizer = OSS(shards.params.values(), torch.optim.AdamW)
-    with pytest.raises(ValueError, match=r"gather_full_optim_state_dict\(optimizer\.optim\)"):
+    with pytest.raises(ValueError, match=r"full_optim_state_dict\(model, optimizer\.optim\)"):
         optimizer.consolidate_state_dict()

@@ -340,7 +340,7 @@ def odd_parameters_with_evaluation_in_between() -> None:
             net.train()
             each.step()
             each.zero_grad()
-    wrapped.sync_buffers(blocking=True)
+    wrapped.sync_buffers()
     for mine, other in zip(wrapped.state_dict().values(), plain.state_dict().values(), strict=True):
         assert mine.dtype == other.dtype and torch.equal(mine, other)
 

@@ -19,7 +19,7 @@ from scale_core.testing import run_ranks
 from scale_tp import (
     ColumnParallelLinear,
     Split,
-    gather_from_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
 from scale_tp.layers import cross_entropy as module
@@ -133,7 +133,7 @@ def gathered(group: Group) -> None:
         head(x[:, 1:]).float() / 2,
         torch.ones(WORDS) * head(x[:, 1:]),
         torch.zeros(WORDS) + head(x[:, 1:]),
-        gather_from_model_parallel_region(part, group, dim=2),
+        gather_from_tensor_model_parallel_region(part, group, dim=2),
         head(x[:, 1:]).detach(),
         torch.cat([head(x[:, 1:])[:1], head(x[:, 1:])[1:]]) @ torch.eye(WORDS),
     ):

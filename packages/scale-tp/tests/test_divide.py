@@ -8,16 +8,16 @@ import torch
 from scale_tp.split import (
     Split,
     VocabUtility,
-    divide_and_check_no_remainder,
+    divide,
     ensure_divisibility,
     split_tensor_along_last_dim,
 )
 
 
 def test_a_remainder_is_refused() -> None:
-    assert divide_and_check_no_remainder(12, 4) == 3
+    assert divide(12, 4) == 3
     for numerator, denominator in ((7, 2), (7, 0)):
-        for act in (ensure_divisibility, divide_and_check_no_remainder):
+        for act in (ensure_divisibility, divide):
             with pytest.raises(ValueError, match=f"7 is not divisible by {denominator}"):
                 act(numerator, denominator)
 

@@ -11,7 +11,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_tp.async_tp.lazy_input import DeferredInput
 from scale_tp.layers.linear_ops import check_num_features, check_parallel_input
-from scale_tp.mappings import copy_to_model_parallel_region
+from scale_tp.mappings import copy_to_tensor_model_parallel_region
 from scale_tp.split import Split
 
 TWO = Group(1, 2, None, "fake", (0, 1))
@@ -46,7 +46,9 @@ def test_features_that_other_ranks_have_divided_are_refused() -> None:
     assert check_parallel_input("Layer", torch.ones(4, 2), TWO, FIVE, None, fix="divide alike") == 2
     with pytest.raises(ValueError, match=r"Layer: expected the 5 input features .* \[3, 2\] .*, got 3 of them: divide"):
         check_parallel_input("Layer", torch.ones(4, 3), TWO, FIVE, 2, fix="divide alike")
-    elsewhere = copy_to_model_parallel_region(torch.ones(4, 2, requires_grad=True), Group(0, 2, None, "fake", (0, 2)))
+    elsewhere = copy_to_tensor_model_parallel_region(
+        torch.ones(4, 2, requires_grad=True), Group(0, 2, None, "fake", (0, 2))
+    )
     with pytest.raises(ValueError, match=r"between ranks \[0, 1\], but its input .* between ranks \[0, 2\]"):
         check_parallel_input("Layer", elsewhere, TWO, FIVE, None, fix="divide alike")
 

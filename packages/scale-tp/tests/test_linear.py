@@ -19,7 +19,7 @@ import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
 from scale_core.testing import run_ranks
-from scale_tp import ColumnParallelLinear, RowParallelLinear, Split, copy_to_model_parallel_region
+from scale_tp import ColumnParallelLinear, RowParallelLinear, Split, copy_to_tensor_model_parallel_region
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SIZES = [(5, 7), (1, 3), (4, 8), (6, 2), (3, 1)]
@@ -99,7 +99,7 @@ def one_of_each(group: Group, in_features: int, out_features: int, bias: bool, s
             mine = gradients(found, y, column.weight, column.bias)
         else:
             check([found], [split.take(expected, group.rank, -1)], case)
-            whole = scale_tp.gather_from_model_parallel_region(found, group, sizes=split.sizes)
+            whole = scale_tp.gather_from_tensor_model_parallel_region(found, group, sizes=split.sizes)
             mine = gradients(split.join(whole.split(split.sizes, -1), -1), y, column.weight, column.bias)
         check(mine, [wholes[0], *(split.take(grad, group.rank) for grad in wholes[1:])], case)
     for parallel in (True, False):
@@ -393,7 +393,7 @@ def test_an_input_that_is_inside_is_not_brought_there_again() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     with pytest.raises(ValueError, match="ColumnParallelLinear: input_is_inside=True, but the input"):
         layer(x)
-    (gradient,) = torch.autograd.grad(layer(inside := copy_to_model_parallel_region(x, TWO)).sum(), inside)
+    (gradient,) = torch.autograd.grad(layer(inside := copy_to_tensor_model_parallel_region(x, TWO)).sum(), inside)
     assert torch.equal(gradient, layer.weight.sum(0).expand(2, 4))
     for options in ({"sequence_parallel": True}, {"overlap_pieces": 2}):
         with pytest.raises(ValueError, match=r"input_is_inside=True says that .* got sequence_parallel=.* beside it"):

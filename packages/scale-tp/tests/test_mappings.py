@@ -14,7 +14,7 @@ from scale_core.testing import run_ranks
 from scale_tp.mappings import (
     RegionExit,
     check_in_region,
-    copy_many_to_model_parallel_region,
+    copy_many_to_tensor_model_parallel_region,
     copy_to_region,
     region_groups,
 )
@@ -48,21 +48,21 @@ def each_region_with_its_gradient() -> None:
         total = sum(numbers(*shape, seed=10 + r) for r in range(size))
         weight_sum = sum(weights)
 
-        copied = scale_tp.copy_to_model_parallel_region(same, group)
+        copied = scale_tp.copy_to_tensor_model_parallel_region(same, group)
         assert torch.equal(copied, same)
         assert torch.equal(gradient(copied, same, weights[rank]), weight_sum)
 
-        reduced = scale_tp.reduce_from_model_parallel_region(own, group)
+        reduced = scale_tp.reduce_from_tensor_model_parallel_region(own, group)
         assert torch.equal(reduced, total)
         assert torch.equal(gradient(reduced, own, weights[0]), weights[0])
 
         for given in (None, sizes):
-            scattered = scale_tp.scatter_to_model_parallel_region(same, group, dim=dim, sizes=given)
+            scattered = scale_tp.scatter_to_tensor_model_parallel_region(same, group, dim=dim, sizes=given)
             assert torch.equal(scattered, part(same))
             assert torch.equal(gradient(scattered, same, part(weights[0])), weights[0])
 
             mine = part(same).detach().clone().requires_grad_()
-            gathered = scale_tp.gather_from_model_parallel_region(mine, group, dim=dim, sizes=given)
+            gathered = scale_tp.gather_from_tensor_model_parallel_region(mine, group, dim=dim, sizes=given)
             assert torch.equal(gathered, same)
             assert torch.equal(gradient(gathered, mine, weights[0]), part(weights[0]))
 
@@ -90,7 +90,7 @@ def each_region_with_its_gradient() -> None:
 def several(group: Group) -> None:
     """Several tensors in one message; of one that wants no gradient nothing is sent."""
     tensors = [numbers(3, seed=1), numbers(2, 2, seed=2).requires_grad_(), numbers(seed=3).requires_grad_()]
-    copies = copy_many_to_model_parallel_region(*tensors, process_group=group)
+    copies = copy_many_to_tensor_model_parallel_region(*tensors, process_group=group)
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
     weights = [[numbers(*tensor.shape, seed=30 + r) for tensor in tensors] for r in range(group.size)]
     loss = sum((copy * w).sum() for copy, w in zip(copies, weights[group.rank], strict=True))
@@ -104,8 +104,8 @@ def twice(group: Group) -> None:
     """The gradient of a gradient: (sum over ranks of (r + 1) x)^2, through a sum and a copy."""
     x = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     factor = sum(rank + 1 for rank in range(group.size))
-    copied = scale_tp.copy_to_model_parallel_region(x, group)
-    y = scale_tp.reduce_from_model_parallel_region((group.rank + 1) * copied, group).square()
+    copied = scale_tp.copy_to_tensor_model_parallel_region(x, group)
+    y = scale_tp.reduce_from_tensor_model_parallel_region((group.rank + 1) * copied, group).square()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     (second,) = torch.autograd.grad(first, x)
     assert first.item() == 2 * factor**2 * 2.0
@@ -128,9 +128,9 @@ def test_in_a_world_of_one_a_region_is_the_tensor_itself() -> None:
 def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     two = Group(rank=0, size=2, ranks=(0, 1))
     x = torch.randn(2, 3)
-    for name in ("scatter_to_model_parallel", "scatter_to_sequence_parallel", "reduce_scatter_to_sequence_parallel"):
+    for name in ("scatter_to_tensor_model", "scatter_to_sequence", "reduce_scatter_to_sequence"):
         with pytest.raises(ValueError, match=r"add up to the 3 .* got \[2, 2\]"):
-            getattr(scale_tp, f"{name}_region")(x, two, dim=1, sizes=[2, 2])
+            getattr(scale_tp, f"{name}_parallel_region")(x, two, dim=1, sizes=[2, 2])
     for name in (
         "gather_from_sequence_parallel",
         "scatter_to_sequence_parallel",
@@ -138,11 +138,11 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     ):
         with pytest.raises(ValueError, match=r"one of the 1 dimensions of the input \[3\], got -2: pass .* dim=0"):
             getattr(scale_tp, f"{name}_region")(x[0], two)
-    for name in ("gather_from_model_parallel", "gather_from_sequence_parallel"):
+    for name in ("gather_from_tensor_model_parallel", "gather_from_sequence_parallel"):
         with pytest.raises(ValueError, match=r"rank 0 has the 3 of its tensor, got \[2, 2\]"):
             getattr(scale_tp, f"{name}_region")(x, two, dim=1, sizes=[2, 2])
-    regions = ("copy_to_model", "reduce_from_model", "scatter_to_model", "gather_from_model", "scatter_to_sequence",
-               "gather_from_sequence", "reduce_scatter_to_sequence")  # fmt: skip
+    of_layers = [f"{what}_tensor_model" for what in ("copy_to", "reduce_from", "scatter_to", "gather_from")]
+    regions = [*of_layers, "scatter_to_sequence", "gather_from_sequence", "reduce_scatter_to_sequence"]
     for name in regions:
         with pytest.raises(TypeError, match=r"expected a tensor to bring into the divided region .* got NoneType"):
             getattr(scale_tp, f"{name}_parallel_region")(None, two)
@@ -187,5 +187,5 @@ def test_what_is_said_to_be_inside_must_have_been_brought_there() -> None:
     with torch.no_grad():
         assert not check_in_region("Layer", x, ONE)
     for outside in (x, x * 2, copy_to_region(x, OTHER)):
-        with pytest.raises(ValueError, match=r"Layer: input_is_inside=True, but .* pass scale_tp.copy_to_model_par"):
+        with pytest.raises(ValueError, match=r"Layer: input_is_inside=True, but .* scale_tp.copy_to_tensor_model_par"):
             check_in_region("Layer", outside, ONE)

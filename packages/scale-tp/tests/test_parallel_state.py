@@ -17,8 +17,8 @@ from scale_core.testing import run_ranks
 from scale_tp import parallel_state
 from scale_tp.parallel_state import axis_group, tensor_parallel_group
 
-GETTERS = [f"get_{axis}_parallel_{what}" for axis in ("model", "data", "pipeline", "context") for what in
-           ("rank", "world_size", "ranks")]  # fmt: skip
+GETTERS_OF = {"model": "tensor_model", "data": "data", "pipeline": "pipeline_model", "context": "context"}
+GETTERS = [f"get_{axis}_parallel_{what}" for axis in GETTERS_OF.values() for what in ("rank", "world_size", "ranks")]
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,8 @@ def test_one_process_needs_no_initialisation() -> None:
     assert not scale_tp.model_parallel_is_initialized()
     assert tensor_parallel_group().size == 1
     assert [getattr(scale_tp, name)() for name in GETTERS] == [0, 1, [0]] * 4
-    assert scale_tp.get_model_parallel_src_rank() == 0
-    assert scale_tp.get_model_parallel_group() is None
+    assert scale_tp.get_tensor_model_parallel_src_rank() == 0
+    assert scale_tp.get_tensor_model_parallel_group() is None
 
 
 def test_one_process_may_initialise_all_the_same() -> None:
@@ -62,11 +62,11 @@ def test_sizes_that_make_no_sense_are_refused(sizes: tuple[Any, ...], error: typ
     assert not scale_tp.model_parallel_is_initialized()
 
 
-def test_fairscales_arguments_are_accepted_by_position_and_by_name() -> None:
+def test_arguments_have_the_names_and_the_order_of_megatrons() -> None:
     names = list(inspect.signature(scale_tp.initialize_model_parallel).parameters)
     assert names == [
-        "model_parallel_size_",
-        "pipeline_length",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
         "context_parallel_size",
         "model_parallel_backend",
         "pipeline_backend",
@@ -79,7 +79,7 @@ def test_fairscales_arguments_are_accepted_by_position_and_by_name() -> None:
 def divide_and_destroy() -> dict[str, Any]:
     told: dict[str, Any] = {}
     world, rank = group_of().size, dist.get_rank()
-    for call, name in ((scale_tp.get_model_parallel_rank, "rank"), (tensor_parallel_group, "layer")):
+    for call, name in ((scale_tp.get_tensor_model_parallel_rank, "rank"), (tensor_parallel_group, "layer")):
         with pytest.raises(ValueError, match=r"4 ranks have not been divided yet.*initialize_model_parallel"):
             call()
         told[name] = "refused"
@@ -90,13 +90,13 @@ def divide_and_destroy() -> dict[str, Any]:
     before = len(process_groups())
     for model, pipeline in ((2, 1), (2, 2)):
         scale_tp.initialize_model_parallel(model, pipeline)
-        made = scale_tp.get_model_parallel_group()
+        made = scale_tp.get_tensor_model_parallel_group()
         assert made is not None and time_limit(made) == time_limit(dist.group.WORLD)
         told[f"{model} x {pipeline}"] = {name: getattr(scale_tp, name)() for name in GETTERS}
         sums = {}
         for axis in ("model", "data", "pipeline", "context"):
             total = torch.tensor([float(rank)])
-            dist.all_reduce(total, group=getattr(scale_tp, f"get_{axis}_parallel_group")())
+            dist.all_reduce(total, group=getattr(scale_tp, f"get_{GETTERS_OF[axis]}_parallel_group")())
             sums[axis] = total.item() == sum(axis_group(axis).ranks)
         told[f"{model} x {pipeline}"]["sums"] = sums
         scale_tp.destroy_model_parallel()
@@ -123,14 +123,14 @@ def test_ranks_are_divided_and_nothing_is_left_of_it() -> None:
     told = run_ranks(divide_and_destroy, 4)
     for rank, found in enumerate(told):
         assert found["own"] == 4
-        assert found["2 x 1"]["get_model_parallel_rank"] == rank % 2
-        assert found["2 x 1"]["get_model_parallel_world_size"] == 2
-        assert found["2 x 1"]["get_model_parallel_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert found["2 x 1"]["get_tensor_model_parallel_rank"] == rank % 2
+        assert found["2 x 1"]["get_tensor_model_parallel_world_size"] == 2
+        assert found["2 x 1"]["get_tensor_model_parallel_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert found["2 x 1"]["get_data_parallel_rank"] == rank // 2
         assert found["2 x 1"]["get_data_parallel_ranks"] == [rank % 2, rank % 2 + 2]
-        assert found["2 x 2"]["get_model_parallel_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert found["2 x 2"]["get_pipeline_parallel_ranks"] == [rank % 2, rank % 2 + 2]
-        assert found["2 x 2"]["get_pipeline_parallel_rank"] == rank // 2
+        assert found["2 x 2"]["get_tensor_model_parallel_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert found["2 x 2"]["get_pipeline_model_parallel_ranks"] == [rank % 2, rank % 2 + 2]
+        assert found["2 x 2"]["get_pipeline_model_parallel_rank"] == rank // 2
         assert found["2 x 2"]["get_data_parallel_world_size"] == 1
         assert found["2 x 2"]["get_context_parallel_ranks"] == [rank]
         for name in ("2 x 1", "2 x 2"):

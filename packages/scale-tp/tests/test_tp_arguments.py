@@ -25,7 +25,7 @@ def test_a_wrong_argument_is_told_by_name_before_anything_has_changed() -> None:
         (ring_attention, (heads, heads, heads), {"is_causal": "false"}, "expected is_causal to be a bool"),
         (ring_attention, (heads, [1.0], heads), {}, "expected key to be a tensor, got list of float"),
         (
-            scale_tp.gather_from_model_parallel_region,
+            scale_tp.gather_from_tensor_model_parallel_region,
             (heads,),
             {"sizes": 3},
             "expected sizes to be a sequence of integer",
@@ -40,6 +40,6 @@ def test_a_wrong_argument_is_told_by_name_before_anything_has_changed() -> None:
 
 def test_a_region_is_still_compiled_as_one_graph() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return scale_tp.copy_to_model_parallel_region(x) * 2
+        return scale_tp.copy_to_tensor_model_parallel_region(x) * 2
 
     assert torch.equal(torch.compile(forward, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))

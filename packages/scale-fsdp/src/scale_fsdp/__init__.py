@@ -12,14 +12,13 @@ import typing
 from scale_core.errors import StepError
 from scale_fsdp.forward_methods import register_fsdp_forward_method
 from scale_fsdp.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
-from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel
+from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from scale_fsdp.shard_module import fully_shard
 from scale_fsdp.state_dict.full import full_state_dict
-from scale_fsdp.state_dict.local import consolidate_shard_weights
+from scale_fsdp.state_dict.local import consolidate_local_state_dicts
 from scale_fsdp.state_dict.optimizer import full_optim_state_dict, shard_optim_state_dict
 from scale_fsdp.wrapping.auto_wrap import (
     auto_wrap,
-    auto_wrap_bn,
     enable_wrap,
     fully_shard_modules,
     get_fsdp_instances,
@@ -28,8 +27,6 @@ from scale_fsdp.wrapping.auto_wrap import (
 )
 from scale_fsdp.wrapping.policy import (
     class_policy,
-    config_auto_wrap_policy,
-    default_auto_wrap_policy,
     name_policy,
     no_split_policy,
     size_policy,
@@ -49,7 +46,6 @@ __version__ = "2026.11.0"
 __all__ = [
     "CPUOffloadPolicy",
     "Description",
-    "FSDPConfig",
     "FSDPModule",
     "FullyShardedDataParallel",
     "MixedPrecisionPolicy",
@@ -59,11 +55,8 @@ __all__ = [
     "StepError",
     "UnshardHandle",
     "auto_wrap",
-    "auto_wrap_bn",
     "class_policy",
-    "config_auto_wrap_policy",
-    "consolidate_shard_weights",
-    "default_auto_wrap_policy",
+    "consolidate_local_state_dicts",
     "describe",
     "enable_wrap",
     "full_optim_state_dict",

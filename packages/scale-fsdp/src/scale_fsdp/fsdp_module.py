@@ -20,13 +20,7 @@ from scale_fsdp.runtime.step import follow_user_changes, guarded_forward, root_o
 from scale_fsdp.runtime.unit import Unit, unit_of, units_in
 from scale_fsdp.state_dict.full import state_dict_of
 from scale_fsdp.state_dict.loading import load_full_state_dict
-from scale_fsdp.state_dict.local import (
-    consolidate_shard_weights,
-    load_local_state_dict,
-    local_metadata_dict,
-    local_state_dict,
-)
-from scale_fsdp.state_dict.optimizer import OptimizerLike, full_optim_state_dict, shard_optim_state_dict
+from scale_fsdp.state_dict.local import load_local_state_dict, local_state_dict
 from scale_fsdp.summon import full_params, full_params_for_apply
 
 
@@ -279,17 +273,13 @@ class FSDPModule(ConversionMethods):
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what this rank holds: its shards, and the module's buffers. Nothing is sent.
 
-        The tensors share the shards' memory. The arguments are those of `nn.Module.state_dict`.
-        """
-        return local_state_dict(self, super().state_dict, *args, **kwargs)
-
-    def local_metadata_dict(self) -> dict[str, Any]:
-        """Returns which elements this rank's shards are, to be saved beside them: see `consolidate_shard_weights`.
+        The tensors share the shards' memory. The arguments are those of `nn.Module.state_dict`. Of the states of all
+        ranks `consolidate_local_state_dicts` makes the plain model's.
 
         Raises:
             ValueError: A parameter of the module belongs to a unit outside of it.
         """
-        return local_metadata_dict(self)
+        return local_state_dict(self, super().state_dict, *args, **kwargs)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads what `local_state_dict()` gave on this rank, under the same wrapping. Nothing is sent.
@@ -303,20 +293,6 @@ class FSDPModule(ConversionMethods):
             RuntimeError: The parameters are in use.
         """
         return load_local_state_dict(self, super().state_dict, super().load_state_dict, state_dict, strict)
-
-    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
-
-    def gather_full_optim_state_dict(
-        self, optim: OptimizerLike, recipient_rank: int | None = 0
-    ) -> dict[str, Any] | None:
-        """Gathers the optimizer's full state by name, on the CPU of one rank: see `full_optim_state_dict`."""
-        return full_optim_state_dict(self, optim, recipient_rank=recipient_rank)
-
-    def get_shard_from_optim_state_dict(
-        self, full_optim_state_dict: Mapping[str, Any], optim: OptimizerLike | None = None
-    ) -> dict[str, Any]:
-        """Returns this rank's state, for `optim.load_state_dict`, of the full one: see `shard_optim_state_dict`."""
-        return shard_optim_state_dict(full_optim_state_dict, self, optim)
 
     # What nn.Module asks for itself.
 

@@ -1,14 +1,12 @@
-"""`FullyShardedDataParallel`: a module around a sharded one, as FairScale's; and `FSDPConfig`, its arguments."""
+"""`FullyShardedDataParallel`: a module around a sharded one, as FairScale's and FSDP1's."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -30,7 +28,6 @@ from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.reshard.meta_init import Init, check_init
 from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.shard_module import check_modules, shard_modules
-from scale_fsdp.state_dict.local import consolidate_shard_weights
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -58,7 +55,6 @@ _REPLACED = {
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_M = TypeVar("_M", bound=nn.Module)
 
 
 def _delegate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[FullyShardedDataParallel, _P], _R]:
@@ -72,7 +68,7 @@ def _delegate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenat
     return call
 
 
-def shard_as_fairscale(
+def shard_for_wrapper(
     module: nn.Module,
     process_group: GroupLike = None,
     reshard_after_forward: bool | int = True,
@@ -94,7 +90,7 @@ def shard_as_fairscale(
     error_if_nonfinite: bool = False,
     check_replicas_every: int | None = None,
 ) -> nn.Module:
-    """Shards a module in place as `fully_shard` does, by FairScale's names of the arguments.
+    """Shards a module in place as `fully_shard` does, by the names of `FullyShardedDataParallel`'s arguments.
 
     Args:
         module: As for `fully_shard`.
@@ -212,7 +208,7 @@ class FullyShardedDataParallel(nn.Module):
         if isinstance(module, FSDPModule):
             _refuse_options(module, options)
         else:
-            shard_as_fairscale(module, **options)
+            shard_for_wrapper(module, **options)
         self.module = module
         self.register_load_state_dict_pre_hook(_add_module_prefix)  # type: ignore[no-untyped-call]  # torch has no types here
 
@@ -275,11 +271,7 @@ class FullyShardedDataParallel(nn.Module):
     state_dict = _delegate(FSDPModule.state_dict)
     load_state_dict = _delegate(FSDPModule.load_state_dict)
     local_state_dict = _delegate(FSDPModule.local_state_dict)
-    local_metadata_dict = _delegate(FSDPModule.local_metadata_dict)
     load_local_state_dict = _delegate(FSDPModule.load_local_state_dict)
-    gather_full_optim_state_dict = _delegate(FSDPModule.gather_full_optim_state_dict)
-    get_shard_from_optim_state_dict = _delegate(FSDPModule.get_shard_from_optim_state_dict)
-    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -312,7 +304,7 @@ def _add_module_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuses options for a module that is sharded already: they would have no effect."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(shard_as_fairscale).parameters.items()}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(shard_for_wrapper).parameters.items()}
     given = [
         f"{name}={value!r}"
         for name, value in options.items()
@@ -326,7 +318,7 @@ def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    known = set(inspect.signature(shard_as_fairscale).parameters)
+    known = set(inspect.signature(shard_for_wrapper).parameters)
     if kwargs.pop("cpu_offload", False):  # FairScale's first name for it, which fairseq still uses.
         kwargs["move_params_to_cpu"] = True
     ignored = sorted(_WITHOUT_EFFECT & kwargs.keys())
@@ -341,68 +333,3 @@ def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     if ignored:
         warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=4)
     return {name: value for name, value in kwargs.items() if name in known}
-
-
-@dataclass(frozen=True)
-class FSDPConfig:
-    """Arguments of `FullyShardedDataParallel` as one value, as a configuration file holds them.
-
-    The names are those of Tango's class.
-
-        >>> FSDPConfig(reshard_after_forward=False).as_kwargs()
-        {'reshard_after_forward': False}
-
-    Attributes:
-        reshard_after_forward: Release the parameters between forward and backward.
-        move_params_to_cpu: Keep the shards on the host.
-        move_grads_to_cpu: Keep the gradients of the shards on the host; None is where the shards are.
-        mixed_precision: A policy; True is fp16 parameters and reduction.
-        error_if_nonfinite: Give a step up in which a rank computes an infinity or a NaN.
-
-    Raises:
-        TypeError: A value is of another type.
-    """
-
-    reshard_after_forward: bool = True
-    move_params_to_cpu: bool = False
-    move_grads_to_cpu: bool | None = None
-    mixed_precision: bool | MixedPrecisionPolicy = False
-    error_if_nonfinite: bool = False
-
-    def __post_init__(self) -> None:
-        # A file gives whatever its author wrote, and the string "false" counts as true.
-        for name, value in self._items():
-            is_policy = name == "mixed_precision" and type(value).__name__ == "MixedPrecisionPolicy"
-            may_be_none = name == "move_grads_to_cpu" and value is None
-            if not isinstance(value, bool) and not is_policy and not may_be_none:
-                expected = "bool or a MixedPrecisionPolicy" if name == "mixed_precision" else "bool"
-                raise TypeError(
-                    f"FSDPConfig({name}=...): expected a {expected}{' or None' * (name == 'move_grads_to_cpu')}, "
-                    f"got {value!r}; write {name}=True or {name}=False"
-                )
-
-    def as_kwargs(self) -> dict[str, Any]:
-        """Returns as keyword arguments what differs from the defaults."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return {name: value for name, value in self._items() if value != defaults[name]}
-
-    def shard(self, module: _M) -> _M:
-        """Shards the module in place by these arguments, children first, and returns it; see `fully_shard`.
-
-        Raises:
-            ValueError: As for `FullyShardedDataParallel`.
-        """
-        shard_as_fairscale(module, **self.as_kwargs())
-        return module
-
-    def wrap(self, module: nn.Module) -> FullyShardedDataParallel:
-        """Returns a wrapper around the module, sharded by these arguments; `.module` gives it back.
-
-        Raises:
-            ValueError: As for `FullyShardedDataParallel`.
-        """
-        return FullyShardedDataParallel(module, **self.as_kwargs())
-
-    def _items(self) -> list[tuple[str, Any]]:
-        """The values as they are; `dataclasses.asdict` would take a policy apart."""
-        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]

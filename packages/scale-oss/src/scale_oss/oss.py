@@ -66,11 +66,9 @@ class OSS(OSSStateDictMixin):
         optim: The class of the optimizer.
         process_group: The ranks. None is those between which shards are divided, if all parameters are shards, or
             else the default group.
-        broadcast_buffer_size: FairScale's; without effect.
         broadcast_fp16: Send updated parameters in half precision: less to send, and every rank computes with rounded
             parameters. The unrounded ones are in the optimizer's state, as `master_param`. May be set later as an
             attribute. Pieces of shards are sent as they are.
-        force_broadcast_object: FairScale's; without effect.
         elementwise: Whether `optim` updates each element by itself, so that tensors may be cut. None is what is known
             of torch.optim's own classes; of any other class, False: right for all that look at one tensor at a time.
         together: Whether `optim` looks at all tensors together, as Prodigy and D-Adaptation do, which estimate one step
@@ -102,9 +100,7 @@ class OSS(OSSStateDictMixin):
         params: Iterable[Any],
         optim: type[Optimizer] = SGD,
         process_group: GroupLike = None,
-        broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
-        force_broadcast_object: bool = False,
         *,
         elementwise: bool | None = None,
         together: bool = False,
@@ -251,19 +247,11 @@ class OSS(OSSStateDictMixin):
         """
         return clip_grads_of([self], max_norm, norm_type, filter_params_fn)
 
-    clip_grad_norm = clip_grad_norm_  # FairScale's spelling.
-
     def wait(self) -> None:
         """Returns when the parameters are up to date after a step that overlaps the next forward pass."""
         for bucket in self.buckets:
             if bucket.is_gathering:
                 self.contract.wait(bucket.gather_event, bucket.wait)
-
-    def refresh_trainable(self) -> None:
-        """FairScale's name; what trains is looked up in every step."""
-
-    def _clear_cache(self) -> None:
-        """FairScale's name, which trainers call; nothing is cached."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

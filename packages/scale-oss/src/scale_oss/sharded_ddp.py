@@ -215,11 +215,8 @@ class ShardedDataParallel(nn.Module):
             `optimizer`, as AdaScale, will do, too.
         process_group: The ranks; the optimizers' own if None, and no other.
         broadcast_buffers: All ranks take rank 0's buffers before each forward pass.
-        sync_models_at_startup: All ranks take rank 0's parameters and buffers now.
-        reduce_buffer_size: FairScale's; the size of a bucket is `OSS(bucket_numel=...)`.
-        auto_refresh_trainable: FairScale's; what trains is looked up in every pass.
+        sync_module_states: All ranks take rank 0's parameters and buffers now.
         reduce_fp16: Send gradients of fp32 parameters in half precision.
-        warn_on_trainable_params_changed: FairScale's; without effect.
         overlap_gather: Updated parameters are gathered beside the next forward pass, and waited for at their first
             use: by a module's forward, by `parameters()` or `state_dict()` of this wrapper. Off, `step` waits.
 
@@ -235,11 +232,8 @@ class ShardedDataParallel(nn.Module):
         sharded_optimizer: Optimizer | Sequence[Optimizer],
         process_group: GroupLike = None,
         broadcast_buffers: bool = True,
-        sync_models_at_startup: bool = True,
-        reduce_buffer_size: int | None = None,
-        auto_refresh_trainable: bool = True,
+        sync_module_states: bool = True,
         reduce_fp16: bool = False,
-        warn_on_trainable_params_changed: bool = True,
         *,
         overlap_gather: bool = True,
     ) -> None:
@@ -267,7 +261,7 @@ class ShardedDataParallel(nn.Module):
             optimizer.gets_reduced_gradients = True
             optimizer.waits_in_step = not overlap_gather
             optimizer.reduced_by = weakref.ref(self)
-        if sync_models_at_startup:
+        if sync_module_states:
             self._sync_model()
         watch_optimizers()
         self._register_new_buckets()
@@ -304,12 +298,8 @@ class ShardedDataParallel(nn.Module):
         self._reducer.pending_forwards.watch(outputs, counts=self.training and self._reducer.require_backward_grad_sync)
         return outputs
 
-    def sync_buffers(self, blocking: bool = False) -> None:
-        """All ranks take rank 0's buffers.
-
-        Args:
-            blocking: FairScale's; buffers have arrived when this returns.
-        """
+    def sync_buffers(self) -> None:
+        """All ranks take rank 0's buffers."""
         self._broadcast([buffer.data for buffer in self.module.buffers()], "buffers")
 
     @contextmanager
@@ -367,10 +357,6 @@ class ShardedDataParallel(nn.Module):
         super().zero_grad(set_to_none)
         for optimizer in self.sharded_optimizers:
             optimizer.zero_grad(set_to_none)
-
-    def refresh_trainable(self) -> None:
-        """Takes over what was frozen or unfrozen; every forward pass does so by itself."""
-        self._reducer.prepare(recomputes=in_backward())
 
     def wait(self) -> None:
         """Returns when the parameters are up to date after an optimizer's step."""

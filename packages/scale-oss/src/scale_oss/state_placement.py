@@ -142,7 +142,7 @@ def check_gatherable(param: nn.Parameter, name: str) -> None:
     if flat_buffer_of(param) is not None:
         raise ValueError(
             f"OSS: the state of '{name}' is that of one flat parameter, which the plain model doesn't have. Gather it "
-            "by the names of parameters, model.gather_full_optim_state_dict(optimizer.optim), or save it by "
+            "by the names of parameters, scale_fsdp.full_optim_state_dict(model, optimizer.optim), or save it by "
             "scale_core.state.sharded_state_dict(model, optimizer)"
         )
 

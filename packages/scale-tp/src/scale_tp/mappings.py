@@ -2,10 +2,10 @@
 
 | forward        | backward       | region                                       |
 |----------------|----------------|----------------------------------------------|
-| identity       | all-reduce     | `copy_to_model_parallel_region`              |
-| all-reduce     | identity       | `reduce_from_model_parallel_region`          |
-| local slice    | all-gather     | `scatter_to_model_parallel_region`           |
-| all-gather     | local slice    | `gather_from_model_parallel_region`          |
+| identity       | all-reduce     | `copy_to_tensor_model_parallel_region`              |
+| all-reduce     | identity       | `reduce_from_tensor_model_parallel_region`          |
+| local slice    | all-gather     | `scatter_to_tensor_model_parallel_region`           |
+| all-gather     | local slice    | `gather_from_tensor_model_parallel_region`          |
 | all-gather     | reduce-scatter | `gather_from_sequence_parallel_region`       |
 | reduce-scatter | all-gather     | `reduce_scatter_to_sequence_parallel_region` |
 
@@ -44,7 +44,7 @@ from scale_tp.split import Split
 Sizes: TypeAlias = Sequence[int] | None
 
 
-def copy_to_model_parallel_region(input_: Tensor, process_group: GroupLike = None) -> Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: GroupLike = None) -> Tensor:
     """Returns the input as it is; its gradient is summed over the ranks, each of which computes with its own part.
 
     Args:
@@ -54,7 +54,7 @@ def copy_to_model_parallel_region(input_: Tensor, process_group: GroupLike = Non
     return copy_to_region(_check_tensor(input_), tensor_parallel_group(process_group))
 
 
-def copy_many_to_model_parallel_region(*inputs: Tensor, process_group: GroupLike = None) -> tuple[Tensor, ...]:
+def copy_many_to_tensor_model_parallel_region(*inputs: Tensor, process_group: GroupLike = None) -> tuple[Tensor, ...]:
     """The same for several tensors, whose gradients are summed in one message: the small parameters of a norm.
 
     Args:
@@ -64,7 +64,7 @@ def copy_many_to_model_parallel_region(*inputs: Tensor, process_group: GroupLike
     return copy_many_to_region(inputs, tensor_parallel_group(process_group))
 
 
-def reduce_from_model_parallel_region(input_: Tensor, process_group: GroupLike = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, process_group: GroupLike = None) -> Tensor:
     """Returns the sum over the ranks; the gradient goes to each summand as it is.
 
     Args:
@@ -74,7 +74,7 @@ def reduce_from_model_parallel_region(input_: Tensor, process_group: GroupLike =
     return reduce_from_region(_check_tensor(input_), tensor_parallel_group(process_group))
 
 
-def scatter_to_model_parallel_region(
+def scatter_to_tensor_model_parallel_region(
     input_: Tensor, process_group: GroupLike = None, *, dim: int = -1, sizes: Sizes = None
 ) -> Tensor:
     """Returns this rank's part along `dim`; the gradients of the parts are put together.
@@ -91,7 +91,7 @@ def scatter_to_model_parallel_region(
     return scatter_to_region(_check_tensor(input_, dim), tensor_parallel_group(process_group), dim, sizes)
 
 
-def gather_from_model_parallel_region(
+def gather_from_tensor_model_parallel_region(
     input_: Tensor, process_group: GroupLike = None, *, dim: int = -1, sizes: Sizes = None
 ) -> Tensor:
     """Returns the parts of all ranks along `dim`, in rank order; each gets its part of the gradient.
@@ -301,7 +301,7 @@ def check_in_region(what: str, tensor: Tensor, group: Group) -> bool:
         return False
     raise ValueError(
         f"{what}: input_is_inside=True, but the input {list(tensor.shape)} was not brought into the region of "
-        f"{list(group.ranks)}: pass scale_tp.copy_to_model_parallel_region(input, group), or leave it out"
+        f"{list(group.ranks)}: pass scale_tp.copy_to_tensor_model_parallel_region(input, group), or leave it out"
     )
 
 

@@ -56,8 +56,8 @@ DATA_CONTEXT = "data and context"
 
 @checked_arguments
 def initialize_model_parallel(
-    model_parallel_size_: int,
-    pipeline_length: int = 1,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
     *,
     model_parallel_backend: str | None = None,
@@ -71,8 +71,8 @@ def initialize_model_parallel(
     What is left of the world is the data axis: `world / (model * pipeline * context)` replicas.
 
     Args:
-        model_parallel_size_: Between how many ranks each layer is divided.
-        pipeline_length: Between how many stages the layers are.
+        tensor_model_parallel_size: Between how many ranks each layer is divided.
+        pipeline_model_parallel_size: Between how many stages the layers are.
         context_parallel_size: Between how many ranks each sequence is.
         model_parallel_backend: Transport of the groups that divide layers; None is that of the default group.
         pipeline_backend: Transport between stages.
@@ -90,7 +90,12 @@ def initialize_model_parallel(
             f"the ranks are divided already ({_described()}): call scale_tp.destroy_model_parallel() before"
         )
     everybody = group_of()
-    sizes = _sizes(everybody.size, model=model_parallel_size_, pipeline=pipeline_length, context=context_parallel_size)
+    sizes = _sizes(
+        everybody.size,
+        model=tensor_model_parallel_size,
+        pipeline=pipeline_model_parallel_size,
+        context=context_parallel_size,
+    )
     timeout = None if limit_seconds is None else timedelta(seconds=limit_of(None, limit_seconds))
     if timeout is None and everybody.process_group is not None and everybody.backend != "fake":
         timeout = time_limit(everybody.process_group)  # torch's own is half an hour, whatever the default group's is.
@@ -188,31 +193,31 @@ def _described() -> str:
     return ", ".join(f"{name} {_axes[name].size}" for name in AxisSizes._fields)
 
 
-# FairScale's and Megatron's getters. In a world of one rank that was not divided they describe that rank alone; on
+# Megatron's getters. In a world of one rank that was not divided they describe that rank alone; on
 # several ranks that have not been divided, each raises a ValueError.
 
 
-def get_model_parallel_group() -> dist.ProcessGroup | None:
+def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
     """The ranks that divide the layers with this one; None where torch.distributed is not initialised."""
     return _process_group("model")
 
 
-def get_model_parallel_world_size() -> int:
+def get_tensor_model_parallel_world_size() -> int:
     """How many ranks divide a layer."""
     return axis_group("model").size
 
 
-def get_model_parallel_rank() -> int:
+def get_tensor_model_parallel_rank() -> int:
     """This rank's index among those that divide a layer."""
     return axis_group("model").rank
 
 
-def get_model_parallel_src_rank() -> int:
+def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first of them."""
     return axis_group("model").ranks[0]
 
 
-def get_model_parallel_ranks() -> list[int]:
+def get_tensor_model_parallel_ranks() -> list[int]:
     """The global ranks of all of them."""
     return list(axis_group("model").ranks)
 
@@ -251,22 +256,22 @@ def get_data_context_parallel_world_size() -> int:
     return axis_group(DATA_CONTEXT).size
 
 
-def get_pipeline_parallel_group() -> dist.ProcessGroup | None:
+def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
     """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialised."""
     return _process_group("pipeline")
 
 
-def get_pipeline_parallel_world_size() -> int:
+def get_pipeline_model_parallel_world_size() -> int:
     """How many stages there are."""
     return axis_group("pipeline").size
 
 
-def get_pipeline_parallel_rank() -> int:
+def get_pipeline_model_parallel_rank() -> int:
     """Which stage this rank is."""
     return axis_group("pipeline").rank
 
 
-def get_pipeline_parallel_ranks() -> list[int]:
+def get_pipeline_model_parallel_ranks() -> list[int]:
     """The global ranks of the stages, in their order."""
     return list(axis_group("pipeline").ranks)
 

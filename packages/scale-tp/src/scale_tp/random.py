@@ -20,7 +20,7 @@ from scale_core.arguments import checked_arguments
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.group import Group
 from scale_core.part_hooks import ForEachShardHook
-from scale_tp.parallel_state import get_model_parallel_rank
+from scale_tp.parallel_state import get_tensor_model_parallel_rank
 
 
 class RNGState(NamedTuple):
@@ -240,7 +240,7 @@ def model_parallel_manual_seed(seed: int) -> None:
     """
     _tracker.reset()
     torch.manual_seed(seed)
-    _tracker.add(_MODEL_PARALLEL, seed + _OFFSET + get_model_parallel_rank())
+    _tracker.add(_MODEL_PARALLEL, seed + _OFFSET + get_tensor_model_parallel_rank())
 
 
 model_parallel_cuda_manual_seed = model_parallel_manual_seed

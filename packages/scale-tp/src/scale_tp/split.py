@@ -250,7 +250,7 @@ def check_size(what: str, value: Any, least: int = 0) -> None:
         raise ValueError(f"expected {what} to be at least {least}, got {value}")
 
 
-# FairScale's utilities, for code beside the layers: these divide by `Split`, for which no size needs to divide.
+# Megatron's utilities, for code beside the layers: these divide by `Split`, for which no size needs to divide.
 
 
 @checked_arguments
@@ -265,14 +265,14 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 @checked_arguments
-def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
+def divide(numerator: int, denominator: int) -> int:
     """Returns the quotient of numbers that leave no remainder.
 
     Raises:
         ValueError: They leave one.
 
     Example:
-        >>> divide_and_check_no_remainder(6, 3)
+        >>> divide(6, 3)
         2
     """
     ensure_divisibility(numerator, denominator)
@@ -296,7 +296,7 @@ def split_tensor_along_last_dim(
     Raises:
         ValueError: The features don't divide.
     """
-    parts = tensor.split(divide_and_check_no_remainder(tensor.shape[-1], num_partitions), -1)
+    parts = tensor.split(divide(tensor.shape[-1], num_partitions), -1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
 
 

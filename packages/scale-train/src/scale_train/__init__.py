@@ -5,22 +5,20 @@ import typing
 
 if typing.TYPE_CHECKING:
     from scale_train.training.reporters import initialisation_bar, loading_bar
-    from scale_train.wrapped_modules import with_wrapped_modules
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
-__all__ = ["initialisation_bar", "loading_bar", "with_wrapped_modules"]
+__all__ = ["initialisation_bar", "loading_bar"]
 
 
 def __getattr__(name: str) -> typing.Any:
     """Loads what is public when it is asked for: torch takes a while, and the command may be stopped meanwhile."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from scale_train import wrapped_modules
     from scale_train.training import reporters
 
-    value = getattr(wrapped_modules if name == "with_wrapped_modules" else reporters, name)
+    value = getattr(reporters, name)
     value.__module__ = __name__  # Tracebacks and documentation show the path by which people import.
     globals()[name] = value
     return value

@@ -19,7 +19,7 @@ from scale_core.simulate import simulate
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import full_optim_state_dict, fully_shard
 from scale_oss import OSS, split_by
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -279,9 +279,9 @@ def flat_parameters() -> None:
         OSS(model.parameters(), torch.optim.Adafactor)
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.01)
     train(model, optimizer, range(2))
-    with pytest.raises(ValueError, match=r"gather_full_optim_state_dict\(optimizer\.optim\)"):
+    with pytest.raises(ValueError, match=r"full_optim_state_dict\(model, optimizer\.optim\)"):
         optimizer.consolidate_state_dict()
-    gathered = model.gather_full_optim_state_dict(optimizer.optim, recipient_rank=None)
+    gathered = full_optim_state_dict(model, optimizer.optim, recipient_rank=None)
     pieces = sharded_state_dict(model, optimizer)
     for name, state in gathered["state"].items():
         piece = pieces[f"optim.{name}.exp_avg"]

@@ -274,7 +274,7 @@ def over_the_ranks_of_a_layer() -> None:
     scale_tp.initialize_model_parallel(2)
     model = divided_model(False)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    for group in (scale_tp.get_model_parallel_group(), None):
+    for group in (scale_tp.get_tensor_model_parallel_group(), None):
         for wrap, who in (
             (lambda group=group: nn.parallel.DistributedDataParallel(model, process_group=group), "Distributed"),
             (lambda group=group: fully_shard(model, mesh=group), "fully_shard"),

@@ -5,7 +5,8 @@ together from it one at a time. Formats:
 
 - FairScale: `local_state_dict()` beside `local_metadata_dict()`. A flat parameter is cut into equal chunks with zeros
   at the end ("padding"); its metadata says the names, shapes and sizes of what is in it.
-- scale-fsdp: the same two functions; the metadata has the elements of each parameter on this rank.
+- scale-fsdp: `local_state_dict()`, whose `_metadata` has the elements of each parameter on this rank; or that beside
+  FairScale's metadata, as the alias of FairScale gives it.
 - FSDP1 (`StateDictType.SHARDED_STATE_DICT`): each entry is a ShardedTensor, which says its indices itself.
 """
 
@@ -26,6 +27,7 @@ from scale_core.convert.torch_files import lazily, load_object
 from scale_core.snapshot.format.coverage import check_coverage
 from scale_core.state.chunks import Chunk
 
+_LOCAL = "scale_fsdp.local"  # the key of scale-fsdp's metadata in torch's `_metadata`
 _SHARDED = "torch.distributed._shard"
 _STAND_INS = (
     f"{_SHARDED}.metadata.ShardMetadata",
@@ -143,10 +145,14 @@ def _weights_and_metadata(path: Path, loaded: Mapping[Any, Any]) -> tuple[Mappin
         if isinstance(value, Mapping) and value and all(isinstance(each, Tensor) for each in value.values())
     ]
     if not found:
+        own = [each for each in (loaded, *loaded.values()) if _LOCAL in _torch_metadata(each)]
+        if len(own) == 1:
+            return own[0], _torch_metadata(own[0])[_LOCAL]
         raise ValueError(
-            f"{path} has flat parameters, and nothing says which parameters they hold: FairScale and scale-fsdp say so "
-            "in model.local_metadata_dict(), to be saved beside model.local_state_dict() in one dict; torch's FSDP "
-            "does not, so load it there and save it as StateDictType.SHARDED_STATE_DICT, or by "
+            f"{path} has flat parameters, and nothing says which parameters they hold: FairScale says so in "
+            "model.local_metadata_dict(), to be saved beside model.local_state_dict() in one dict, and scale-fsdp in "
+            "the state itself, as long as it isn't copied into another dict; torch's FSDP does not, so load it there "
+            "and save it as StateDictType.SHARDED_STATE_DICT, or by "
             "torch.distributed.checkpoint"
         )
     if len(found) > 1 or len(states) != 1:
@@ -154,6 +160,12 @@ def _weights_and_metadata(path: Path, loaded: Mapping[Any, Any]) -> tuple[Mappin
             f"{path}: expected one dict of tensors and one of local_metadata_dict(), got {len(states)} and {len(found)}"
         )
     return states[0], found[0]
+
+
+def _torch_metadata(value: object) -> Mapping[str, Any]:
+    """What torch keeps beside a module's state dict of the outermost module."""
+    found: Mapping[str, Any] = getattr(value, "_metadata", {}).get("", {})
+    return found
 
 
 def _is_metadata(value: Mapping[Any, Any]) -> bool:

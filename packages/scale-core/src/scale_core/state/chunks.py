@@ -206,7 +206,7 @@ class LocalShard(Tensor):
         )
         raise RuntimeError(
             f"{func}: got {where} of a tensor, where the whole is needed: take shard.tensor for this rank's elements, "
-            "or the whole from model.state_dict() and model.gather_full_optim_state_dict(optimizer)"
+            "or the whole from model.state_dict() and scale_fsdp.full_optim_state_dict(model, optimizer)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types here
@@ -220,7 +220,7 @@ class LocalShard(Tensor):
             "one rank's shard of a tensor can't be pickled, as by torch.save: save the state of all ranks by "
             "torch.distributed.checkpoint.save or scale_core.snapshot.save_snapshot, this rank's tensors alone by "
             "model.local_state_dict(), or whole ones from model.state_dict() and "
-            "model.gather_full_optim_state_dict(optimizer)"
+            "scale_fsdp.full_optim_state_dict(model, optimizer)"
         )
 
     def _with(self, tensor: Tensor) -> LocalShard:

@@ -122,9 +122,9 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         if shard is not None and flat_buffer_of(param) is not None:
             raise RuntimeError(
                 f"'{shard.name}' is a flat parameter, which holds several, and torch's checkpoint functions know one "
-                "tensor for each: call model.gather_full_optim_state_dict(optimizer) and "
-                "model.get_shard_from_optim_state_dict(full, optimizer), or scale_core.state.sharded_state_dict(model, "
-                "optimizer) for torch.distributed.checkpoint.save"
+                "tensor for each: call scale_fsdp.full_optim_state_dict(model, optimizer) and "
+                "scale_fsdp.shard_optim_state_dict(full, model, optimizer), or "
+                "scale_core.state.sharded_state_dict(model, optimizer) for torch.distributed.checkpoint.save"
             )
     from scale_core.state.chunks import LocalShard  # Loads torch's checkpoint package, which is there by now.
 
@@ -175,7 +175,7 @@ def _group_of_slice(holding: ParamSlice) -> Group:
     if len(groups) > 1:
         raise RuntimeError(
             f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and can't be made "
-            "whole here: call model.gather_full_optim_state_dict(optimizer) for whole tensors, or take "
+            "whole here: call scale_fsdp.full_optim_state_dict(model, optimizer) for whole tensors, or take "
             "scale_core.state.sharded_state_dict(model, optimizer) for torch.distributed.checkpoint.save"
         )
     return groups[0] if groups else Group()
@@ -218,8 +218,8 @@ def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 _WHAT_TO_LOAD = (
     "load on each rank what this rank has saved; or save what loads at any number of ranks: "
     "scale_core.state.sharded_state_dict(model, optimizer), by scale_core.snapshot.save_snapshot or "
-    "torch.distributed.checkpoint.save; with scale-fsdp also model.gather_full_optim_state_dict(optimizer), loaded by "
-    "optimizer.load_state_dict(model.get_shard_from_optim_state_dict(full, optimizer))"
+    "torch.distributed.checkpoint.save; with scale-fsdp also full_optim_state_dict(model, optimizer), loaded by "
+    "optimizer.load_state_dict(shard_optim_state_dict(full, model, optimizer))"
 )
 
 

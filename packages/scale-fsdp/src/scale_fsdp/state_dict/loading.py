@@ -37,7 +37,7 @@ def load_full_state_dict(
     if LOCAL_METADATA in getattr(state_dict, "_metadata", {}).get("", {}):
         raise ValueError(
             "load_state_dict: expected full tensors, got what local_state_dict() gives of one rank alone: call "
-            "load_local_state_dict(state_dict), or consolidate_shard_weights(...) with those of all ranks before"
+            "load_local_state_dict(state_dict), or consolidate_local_state_dicts(states) of all ranks before"
         )
     if problems := _mismatches(module, state_dict, strict):
         lines = "".join(f"\n\t{problem}" for problem in problems)

@@ -2,7 +2,7 @@
 
 The tensors are the shards as they are. The metadata says which elements of which parameter they are. With it a state is
 loaded by the right rank only, and the files of all ranks become the plain model's weights again, without any process
-group: `consolidate_shard_weights`.
+group: `consolidate_local_state_dicts`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def local_state_dict(module: nn.Module, plain: Callable[..., Any], *args: Any, *
     state = local_state_dict_of(module, plain, *args, **kwargs)
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     if hasattr(state, "_metadata"):
-        state._metadata.setdefault(prefix[:-1], {})[LOCAL_METADATA] = local_metadata_dict(module)
+        state._metadata.setdefault(prefix[:-1], {})[LOCAL_METADATA] = shard_metadata(module)
     return state
 
 
-def local_metadata_dict(module: nn.Module) -> dict[str, Any]:
+def shard_metadata(module: nn.Module) -> dict[str, Any]:
     """Which elements of which parameters this rank's shards are, in values that torch.save and JSON know."""
     paths, buffers = module_names(module), list(persistent_buffers(module))
     known = all_names(module).keys() | set(buffers)
@@ -70,7 +70,7 @@ def load_local_state_dict(
     check_loadable(module, "load_local_state_dict")
     given = getattr(state_dict, "_metadata", {}).get("", {}).get(LOCAL_METADATA)
     if given is not None:
-        _check_metadata(given, local_metadata_dict(module))
+        _check_metadata(given, shard_metadata(module))
     _check_tensors(local_state_dict_of(module, plain_state), state_dict, strict)
     with loading_local():
         return plain_load(state_dict, strict)
@@ -95,8 +95,8 @@ def _describe(location: ParamLocation, entries: Mapping[int, str]) -> dict[str, 
 
 def _check_metadata(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     fix = (
-        "Make whole weights of the states of all ranks, FullyShardedDataParallel.consolidate_shard_weights(weights, "
-        "metadata), and load those: model.load_state_dict(...)"
+        "Make whole weights of the states of all ranks, scale_fsdp.consolidate_local_state_dicts(states), and load "
+        "those: model.load_state_dict(...)"
     )
     if given["world_size"] != own["world_size"]:
         raise ValueError(
@@ -152,24 +152,52 @@ class _RankState(NamedTuple):
     metadata: Mapping[str, Any]
 
 
-@checked_arguments(own="shard_metadata")
-def consolidate_shard_weights(
+@checked_arguments
+def consolidate_local_state_dicts(local_state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the plain model's state dict, on the CPU, from the local states of all ranks; needs no process group.
+
+        >>> import torch
+        >>> from scale_fsdp import consolidate_local_state_dicts, fully_shard
+        >>> model = fully_shard(torch.nn.Linear(2, 3))
+        >>> consolidate_local_state_dicts([model.local_state_dict()])["weight"].shape
+        torch.Size([3, 2])
+
+    Buffers are those of rank 0.
+
+    Args:
+        local_state_dicts: What `local_state_dict()` returned on each rank, or a file has given back, in any order.
+
+    Raises:
+        ValueError: A state lacks what it says of itself, a rank is missing or there twice, or the ranks saved
+            different models; a parameter is missing or has another size.
+    """
+    metadata = [getattr(each, "_metadata", {}).get("", {}).get(LOCAL_METADATA) for each in local_state_dicts]
+    for number, of_state in enumerate(metadata):
+        if of_state is None:
+            raise ValueError(
+                f"state {number} of {len(metadata)} does not say which elements its tensors are: expected what "
+                "local_state_dict() has returned, without a prefix and not copied into another dict, which loses "
+                "torch's `_metadata`"
+            )
+    return consolidate_shards(local_state_dicts, metadata)
+
+
+def consolidate_shards(
     shard_weights: Sequence[Mapping[str, Any]],
     shard_metadata: Sequence[Mapping[str, Any]],
     with_module_buffers: bool = True,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Returns the plain model's state dict, on the CPU, from the local states of all ranks; needs no process group.
+    """The plain model's state dict, from each rank's tensors and what `shard_metadata` says of them.
 
     Args:
         shard_weights: The `local_state_dict()` of each rank, in any order.
-        shard_metadata: The `local_metadata_dict()` of each rank, in the same order.
+        shard_metadata: The metadata of each rank, in the same order.
         with_module_buffers: With the module's buffers, which are those of rank 0.
         strict: Every parameter must be there; otherwise those that a rank lacks are left out.
 
     Raises:
-        ValueError: Weights and metadata are not one for each rank, a rank is missing or there twice, or the ranks
-            saved different models; a parameter is missing or has another size.
+        ValueError: As for `consolidate_local_state_dicts`; weights and metadata are not one for each rank.
     """
     shards = _by_rank(shard_weights, shard_metadata)
     first = shards[0]
@@ -196,14 +224,14 @@ def _by_rank(weights: Sequence[Mapping[str, Any]], metadata: Sequence[Any]) -> l
     """The states in the order of their ranks."""
     if len(weights) != len(metadata) or not weights:
         raise ValueError(
-            f"Require metadata for each shard and non-empty shards: got {len(weights)} shards and {len(metadata)} "
-            "metadata, expected what local_state_dict() and local_metadata_dict() gave on each rank"
+            f"expected the local state of each rank with its metadata, got {len(weights)} states and {len(metadata)} "
+            "metadata"
         )
     for number, each in enumerate(metadata):
         if not isinstance(each, Mapping) or not {"rank", "world_size", "parameters"} <= each.keys():
             raise ValueError(
-                f"metadata {number} is not what local_metadata_dict() gives: it must be saved beside the shard, "
-                "{'weights': model.local_state_dict(), 'metadata': model.local_metadata_dict()}"
+                f"metadata {number} does not say which elements the state's tensors are: expected that of the same "
+                "rank's local_state_dict()"
             )
     sizes = sorted({each["world_size"] for each in metadata})
     if len(sizes) > 1:

@@ -266,7 +266,7 @@ def _group_names(
 def _check_form(full: Any) -> None:
     if full is None:
         raise TypeError(
-            "this rank has no optimizer state to load: gather_full_optim_state_dict gives it to one rank, so load the "
+            "this rank has no optimizer state to load: full_optim_state_dict gives it to one rank, so load the "
             "saved file on every rank, or gather it with recipient_rank=None"
         )
     named = isinstance(full, Mapping) and {"state", "param_groups"} <= full.keys()
@@ -279,7 +279,7 @@ def _check_form(full: Any) -> None:
     if not named:
         raise ValueError(
             "expected the state of an optimizer, {'state': ..., 'param_groups': ...}, as "
-            f"gather_full_optim_state_dict gives it, got {type(full).__name__}"
+            f"full_optim_state_dict gives it, got {type(full).__name__}"
         )
 
 

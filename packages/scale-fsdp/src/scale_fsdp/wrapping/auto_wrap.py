@@ -12,9 +12,9 @@ r"""Auto wrap: from a policy to units.
     >>> plan_units(model, size_policy(min_num_params=40))
     ['2']
 
-`enable_wrap`, `wrap`, `auto_wrap` and the two policies in `*_auto_wrap_policy` keep FairScale's names and meaning, but
-for this: the context is a context variable, one for each thread and task; an inner context replaces the outer one until
-it ends; shared modules and parameters count once.
+`enable_wrap`, `wrap` and `auto_wrap` are those of FSDP1 and FairScale, but for this: the context is a context variable,
+one for each thread and task; an inner context replaces the outer one until it ends; shared modules and parameters count
+once.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from scale_core.arguments import checked_arguments
-from scale_core.comm.group import GroupLike
 from scale_core.shard import unit_shard_of
-from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel, shard_as_fairscale
+from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.reshard.meta_init import check_init, should_initialize
 from scale_fsdp.runtime.param_registry import managed_params, split_owned_and_shared
-from scale_fsdp.runtime.unit import unit_of, units_in
+from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.shard_module import check_parameters, fully_shard
 from scale_fsdp.wrapping.policy import (
     Candidate,
     KeywordPolicy,
     Policy,
     as_policy,
-    default_auto_wrap_policy,
     size_policy,
 )
+
+DEFAULT_MIN_NUM_PARAMS = int(1e8)  # of a unit, as in FSDP1
 
 Progress: TypeAlias = Callable[[int, int, str], object]
 
@@ -162,7 +161,7 @@ def auto_wrap(
 
     Args:
         module: Changed in place below the root.
-        auto_wrap_policy: By default that of `enable_wrap`, else `default_auto_wrap_policy`.
+        auto_wrap_policy: By default that of `enable_wrap`, else `size_policy(1e8)`, as in FSDP1.
         min_num_params: Short for `size_policy(min_num_params)`.
         progress: Called after each module that was wrapped, as in `fully_shard_modules`.
         kwargs: Arguments for every wrapper, which override those of the context and of `wrapper_config`.
@@ -176,14 +175,13 @@ def auto_wrap(
     if min_num_params is not None:
         if auto_wrap_policy is not None:
             raise ValueError(
-                f"auto_wrap takes a policy or min_num_params={min_num_params}, but got both; "
-                "write functools.partial(default_auto_wrap_policy, min_num_params=...) to combine them"
+                f"auto_wrap takes a policy or min_num_params={min_num_params}, but got both: leave one of them out"
             )
         auto_wrap_policy = size_policy(min_num_params)
     context = _context.get()
     if context is None:
         return module
-    policy = auto_wrap_policy or context.policy or default_auto_wrap_policy
+    policy = auto_wrap_policy or context.policy or size_policy(DEFAULT_MIN_NUM_PARAMS)
     names = plan_units(module, policy, context.wrapper)
     units = [module.get_submodule(name) for name in names]
     _check_initializable(units, units, {**context.kwargs, **kwargs})
@@ -259,8 +257,6 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Modu
         >>> [type(instance).__name__ for instance in get_fsdp_instances(model)]
         ['Sequential', 'Linear']
 
-    As FairScale's function of this name, but for what it returns: the sharded modules, without wrappers around them.
-
     Args:
         mod: Any module.
         skip_empty: Leave out those that have no parameters of their own.
@@ -287,66 +283,3 @@ def _wrapper_config(module: nn.Module) -> Mapping[str, Any]:
             "write module.wrapper_config = {}"
         )
     return config
-
-
-M = TypeVar("M", bound=nn.Module)
-
-
-@checked_arguments
-def auto_wrap_bn(
-    module: M,
-    single_rank_pg: bool = False,
-    process_group: GroupLike = None,
-    fsdp_config: FSDPConfig | Mapping[str, Any] | None = None,
-    wrap_it: bool = True,
-    assert_on_collision: bool = True,
-) -> M:
-    """Makes a unit of each batch norm in a module, `nn.SyncBatchNorm` included; call it before the rest is sharded.
-
-    Each keeps its dtype while the model around it computes in fp16 or bf16, where its statistics would lose their
-    digits, and its few parameters stay gathered until their backward.
-
-    Args:
-        module: The module around them, or a batch norm itself; changed in place.
-        single_rank_pg: FairScale's way to leave batch norms unsharded, which left their gradients unreduced as well;
-            must be False.
-        process_group: As for `FullyShardedDataParallel`.
-        fsdp_config: Other arguments of `FullyShardedDataParallel` for every batch norm.
-        wrap_it: False only records the arguments, as `wrapper_config` of each batch norm, for `auto_wrap` with
-            `config_auto_wrap_policy`.
-        assert_on_collision: Refuse a batch norm that has a `wrapper_config` already; False replaces it.
-
-    Returns:
-        `module` itself.
-
-    Raises:
-        ValueError: `single_rank_pg`; a batch norm has a `wrapper_config`, or its parameters belong to a unit around it.
-    """
-    if single_rank_pg:
-        raise ValueError(
-            "auto_wrap_bn(single_rank_pg=True) would never average the gradients of batch norms, and the ranks would "
-            "train different models: leave it out; their parameters are few, and sharding them costs one small message"
-        )
-    config = fsdp_config.as_kwargs() if isinstance(fsdp_config, FSDPConfig) else fsdp_config
-    kwargs: Any = {"reshard_after_forward": False} if config is None else dict(config)
-    if process_group is not None:
-        kwargs = {"process_group": process_group, **kwargs}
-    norms = [(n, part) for n, part in module.named_modules() if isinstance(part, _BatchNorm) and unit_of(part) is None]
-    for name, norm in norms:
-        title = f"'{name}', a {type(norm).__name__}," if name else f"this {type(norm).__name__}"
-        if assert_on_collision and hasattr(norm, "wrapper_config"):
-            raise ValueError(
-                f"auto_wrap_bn: {title} has a wrapper_config already, {norm.wrapper_config!r}: take it away, or let it "
-                "be replaced by assert_on_collision=False"
-            )
-        for shard in filter(None, map(unit_shard_of, norm.parameters())):
-            raise ValueError(
-                f"auto_wrap_bn: {title} belongs to a unit that was sharded before, as '{shard.name}': "
-                "call auto_wrap_bn(model) first, then fully_shard what is around"
-            )
-    for _, norm in norms:
-        if wrap_it:
-            shard_as_fairscale(norm, **kwargs)
-        else:
-            norm.wrapper_config = kwargs
-    return module

@@ -1,4 +1,4 @@
-"""Auto-wrap policies: which modules become units, in a form of our own and in FairScale's.
+"""Auto-wrap policies: which modules become units, in a form of our own and in FSDP1's.
 
 A unit is gathered and released together: too small, and the collectives' latency shows; too large, and the memory does.
 A policy is asked about one module at a time, changes nothing, and can be read, printed and tested without any rank;
@@ -8,7 +8,6 @@ A policy is asked about one module at a time, changes nothing, and can be read, 
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -21,6 +20,8 @@ from scale_core.arguments import checked_arguments
 
 # Modules that are never called, so that nothing would gather their parameters.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# Modules that are never entered: their children are used without being called.
+FORCE_LEAF_MODULES = (nn.MultiheadAttention,)
 
 
 @dataclass(frozen=True)
@@ -55,56 +56,22 @@ class Policy(ABC):
 
     def enters(self, candidate: Candidate) -> bool:
         """Whether modules inside it may become units: not where they are used without being called."""
-        return not isinstance(candidate.module, tuple(default_auto_wrap_policy.FORCE_LEAF_MODULES))
+        return not isinstance(candidate.module, FORCE_LEAF_MODULES)
 
     def check(self, root: nn.Module) -> None:  # noqa: B027  most policies fit every model
         """Raises ValueError where the policy does not fit this model."""
 
 
 KeywordPolicy: TypeAlias = Callable[..., bool]
-"""FairScale's form: called with `module=`, `recurse=`, `unwrapped_params=` and `module_is_root=`."""
+"""FSDP1's form, as `torch.distributed.fsdp.wrap.size_based_auto_wrap_policy`.
 
-
-class _DefaultPolicy:
-    """The type of `default_auto_wrap_policy`, whose two sets of classes may be changed in place.
-
-    Attributes:
-        EXCLUDE_WRAP_MODULES: Classes that are entered, but never wrapped.
-        FORCE_LEAF_MODULES: Classes that are never entered: their children are used without being called.
-    """
-
-    EXCLUDE_WRAP_MODULES: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}  # noqa: RUF012  FairScale's surface
-    FORCE_LEAF_MODULES: set[type[nn.Module]] = {nn.MultiheadAttention}  # noqa: RUF012
-
-    def __call__(
-        self,
-        module: nn.Module,
-        recurse: bool,
-        unwrapped_params: int,
-        module_is_root: bool,
-        min_num_params: float = int(1e8),
-        force_leaf_modules: Iterable[type[nn.Module]] | None = None,
-        exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
-        skip_params_check_for_root: bool = False,
-    ) -> bool:
-        leaves = self.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-        excluded = self.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-        large = unwrapped_params >= min_num_params or (module_is_root and skip_params_check_for_root)
-        return large and not isinstance(module, tuple(leaves if recurse else excluded))
-
-
-default_auto_wrap_policy = _DefaultPolicy()
-"""FairScale's default: modules of at least `min_num_params` elements that no unit inside them holds."""
-
-
-def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-    """FairScale's policy by tag: modules that have a `wrapper_config`, whose entries are the wrapper's arguments."""
-    return recurse or hasattr(module, "wrapper_config")
+Called with `module=`, `recurse=` (whether it asks for what is inside) and `nonwrapped_numel=`.
+"""
 
 
 @dataclass(frozen=True)
 class _KeywordPolicyAdapter(Policy):
-    """A policy in FairScale's form; what it doesn't enter, it doesn't wrap."""
+    """A policy in the form of FSDP1's; what it doesn't enter, it doesn't wrap."""
 
     policy: KeywordPolicy
     wraps_leaves = False
@@ -116,12 +83,22 @@ class _KeywordPolicyAdapter(Policy):
         return self._ask(candidate, recurse=True)
 
     def _ask(self, candidate: Candidate, recurse: bool) -> bool:
-        return self.policy(
-            module=candidate.module,
-            recurse=recurse,
-            unwrapped_params=candidate.num_params,
-            module_is_root=candidate.is_root,
-        )
+        return self.policy(module=candidate.module, recurse=recurse, nonwrapped_numel=candidate.num_params)
+
+
+@dataclass(frozen=True)
+class _SizePolicy(Policy):
+    min_num_params: float
+    wraps_leaves = False
+
+    def selects(self, candidate: Candidate) -> bool:
+        return self._is_large(candidate) and not isinstance(candidate.module, CONTAINERS)
+
+    def enters(self, candidate: Candidate) -> bool:
+        return self._is_large(candidate) and super().enters(candidate)
+
+    def _is_large(self, candidate: Candidate) -> bool:
+        return candidate.num_params >= self.min_num_params
 
 
 @checked_arguments
@@ -133,7 +110,7 @@ def size_policy(min_num_params: float) -> Policy:
     """
     if min_num_params < 0:
         raise ValueError(f"a unit has 0 elements or more, but min_num_params is {min_num_params}")
-    return _KeywordPolicyAdapter(functools.partial(default_auto_wrap_policy, min_num_params=min_num_params))
+    return _SizePolicy(min_num_params)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class ColumnParallelLinear(_ParallelLinear):
             while the next ones are sent; in the backward pass the gradient of the input is sent while that of
             the weight is computed, which without `sequence_parallel` is all there is. None does not overlap.
         input_is_inside: Whether the input has been brought into the divided region already, as by
-            `copy_to_model_parallel_region`, for several layers together. Not with `sequence_parallel` or
+            `copy_to_tensor_model_parallel_region`, for several layers together. Not with `sequence_parallel` or
             `overlap_pieces`, which say how it is brought there.
 
     Attributes:

@@ -22,6 +22,7 @@ from scale_core.divergence import digests_of
 from scale_core.shard import unit_shard_of
 from scale_fsdp.runtime.param_registry import managed_params
 from scale_fsdp.runtime.unit import Unit, unit_of, units_in
+from scale_fsdp.state_dict.local import consolidate_shards, shard_metadata
 
 # Arguments that tuned FairScale's own machinery: their default there, and what holds here.
 _WITHOUT_EFFECT = {
@@ -344,22 +345,21 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
             On rank 0 the state by numbers, as torch's optimizers have it, with `param_id_map`, the number of each
             parameter by name; None on the others.
         """
-        full = self.sharded_module.gather_full_optim_state_dict(optim, recipient_rank)
+        full = scale_fsdp.full_optim_state_dict(self.sharded_module, optim, recipient_rank=recipient_rank)
         return None if full is None else by_number(full)
 
-    def get_shard_from_optim_state_dict(  # type: ignore[override]  # FairScale's has no optimizer
-        self, full_optim_state_dict: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of what `gather_full_optim_state_dict` gave, for `optim.load_state_dict`."""
-        found: dict[str, Any] = self.sharded_module.get_shard_from_optim_state_dict(by_name(full_optim_state_dict))
-        return found
+        return scale_fsdp.shard_optim_state_dict(cast(Any, by_name(full_optim_state_dict)), self.sharded_module)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """Returns which elements this rank's shards are; with FairScale's `param_metadata` beside scale-fsdp's own."""
-        own: dict[str, Any] = self.sharded_module.local_metadata_dict()
+        own = shard_metadata(self.sharded_module)
         wrappers = [(name, each) for name, each in self.named_modules() if isinstance(each, FullyShardedDataParallel)]
         units = [(name, each._unit, each.no_broadcast_optim_state) for name, each in wrappers]
         return {**own, "param_metadata": param_metadata(units, own)}
+
+    consolidate_shard_weights = staticmethod(consolidate_shards)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides summed gradients by `pre * post`, once, in place of the number of ranks."""

@@ -65,7 +65,7 @@ class ShardedDataParallel(scale_oss.ShardedDataParallel):
             sharded_optimizer,
             process_group,
             broadcast_buffers=broadcast_buffers,
-            sync_models_at_startup=sync_models_at_startup,
+            sync_module_states=sync_models_at_startup,
             reduce_fp16=reduce_fp16,
         )
 
@@ -78,6 +78,13 @@ class ShardedDataParallel(scale_oss.ShardedDataParallel):
             raise DeviceChangedError(
                 f"Changing devices is not supported, because this would break OSSs state: {error}"
             ) from error
+
+    def refresh_trainable(self) -> None:
+        """Takes FairScale's call, which is not needed: each forward pass looks up what trains."""
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """Has all ranks take rank 0's buffers, which have arrived when this returns."""
+        super().sync_buffers()
 
     def reduce(self) -> None:
         """Reduces what passes under `no_sync()` have left.

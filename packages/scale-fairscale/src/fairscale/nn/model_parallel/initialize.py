@@ -21,14 +21,14 @@ from scale_tp import (
     get_data_parallel_rank,
     get_data_parallel_ranks,
     get_data_parallel_world_size,
-    get_model_parallel_group,
-    get_model_parallel_rank,
-    get_model_parallel_src_rank,
-    get_model_parallel_world_size,
-    get_pipeline_parallel_group,
-    get_pipeline_parallel_ranks,
     model_parallel_is_initialized,
 )
+from scale_tp import get_pipeline_model_parallel_group as get_pipeline_parallel_group
+from scale_tp import get_pipeline_model_parallel_ranks as get_pipeline_parallel_ranks
+from scale_tp import get_tensor_model_parallel_group as get_model_parallel_group
+from scale_tp import get_tensor_model_parallel_rank as get_model_parallel_rank
+from scale_tp import get_tensor_model_parallel_src_rank as get_model_parallel_src_rank
+from scale_tp import get_tensor_model_parallel_world_size as get_model_parallel_world_size
 
 __all__ = [
     "destroy_model_parallel",

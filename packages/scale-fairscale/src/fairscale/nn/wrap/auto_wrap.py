@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -11,7 +12,71 @@ from torch import nn
 
 import scale_fsdp
 from fairscale._warnings import warn_argument
-from scale_fsdp import config_auto_wrap_policy, default_auto_wrap_policy
+from scale_fsdp.wrapping.auto_wrap import DEFAULT_MIN_NUM_PARAMS
+from scale_fsdp.wrapping.policy import FORCE_LEAF_MODULES, Candidate, Policy
+
+
+class _DefaultPolicy:
+    """The type of `default_auto_wrap_policy`, whose two sets of classes may be changed in place.
+
+    Attributes:
+        EXCLUDE_WRAP_MODULES: Classes that are entered, but never wrapped.
+        FORCE_LEAF_MODULES: Classes that are never entered: their children are used without being called.
+    """
+
+    EXCLUDE_WRAP_MODULES: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}  # noqa: RUF012  FairScale's surface
+    FORCE_LEAF_MODULES: set[type[nn.Module]] = {*FORCE_LEAF_MODULES}  # noqa: RUF012
+
+    def __call__(
+        self,
+        module: nn.Module,
+        recurse: bool,
+        unwrapped_params: int,
+        module_is_root: bool,
+        min_num_params: float = DEFAULT_MIN_NUM_PARAMS,
+        force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+        exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+        skip_params_check_for_root: bool = False,
+    ) -> bool:
+        leaves = self.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+        excluded = self.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+        large = unwrapped_params >= min_num_params or (module_is_root and skip_params_check_for_root)
+        return large and not isinstance(module, tuple(leaves if recurse else excluded))
+
+
+default_auto_wrap_policy = _DefaultPolicy()
+"""Modules of at least `min_num_params` elements that no wrapper inside them holds."""
+
+
+def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+    """Modules that have a `wrapper_config`, whose entries are the wrapper's arguments."""
+    return recurse or hasattr(module, "wrapper_config")
+
+
+@dataclass(frozen=True)
+class _KeywordPolicy(Policy):
+    """A policy in FairScale's form as one of scale-fsdp's; what it doesn't enter, it doesn't wrap."""
+
+    policy: Callable[..., bool]
+    wraps_leaves = False
+
+    def selects(self, candidate: Candidate) -> bool:
+        return self._ask(candidate, recurse=False)
+
+    def enters(self, candidate: Candidate) -> bool:
+        return self._ask(candidate, recurse=True)
+
+    def _ask(self, candidate: Candidate, recurse: bool) -> bool:
+        return self.policy(
+            module=candidate.module,
+            recurse=recurse,
+            unwrapped_params=candidate.num_params,
+            module_is_root=candidate.is_root,
+        )
+
+
+def _as_policy(policy: Any) -> Any:
+    return _KeywordPolicy(policy) if callable(policy) and not isinstance(policy, Policy) else policy
 
 
 class AlreadyWrappedError(AssertionError, ValueError):
@@ -34,7 +99,8 @@ def enable_wrap(auto_wrap_policy: Any = None, **wrapper_kwargs: Any) -> Iterator
     assert "wrapper_cls" in wrapper_kwargs, (
         "enable_wrap: expected wrapper_cls=, as in enable_wrap(wrapper_cls=FullyShardedDataParallel)"
     )
-    with scale_fsdp.enable_wrap(auto_wrap_policy, **wrapper_kwargs), ConfigAutoWrap._as(wrapper_kwargs):
+    policy = _as_policy(auto_wrap_policy or default_auto_wrap_policy)
+    with scale_fsdp.enable_wrap(policy, **wrapper_kwargs), ConfigAutoWrap._as(wrapper_kwargs):
         yield
 
 
@@ -54,7 +120,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 def auto_wrap(module: nn.Module, auto_wrap_policy: Any = None, **kwargs: Any) -> nn.Module:
     """Wraps what a policy selects inside of `enable_wrap`; outside of it, returns the module."""
-    return scale_fsdp.auto_wrap(module, auto_wrap_policy, **kwargs)
+    return scale_fsdp.auto_wrap(module, _as_policy(auto_wrap_policy), **kwargs)
 
 
 class ConfigAutoWrap(ContextDecorator):
