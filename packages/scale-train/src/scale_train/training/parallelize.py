@@ -23,6 +23,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.shard import full_shape
 from scale_fsdp import MixedPrecisionPolicy, class_policy, fully_shard_modules
+from scale_fsdp.wrapping.policy import Candidate, Policy
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
 from scale_tp import context_parallel, position_ids, record_sequence_lengths, split_sequence
@@ -156,7 +157,8 @@ class PipelineEngine(nn.Module):
         _materialize(model, self.pipe.stages.values(), device)
         for index, stage in self.pipe.stages.items() if axes.data.size > 1 else ():
             if options.data_parallel == "fsdp":
-                _shard_stage(stage, model, axes.data, options)
+                units = _StageUnits((model.embedding, model.head))
+                fully_shard_modules(stage, units, mesh=axes.data.process_group, **_sharding(options))
             else:
                 self.pipe.stages[index] = DistributedDataParallel(stage, process_group=axes.data.process_group)
 
@@ -208,17 +210,18 @@ def _materialize(model: GPT, stages: Iterable[nn.Module], device: torch.device) 
             model.init_weights(module)
 
 
-def _shard_stage(stage: nn.Module, model: GPT, replicas: Group, options: ParallelOptions) -> None:
-    """Shards a stage in place among the ranks that have it too: each block is a unit.
+@dataclass(frozen=True)
+class _StageUnits(Policy):
+    """Each block of a stage is a unit; and so are the layers of tokens.
 
-    So is each layer of tokens, since the two may share a weight, whose shards are then the same in both stages.
+    These may share a weight, whose shards are then the same in the first and in the last stage.
     """
 
-    def is_unit(module: nn.Module, recurse: bool, unwrapped_params: int, **_: Any) -> bool:
-        is_one = isinstance(module, Block) or module is model.embedding or module is model.head
-        return recurse or (is_one and unwrapped_params > 0)
+    layers_of_tokens: tuple[nn.Module, ...]
 
-    fully_shard_modules(stage, is_unit, mesh=replicas.process_group, **_sharding(options))
+    def selects(self, candidate: Candidate) -> bool:
+        is_one = isinstance(candidate.module, Block) or any(candidate.module is each for each in self.layers_of_tokens)
+        return is_one and candidate.num_params > 0  # Of what other stages have there are placeholders.
 
 
 def _sharding(options: ParallelOptions) -> dict[str, Any]:
