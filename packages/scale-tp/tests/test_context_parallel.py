@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import scale_tp
 from scale_core.comm.group import group_of
 from scale_core.testing import preload, run_ranks
+from scale_tp.attention.padding import mask_of_padding
 from scale_tp.comm import all_reduce_sum
+
+context_parallel_module: Any = sys.modules["scale_tp.attention.context_parallel"]
 
 transformers = pytest.importorskip("transformers")
 preload("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
@@ -42,6 +48,12 @@ def _causal_model(name: str, **changes: Any) -> nn.Module:
     kind = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[name]
     config = getattr(transformers, f"{kind}Config")(**sizes | changes)
     return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def _bert() -> nn.Module:
+    torch.manual_seed(6)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=WORDS, **sizes)).eval()
 
 
 class Encoder(nn.Module):
@@ -72,7 +84,7 @@ def _losses_of(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], mean: C
     return [*losses, *(param.detach() for param in model.parameters())]
 
 
-def _trains_as_one_process(model: nn.Module, attention: Any, *, checkpoints: str = "none") -> None:
+def _trains_as_one_process(model: nn.Module, attention: Any, *, checkpoints: str = "none", num_padded: int = 0) -> None:
     """Three steps of a causal model on this rank's parts, replicated over the ranks, and on whole sequences."""
     world = group_of()
     model.train()
@@ -82,6 +94,8 @@ def _trains_as_one_process(model: nn.Module, attention: Any, *, checkpoints: str
     whole = copy.deepcopy(model)
     batch = {"input_ids": _tokens(2, LENGTH), "labels": _tokens(2, LENGTH)}
     batch["labels"][0, :5] = -100  # ranks have different numbers of tokens that count
+    if num_padded:
+        batch["attention_mask"] = (torch.arange(LENGTH) >= torch.tensor([[num_padded], [0]])).long()
 
     def on_whole_sequences(model: nn.Module) -> Tensor:
         loss: Tensor = model(**batch).loss
@@ -142,6 +156,45 @@ def _plain_models() -> None:
         whole.train()
 
 
+def _padded_attention() -> None:
+    """Masks of padding: one row with padding on the left and behind, so that one rank's part of it is padding alone."""
+    ranks = group_of()
+    generator = torch.Generator().manual_seed(2)
+    query, key, value, given = torch.randn(4, 2, 4, LENGTH, 8, generator=generator, dtype=torch.float64)
+    hidden = torch.zeros(2, LENGTH, dtype=torch.bool)
+    hidden[0, :3] = hidden[0, 9:] = True  # With two ranks, all that the first one has of this row.
+    full, causal = mask_of_padding(hidden, is_causal=False), mask_of_padding(hidden, is_causal=True)
+    part_of = partial(scale_tp.split_sequence, process_group=ranks)
+    mine = part_of(hidden)
+    own = [mask_of_padding(mine, is_causal=False), mask_of_padding(mine, is_causal=True)]
+    additive = torch.zeros(own[0].shape, dtype=torch.float64).masked_fill_(~own[0], -torch.inf)
+    expanded = own[0].expand(-1, 4, mine.shape[1], -1)
+    for whole, masks in ((full, (own[0], expanded, additive)), (causal, (own[1],))):
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        output = F.scaled_dot_product_attention(*leaves, attn_mask=whole)
+        expected = [output.detach(), *torch.autograd.grad(output, leaves, given)]
+        for mask, attention in itertools.product(masks, ("ring", "ulysses")):
+            leaves = [part_of(tensor, dim=2).requires_grad_() for tensor in (query, key, value)]
+            with scale_tp.context_parallel(ranks, attention=attention):
+                output = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+            found = [output.detach(), *torch.autograd.grad(output, leaves, part_of(given, dim=2))]
+            for got, its in zip(found, expected, strict=True):
+                torch.testing.assert_close(got, part_of(its, dim=2), rtol=1e-12, atol=1e-13)
+
+
+def _padded_models() -> None:
+    for attention in ("ring", "ulysses"):
+        _trains_as_one_process(_causal_model("llama"), attention, num_padded=4)
+    _trains_as_one_process(_causal_model("gpt2"), "ring", num_padded=4)
+    tokens, mask = _tokens(2, LENGTH), (torch.arange(LENGTH) < torch.tensor([[7], [LENGTH]])).long()
+    bert = _bert()
+    part = scale_tp.get_batch_on_this_cp_rank({"input_ids": tokens, "attention_mask": mask}, is_causal=False)
+    with torch.no_grad(), scale_tp.context_parallel():
+        logits = bert(**part).logits
+    expected = scale_tp.split_sequence(bert(tokens, attention_mask=mask).logits)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+
+
 def _labels_that_do_not_count() -> None:
     """A model of transformers gets the labels to ignore, where they are others than -100."""
     world = group_of()
@@ -182,6 +235,8 @@ def _two_ranks() -> None:
         _plain_models()
         _labels_that_do_not_count()
         _half_precision()
+        _padded_attention()
+        _padded_models()
 
 
 def test_three_steps_on_two_ranks_equal_those_of_one_process() -> None:
@@ -230,7 +285,15 @@ def _refusals() -> None:
     _is_refused(
         "all 2 ranks have the same keys and values.*get_batch_on_this_cp_rank", lambda: attend(same, same, same)
     )
-    _is_refused(r"expected no attn_mask, got \[4, 4\] torch.bool", lambda: attend(x, x, x, torch.ones(4, 4).bool()))
+    window = torch.ones(4, 4).bool().tril().triu(-1)
+    more = r"got \[4, 4\] torch.bool, and that of rank 1 says more.*is_causal=True and no mask"
+    _is_refused(more, lambda: attend(x, x, x, window if rank else torch.ones(4, 4).bool()))
+    first = (torch.arange(4) == 0).expand(4, 4)
+    _is_refused("that of rank each can be either", lambda: attend(x, x, x, first))
+    _is_refused(r"that of rank 0 and 1 says more", lambda: attend(x, x, x, 0.5 * torch.ones(4, 4)))
+    _is_refused("got is_causal=True beside it", lambda: attend(x, x, x, window, is_causal=True))
+    learned = torch.zeros(4, 4, requires_grad=True)
+    _is_refused("got one that requires a gradient", lambda: attend(x, x, x, learned))
     _is_refused('dropout_p=0 with attention="ring", got 0.1.*ulysses', lambda: attend(x, x, x, dropout_p=0.1))
     _is_refused("as many keys as queries, got 4 queries and 2 keys", lambda: attend(x, x[:, :, :2], x[:, :, :2]))
     _is_refused("2 positions or more on each rank, got 1", lambda: attend(*[x[:, :, :1]] * 3))
@@ -258,7 +321,9 @@ def _refusals() -> None:
     # Without a mask transformers takes positions that do not count on by 1 for several sequences, and makes one.
     without_mask = {key: value for key, value in part.items() if key != "attention_mask"}
     without_mask["position_ids"] = part["position_ids"].flip(1)
-    _is_refused("expected no attn_mask.*get_batch_on_this_cp_rank", lambda: model(**without_mask, use_cache=False))
+    _is_refused(
+        "that marks padding alone.*says more.*get_batch_on_this_cp_rank", lambda: model(**without_mask, use_cache=False)
+    )
     _is_refused(
         "layers of sliding_attention .sliding_window=6.", lambda: _causal_model("mistral", sliding_window=6)(**part)
     )
@@ -267,11 +332,7 @@ def _refusals() -> None:
     _is_refused(
         "call generate.. outside", lambda: model.generate(part["input_ids"], position_ids=None, max_new_tokens=3)
     )
-    bert = transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8
-        )
-    ).eval()
+    bert = _bert()
     masked = scale_tp.get_batch_on_this_cp_rank({"input_ids": tokens, "labels": tokens}, is_causal=False)
     _is_refused("its loss takes no num_items_in_batch", lambda: bert(**masked))
     with scale_tp.context_parallel():
@@ -281,6 +342,10 @@ def _refusals() -> None:
 
 class Kept(Tensor):
     """A subclass of tensors."""
+
+
+def _is_replaced() -> bool:
+    return context_parallel_module._kernel._library is not None
 
 
 def _behind_the_block() -> None:
@@ -296,6 +361,15 @@ def _behind_the_block() -> None:
             output = checkpoint(attend, x, use_reentrant=use_reentrant)
         with pytest.raises(ValueError, match=r"call loss.backward\(\) inside the block"):
             output.sum().backward()
+    # Behind an evaluation, with gradients or without, the operator is torch's own at once.
+    for context in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with scale_tp.context_parallel():
+            attend(x).sum().backward()
+        with context, scale_tp.context_parallel():
+            kept = attend(x)
+        assert not _is_replaced()
+        if kept.requires_grad:
+            kept.sum().backward()  # may still come, since nothing is computed again
     # A block without a backward pass, as for evaluation, says nothing of checkpoints outside, whenever they were made.
     for use_reentrant in (False, True):
         before = checkpoint(attend, x.detach().requires_grad_(), use_reentrant=use_reentrant)

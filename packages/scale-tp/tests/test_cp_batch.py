@@ -50,7 +50,6 @@ def _shifted() -> tuple[Tensor, Tensor, float]:
         ({"labels": IDS}, "expected input_ids or inputs_embeds in the batch, got labels"),
         ({"input_ids": IDS[:, :7]}, "got 7: pad it on the right by 1, such as F.pad(input_ids, (0, 1))"),
         ({"input_ids": IDS[:, :2]}, "2 positions or more each, got 2: pad it on the right by 2"),
-        ({"input_ids": IDS, "attention_mask": ONES.flip(1) * (IDS % 8 > 1)}, 'tokenizer.padding_side = "right"'),
         (
             {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 8, 8)},
             "batch['attention_mask'] to be [batch, length]",
@@ -68,10 +67,17 @@ def test_what_cannot_be_cut_is_refused(batch: dict[str, Tensor], message: str) -
         scale_tp.get_batch_on_this_cp_rank(batch, FIRST)
 
 
-def test_padding_that_other_positions_would_attend_to_is_refused() -> None:
-    batch = {"input_ids": IDS, "attention_mask": ONES * (IDS % 8 < 6)}
-    with pytest.raises(ValueError, match="make batches of sequences of one length"):
-        scale_tp.get_batch_on_this_cp_rank(batch, FIRST, is_causal=False)
+def test_padding_that_other_positions_would_attend_to_is_masked() -> None:
+    mask = ONES.clone()
+    mask[0, 6:] = 0
+    part = scale_tp.get_batch_on_this_cp_rank({"input_ids": IDS, "attention_mask": mask}, FIRST, is_causal=False)
+    assert part["attention_mask"].tolist() == [[[[True, True, False, False]]], [[[True] * 4]]]
+    positions = (mask.flip(1).cumsum(1) - 1).clamp(min=0)
+    batch = {"input_ids": IDS, "attention_mask": mask.flip(1), "position_ids": positions}
+    part = scale_tp.get_batch_on_this_cp_rank(batch, FIRST)
+    assert part["attention_mask"].shape == (2, 1, 4, 4) and part["position_ids"][0].tolist() == [0, 0, 4, 5]
+    seen = [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert part["attention_mask"][0, 0].int().tolist() == seen
 
 
 def _on_two_ranks() -> tuple[Tensor, Tensor, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_cases import Case, divided_attention, own_parts, whole_attention
 from torch import Tensor
 
@@ -103,6 +104,18 @@ def _wrong_use() -> None:
 
 def test_bad_input_is_refused_before_anything_is_sent() -> None:
     run_ranks(_wrong_use, 2)
+
+
+def test_a_mask_of_padding_is_of_the_whole_sequence() -> None:
+    query, key, value, _ = Case().inputs()
+    padding = torch.arange(8) >= torch.tensor([[5], [8]])
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=~padding[:, None, None])
+    found = ring_attention(query, key, value, key_padding_mask=padding)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    with pytest.raises(
+        ValueError, match=r"key_padding_mask to be bool \[batch, length\], here \[2, 8\], got torch.int64"
+    ):
+        ring_attention(query, key, value, key_padding_mask=padding.long())
 
 
 def test_half_precision_is_computed_in_fp32_and_rounded_once() -> None:

@@ -40,6 +40,8 @@ _HOST = torch.device("cpu")
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# The hooks that saved tensors go through, None without any: a checkpoint that isn't reentrant has them in its forward.
+saved_tensor_hooks: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
 # Whether torch.profiler records now. If it ends while gloo still carries a collective that was started under it, torch
 # 2.13 writes to memory that the profiler has freed, and the process crashes later.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_tp.attention.load_balance import split_sequence
+from scale_tp.attention.padding import mask_of_padding
 from scale_tp.comm import all_reduce_sum
 from scale_tp.parallel_state import DATA_CONTEXT, axis_group, context_parallel_group
 
@@ -61,12 +62,15 @@ def get_batch_on_this_cp_rank(
     `position_ids`; and where there are `labels`, those of a causal model shifted before they were cut, as
     `shift_labels`, and `num_items_in_batch`, so that the mean of `model(**part).loss` over the ranks of
     `loss_process_group` is the loss of all their tokens. With a causal model `attention_mask` has ones alone,
-    which keeps transformers from taking the part for packed sequences, since its positions are no single run.
+    which keeps transformers from taking the part for packed sequences, since its positions are no single run; but where
+    padding would be attended to, it is a mask of this rank's positions [batch, 1, positions or 1, positions], as models
+    of transformers take it, which `context_parallel` knows for padding.
 
     Args:
-        batch: Tensors [batch, length, ...] by name, of which `input_ids` or `inputs_embeds` says the length. Padding
-            stands on the right, with labels that are ignored. What is no tensor is handed on, and so is a
-            `num_items_in_batch`, for gradients that are accumulated: then it is `num_tokens_per_rank` of all of them.
+        batch: Tensors [batch, length, ...] by name, of which `input_ids` or `inputs_embeds` says the length. Padding,
+            the zeros of `attention_mask`, has labels that are ignored, and costs least on the right. What is no tensor
+            is handed on, and so is a `num_items_in_batch`, for gradients that are accumulated: then it is
+            `num_tokens_per_rank` of all of them.
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
             this process alone.
         loss_process_group: The ranks whose gradients are averaged; None is the data and the context axis together. It
@@ -76,8 +80,8 @@ def get_batch_on_this_cp_rank(
             model's loss.
 
     Raises:
-        ValueError: The length does not divide; padding stands elsewhere or counts in the labels; sequences are packed;
-            the batch has another `ignore_index`.
+        ValueError: The length does not divide; padding counts in the labels; sequences are packed; the batch has
+            another `ignore_index`.
     """
     ranks = context_parallel_group(process_group)
     inputs = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
@@ -92,7 +96,7 @@ def get_batch_on_this_cp_rank(
         )
     whole = dict(batch)
     mask = whole.pop("attention_mask", None)
-    real = _check_padding(mask, batch.get("labels"), is_causal=is_causal, ignore_index=ignore_index)
+    real = _check_padding(mask, batch.get("labels"), ignore_index=ignore_index)
     if whole.get("position_ids") is None:
         whole["position_ids"] = torch.arange(length, device=inputs.device).expand(inputs.shape[:2])
     _check_not_packed(whole["position_ids"], real)
@@ -101,7 +105,9 @@ def get_batch_on_this_cp_rank(
     if whole.get("labels") is not None and ignore_index != -100:  # which a loss of transformers ignores by itself
         whole["ignore_index"] = ignore_index
     part = {name: _part_of(name, value, length, ranks) for name, value in whole.items()}
-    if is_causal:
+    if real is not None and not (is_causal and _is_on_the_right(real)):
+        part["attention_mask"] = mask_of_padding(split_sequence(~real, ranks), is_causal=is_causal)
+    elif is_causal:
         part["attention_mask"] = torch.ones_like(part["position_ids"])
     if part.get("labels") is not None and part.get("num_items_in_batch") is None:
         averaged = loss_process_group if loss_process_group is not None else _default_loss_ranks(process_group, ranks)
@@ -130,7 +136,12 @@ def _check_length(length: int, ranks: Group, ignore_index: int) -> None:
         )
 
 
-def _check_padding(mask: Tensor | None, labels: Tensor | None, *, is_causal: bool, ignore_index: int) -> Tensor | None:
+def _is_on_the_right(real: Tensor) -> bool:
+    """Whether all padding follows what is real, where no position of a causal model sees it but its own."""
+    return not bool((real[:, 1:] & ~real[:, :-1]).any())
+
+
+def _check_padding(mask: Tensor | None, labels: Tensor | None, *, ignore_index: int) -> Tensor | None:
     """Returns which positions are no padding, [batch, length]; None is all of them."""
     if mask is None:
         return None
@@ -142,16 +153,6 @@ def _check_padding(mask: Tensor | None, labels: Tensor | None, *, is_causal: boo
     real = mask.bool()
     if bool(real.all()):
         return None
-    if not is_causal:
-        raise ValueError(
-            "expected batch['attention_mask'] to have no zeros, since other positions would attend to the padding: "
-            "make batches of sequences of one length"
-        )
-    if bool((real[:, 1:] & ~real[:, :-1]).any()):
-        raise ValueError(
-            "expected the zeros of batch['attention_mask'] to follow its ones, where no other position attends to "
-            'them: pad on the right, tokenizer.padding_side = "right"'
-        )
     if labels is not None and bool((labels[~real] != ignore_index).any()):
         raise ValueError(
             "expected no label of the padding to count: write "
@@ -162,7 +163,7 @@ def _check_padding(mask: Tensor | None, labels: Tensor | None, *, is_causal: boo
 
 def _check_not_packed(positions: Tensor, real: Tensor | None) -> None:
     breaks = positions[:, 1:] - positions[:, :-1] != 1
-    if bool((breaks if real is None else breaks & real[:, 1:]).any()):
+    if bool((breaks if real is None else breaks & real[:, 1:] & real[:, :-1]).any()):
         raise ValueError(
             "expected batch['position_ids'] to count on by 1: several sequences in a row would attend to one another, "
             "since masks are not divided. Give each a row, or leave position_ids out if they are to"

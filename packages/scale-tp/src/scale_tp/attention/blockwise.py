@@ -44,18 +44,21 @@ def check_attention_inputs(what: str, query: Tensor, key: Tensor, value: Tensor)
         )
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, diagonal: bool) -> PartialAttention:
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, diagonal: bool, hidden: Tensor | None = None
+) -> PartialAttention:
     """Attention of a query block [batch, key-value heads, queries per key-value head, positions, head size] over keys.
 
     Keys and values are [batch, key-value heads, key positions, head or value size]; all have one dtype, fp32 or wider.
-    `diagonal`: query number i sees the keys 0 to i alone.
+    `diagonal`: query number i sees the keys 0 to i alone. `hidden` [batch, key positions] are keys that none sees; a
+    query that sees no key has the output 0, as in torch.
     """
     output = query.new_empty((*query.shape[:-1], value.shape[-1]))
     lse = query.new_empty(query.shape[:-1])
     for rows, seen in _pieces(query, key, diagonal):
-        scores = _scores(query, key, rows, seen, scale, diagonal)
+        scores = _scores(query, key, rows, seen, scale, diagonal, hidden)
         lse[..., rows] = scores.logsumexp(-1)
-        scores.sub_(lse[..., rows, None]).exp_()
+        scores.sub_(_finite(lse[..., rows, None])).exp_()
         output[..., rows, :] = scores @ value[:, :, None, :seen]
     return PartialAttention(output, lse)
 
@@ -64,7 +67,8 @@ def merge_partial(total: PartialAttention, rows: slice, part: PartialAttention) 
     """Merges the attention of the queries `rows` over another block of keys into the total, in place."""
     output, lse = total.output[..., rows, :], total.lse[..., rows]
     merged = torch.logaddexp(lse, part.lse)
-    output.mul_((lse - merged).exp_()[..., None]).add_(part.output * (part.lse - merged).exp_()[..., None])
+    finite = _finite(merged)
+    output.mul_((lse - finite).exp_()[..., None]).add_(part.output * (part.lse - finite).exp_()[..., None])
     lse.copy_(merged)
 
 
@@ -78,6 +82,7 @@ def block_attention_backward(
     *,
     scale: float,
     diagonal: bool,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a block's share of the gradients of query, key and value, from the merged results over all keys.
 
@@ -86,7 +91,8 @@ def block_attention_backward(
     """
     of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for rows, seen in _pieces(query, key, diagonal):
-        weights = _scores(query, key, rows, seen, scale, diagonal).sub_(lse[..., rows, None]).exp_()
+        scores = _scores(query, key, rows, seen, scale, diagonal, hidden)
+        weights = scores.sub_(_finite(lse[..., rows, None])).exp_()
         given = gradient[..., rows, :]
         # The heads that share a key sum into it.
         of_value[:, :, :seen] += (weights.transpose(-1, -2) @ given).sum(2)
@@ -97,12 +103,21 @@ def block_attention_backward(
     return of_query, of_key, of_value
 
 
-def _scores(query: Tensor, key: Tensor, rows: slice, seen: int, scale: float, diagonal: bool) -> Tensor:
+def _finite(lse: Tensor) -> Tensor:
+    """With 0 in the place of the -inf of queries that have seen no key, whose scores are -inf as well."""
+    return lse.masked_fill(lse == -torch.inf, 0)
+
+
+def _scores(
+    query: Tensor, key: Tensor, rows: slice, seen: int, scale: float, diagonal: bool, hidden: Tensor | None
+) -> Tensor:
     scores = (query[..., rows, :] @ key[:, :, None, :seen].transpose(-1, -2)).mul_(scale)
     if diagonal:
         # Of the keys that the piece sees, all but the last ones are seen by each of its queries.
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1 + rows.start)
-        scores.masked_fill_(hidden, -torch.inf)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1 + rows.start)
+        scores.masked_fill_(later, -torch.inf)
+    if hidden is not None:
+        scores.masked_fill_(hidden[:, None, None, None, :seen], -torch.inf)
     return scores
 
 

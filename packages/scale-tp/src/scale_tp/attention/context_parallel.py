@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
-from scale_core.compat import next_node_number
+from scale_core.compat import next_node_number, saved_tensor_hooks
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_tp.attention.model_checks import checked_models
+from scale_tp.attention.padding import Padding, agreed_padding, mask_of_padding
 from scale_tp.attention.ring import ring_attention
 from scale_tp.attention.ulysses import ulysses_attention
 from scale_tp.parallel_state import context_parallel_group
@@ -54,11 +55,12 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
             (`ulysses_attention`), which allows dropout.
 
     Raises:
-        ValueError: In an attention, for what would not be that of one process: a mask, dropout with "ring", keys of
-            another length than the queries (cross attention, a cache), parts that are the same on all ranks. After the
-            forward of a model of transformers without `position_ids`, or with sliding windows. At the end of the
-            block, where no attention was computed. In a backward pass behind the block, where a checkpoint computes
-            attention again.
+        ValueError: In an attention, for what would not be that of one process: a mask that says more than which keys
+            are padding, dropout with "ring", keys of another length than the queries (cross attention, a cache), parts
+            that are the same on all ranks. After the forward of a model of transformers without `position_ids`, or with
+            sliding windows. At the end of the block, where no attention was computed. In a backward pass behind the
+            block, where a checkpoint computes attention again.
+        TransferError: A mask is there on some of the ranks alone.
     """
     ranks = context_parallel_group(process_group)
     if attention not in get_args(Attention):
@@ -94,8 +96,11 @@ class _Block:
         self.ranks, self.attention = ranks, attention
         self.has_attended = False
         self.has_gone_backward = False
+        self.may_compute_again = False  # attention was called in what may be a checkpoint
         self.is_complete = False  # left without an error
         self._first_node = next_node_number()
+        self._mask: Tensor | None = None  # the last one, which a model gives to all of its layers
+        self._padding: Padding | None = None  # that it means
 
     def nodes(self) -> range:
         """The numbers that torch has given to the autograd nodes made in the block until now."""
@@ -115,12 +120,18 @@ class _Block:
         """Attention over the whole sequence, as the operator computes it; checked before anything is sent."""
         self.has_attended = True
         self.has_gone_backward |= in_backward()
-        self._check_is_possible(query, key, value, mask, dropout, enable_gqa)
+        self.may_compute_again |= not torch.is_grad_enabled() or saved_tensor_hooks(False) is not None
+        self._check_is_possible(query, key, value, mask, dropout, is_causal, enable_gqa)
         _check_parts_differ(key, value, self.ranks)
+        padding = None if mask is None else self._padding_of(mask, query)
         if self.attention == "ring":
-            output = ring_attention(query, key, value, self.ranks, is_causal=is_causal, scale=scale)
+            hidden, causal = (None, is_causal) if padding is None else padding
+            output = ring_attention(
+                query, key, value, self.ranks, is_causal=causal, scale=scale, key_padding_mask=hidden
+            )
         else:
-            whole = partial(_OPERATOR.decompose, is_causal=is_causal, scale=scale)
+            seen = None if padding is None else mask_of_padding(padding.hidden, is_causal=padding.is_causal)
+            whole = partial(_OPERATOR.decompose, attn_mask=seen, is_causal=is_causal, scale=scale)
             output = ulysses_attention(
                 query, key, value, self.ranks, attention=whole, order="zigzag", dropout_p=dropout
             )
@@ -128,11 +139,24 @@ class _Block:
             output.register_hook(self._note_backward)
         return output
 
+    def _padding_of(self, mask: Tensor, query: Tensor) -> Padding:
+        if self._padding is None or mask is not self._mask or len(query) != len(self._padding.hidden):
+            self._padding = agreed_padding(mask, query.shape[0], query.shape[2], self.ranks)
+            self._mask = mask
+        return self._padding
+
     def _note_backward(self, gradient: Tensor) -> None:
         self.has_gone_backward = True
 
     def _check_is_possible(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, enable_gqa: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        is_causal: bool,
+        enable_gqa: bool,
     ) -> None:
         what = "scaled_dot_product_attention inside of context_parallel: expected "
         kinds = {type(tensor) for tensor in (query, key, value)} - {Tensor, nn.Parameter}
@@ -142,12 +166,9 @@ class _Block:
                 f"{what}plain tensors, got {names}: give local tensors to the model, and compile it, if at all, before "
                 "the block, in which it runs uncompiled"
             )
-        if mask is not None:
-            raise ValueError(
-                f"{what}no attn_mask, got {list(mask.shape)} {mask.dtype}, which is of this rank's part alone: leave "
-                "it out, and pass is_causal=True where no position looks at a later one. A model of transformers "
-                "makes none when it is called with what scale_tp.get_batch_on_this_cp_rank(batch) returns"
-            )
+        if mask is not None and (is_causal or mask.requires_grad):
+            got = "is_causal=True beside it" if is_causal else "one that requires a gradient"
+            raise ValueError(f"{what}an attn_mask that marks padding alone, got {got}: leave one of them out")
         if dropout and self.attention == "ring":
             raise ValueError(
                 f'{what}dropout_p=0 with attention="ring", got {dropout:g}: set the dropout of the attention to 0, '
@@ -192,7 +213,7 @@ class _Kernel:
         self._blocks.remove(block)
         if block.has_gone_backward:
             self._open_nodes.clear()
-        elif block.is_complete and torch.is_grad_enabled():
+        elif block.is_complete and torch.is_grad_enabled() and block.may_compute_again and block.nodes():
             self._open_nodes.append(block.nodes())
         if not self._blocks and not self._open_nodes and self._library is not None:
             self._library._destroy()

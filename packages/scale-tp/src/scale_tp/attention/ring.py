@@ -86,6 +86,7 @@ def ring_attention(
     scale: float | None = None,
     length: int | None = None,
     order: Order = "zigzag",
+    key_padding_mask: Tensor | None = None,
 ) -> Tensor:
     """Computes attention over the whole sequence, of which each rank has a part; all ranks of the group call it.
 
@@ -103,9 +104,11 @@ def ring_attention(
         scale: What the scores are multiplied by; None is one over the root of the head size.
         length: How many positions the whole sequence has; None is as many on each rank as here.
         order: Which positions each rank holds, as in `split_sequence`.
+        key_padding_mask: [batch, length] bool, the same on all ranks, of the whole sequence: True at keys that no
+            query sees, as of `nn.MultiheadAttention`.
 
     Returns:
-        [batch, heads, positions held, value size], in the query's dtype.
+        [batch, heads, positions held, value size], in the query's dtype; 0 where a query sees no key.
 
     Raises:
         TransferError: A rank did not take part.
@@ -115,17 +118,31 @@ def ring_attention(
     check_attention_inputs("ring_attention", query, key, value)
     ranks = context_parallel_group(process_group)
     length = full_length(query.shape[2], length, ranks.size, ranks.rank, order)
+    _check_padding_mask(key_padding_mask, query.shape[0], length)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads = (key.shape[0], query.shape[1], key.shape[1], key.shape[3], value.shape[3])
     words = f"sizes {heads}, length {length}, {order}, {key.dtype}, is_causal={is_causal}, scale={scale:g}"
+    words += "" if key_padding_mask is None else ", with a key_padding_mask"
     tag = check_same_call("ring_attention", words, ranks)
     gradient_tag = message_tag(Event("gradients of ring_attention", words))
-    ring = _Ring(ranks, rank_positions(length, ranks.size, order), is_causal, scale, tag, gradient_tag)
+    positions = rank_positions(length, ranks.size, order)
+    hidden = None
+    if key_padding_mask is not None:
+        hidden = [positions.take(key_padding_mask, rank, 1) for rank in range(ranks.size)]
+    ring = _Ring(ranks, positions, is_causal, scale, tag, gradient_tag, hidden)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # As torch's own attention does.
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
     output: Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
     return output
+
+
+def _check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
+        raise ValueError(
+            f"ring_attention: expected key_padding_mask to be bool [batch, length], here {[batch, length]}, got "
+            f"{mask.dtype} {list(mask.shape)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,7 @@ class _Ring:
     scale: float  # what the scores are multiplied by
     tag: int  # of keys and values
     gradient_tag: int  # of their gradients
+    hidden: Sequence[Tensor] | None = None  # of the keys of each rank, [batch, positions] bool, those that none sees
 
     def source(self, step: int) -> int:
         """The rank whose keys and values this one has in a step."""
@@ -146,6 +164,9 @@ class _Ring:
     def blocks(self, step: int) -> list[AttentionBlock]:
         held = self.positions.ranges
         return blocks(held[self.group.rank], held[self.source(step)], causal=self.causal)
+
+    def hidden_keys(self, step: int, num_keys: int) -> Tensor | None:
+        return None if self.hidden is None else self.hidden[self.source(step)][:, :num_keys]
 
     def send_recv(self, part: Tensor, step: int, row: int, tag: int) -> CollectiveWork:
         """Starts to send this step's [positions * row] to the next rank, and to receive those of the next step."""
@@ -218,7 +239,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> PartialA
         key_here, value_here = map(to_accumulation_dtype, packing.unpack(packed))
         for rows, num_keys, diagonal in ring.blocks(step):
             looking = (grouped[..., rows, :], key_here[:, :, :num_keys], value_here[:, :, :num_keys])
-            merge_partial(total, rows, block_attention(*looking, scale=ring.scale, diagonal=diagonal))
+            hidden = ring.hidden_keys(step, num_keys)
+            merge_partial(total, rows, block_attention(*looking, scale=ring.scale, diagonal=diagonal, hidden=hidden))
         packed = packed if passing is None else passing.wait()
     return total
 
@@ -242,7 +264,8 @@ def _backward(
         for rows, num_keys, diagonal in ring.blocks(step):
             looking = (grouped[..., rows, :], key_here[:, :, :num_keys], value_here[:, :, :num_keys])
             merged = (given[..., rows, :], offset[..., rows], lse[..., rows])
-            parts = block_attention_backward(*merged, *looking, scale=ring.scale, diagonal=diagonal)
+            hidden = ring.hidden_keys(step, num_keys)
+            parts = block_attention_backward(*merged, *looking, scale=ring.scale, diagonal=diagonal, hidden=hidden)
             of_query[..., rows, :] += parts[0]
             of_key[:, :, :num_keys] += parts[1]
             of_value[:, :, :num_keys] += parts[2]
