@@ -14,9 +14,12 @@ the allocator and the transport need is not in the figures: leave a tenth of the
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from report import Table, save
@@ -55,14 +58,16 @@ def options_of(recipe: Recipe, *, smoke: bool = False) -> PlanOptions:
     return PlanOptions(size="gpt3-13b", ranks=recipe.ranks, batch=recipe.batch, loss_chunk=1024)
 
 
-def planned(recipe: Recipe, *, smoke: bool = False) -> Estimate:
-    """The memory of one rank of a recipe."""
+def planned(recipe: Recipe, *, smoke: bool = False) -> tuple[Estimate, float]:
+    """The memory of one rank of a recipe, and the seconds that it took to find out."""
+    torch.set_num_threads(1)
+    began = time.process_time()
     options = options_of(recipe, smoke=smoke)
     strategy = Strategy(recipe.parallel, recipe.ranks, recompute=True)  # type: ignore[arg-type]  # it is one of them
     found = estimate(planned_model(options), strategy, options)
     if found.problem:
         raise SystemExit(f"{recipe.title}: {found.problem}")
-    return found
+    return found, time.process_time() - began
 
 
 def row_of(recipe: Recipe, found: Estimate) -> list[str]:
@@ -84,22 +89,21 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny model")
     parser.add_argument("--date", help="writes results/DATE-recipe_13b.json and .md")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
     rows, figures = [], []
-    for recipe in RECIPES:
-        began = time.process_time()
-        found = planned(recipe, smoke=asked.smoke)
-        rows.append(row_of(recipe, found))
-        figures.append(
-            {
-                **asdict(recipe),
-                "peak_by_kind": found.peak_by_kind,
-                "host_peak_by_kind": found.host_peak_by_kind,
-                "bytes_sent": found.bytes_sent,
-                "cpu_seconds": time.process_time() - began,
-            }
-        )
-        print(" | ".join(rows[-1]), flush=True)
+    with ProcessPoolExecutor(len(RECIPES), multiprocessing.get_context("spawn")) as pool:
+        for recipe, (found, seconds) in zip(
+            RECIPES, pool.map(partial(planned, smoke=asked.smoke), RECIPES), strict=True
+        ):
+            rows.append(row_of(recipe, found))
+            figures.append(
+                {
+                    **asdict(recipe),
+                    "peak_by_kind": found.peak_by_kind,
+                    "host_peak_by_kind": found.host_peak_by_kind,
+                    "bytes_sent": found.bytes_sent,
+                    "cpu_seconds": seconds,
+                }
+            )
     heads = ["", "peak of a GPU", "state", "gathered", "activations", "host of all ranks", "sent by a rank, GB"]
     table = Table("GiB at the peak of a step", heads, rows)
     print(table.markdown())
