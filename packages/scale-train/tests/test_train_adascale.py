@@ -149,7 +149,7 @@ def test_all_ways_to_spread_have_the_same_gains_and_a_resumed_run_goes_on_with_t
     """Two ranks of two micro-batches are one of four; ShardedDataParallel measures what fsdp does."""
     expected, _ = curve(options_for(text, steps=8))
     ways = [options_for(text, parallel, accumulate=2, steps=8) for parallel in ("fsdp", "sharded-ddp")]
-    ways[0] = replace(ways[0], parallel=replace(ways[0].parallel, no_sync=True))
+    ways[0] = replace(ways[0], parallel=replace(ways[0].parallel, sync_each_micro_batch=False))
     for *curves, (went_on, resumed) in run_ranks(in_several_ways, 2, ways, str(tmp_path)):
         for found, _ in curves:
             assert len(found) == len(expected)

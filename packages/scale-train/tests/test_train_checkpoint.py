@@ -137,7 +137,7 @@ def test_a_training_of_divided_sequences_goes_on_with_another_number_of_ranks_fo
 
 def test_each_way_to_spread_goes_on_from_every_other_at_any_number_of_ranks(text, tmp_path):
     # A fused kernel, and a norm of parts, may differ from those of whole tensors in the last place.
-    exact = OptimizerOptions(steps=6, warmup=2, clip=0.0, fused=False)
+    exact = OptimizerOptions(steps=6, warmup=2, clip=0.0, optimizer_kernel="plain")
     each = [options_for(text, parallel, dropout=0.2) for parallel in ("oss", "sharded-ddp", "ddp")]
     ways = [replace(options, optimizer=exact) for options in each]
     uninterrupted = run_ranks(save_in_several_ways, 2, ways, tmp_path)[0]

@@ -61,6 +61,7 @@ TOO_MANY = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
         ("--text text --batch 7 --ranks 2", "--batch 7 does not divide into 2 ranks"),
         (f"--text text --batch {TOO_MANY} --device cpu --ranks {TOO_MANY}", "more ranks than this machine's devices"),
         ("--text text --size gpt3-175b --ranks 2 --layers 96 --width 122880 --heads 96", "and this machine has"),
+        ("--text text --batch 10000000 --sequence 10000000 --ranks 2", "the input of one block of all local ranks is"),
         (f"--text {'x' * 300}", "cannot be read (File name too long)"),
         (f"--text text --parallel none --resume {'x' * 300}", "cannot be read (File name too long)"),
         ("--text text --dropout 2", "--dropout 2.0: a number from 0"),
@@ -104,12 +105,13 @@ def test_options_have_the_names_of_the_manual():
             "--accumulate",
             "2",
             "--checkpoint-activations",
-            "--no-reshard-after-forward",
+            "--reshard-after-forward",
+            "false",
             "--clip",
             "0.5",
             "--size",
             "gpt3-125m",
-            "--no-tied",
+            "--untied-embeddings",
             "--resume",
             "r",
             "--log-format",
@@ -119,7 +121,7 @@ def test_options_have_the_names_of_the_manual():
     assert options.data.text == (Path("a"), Path("b"))
     assert (options.parallel.ranks, options.parallel.parallel, options.parallel.precision) == (2, "ddp", "bf16")
     assert options.parallel.checkpoint_activations == "all" and not options.parallel.reshard_after_forward
-    assert options.optimizer.clip == 0.5 and not options.model.tied and options.run.resume == Path("r")
+    assert options.optimizer.clip == 0.5 and options.model.untied_embeddings and options.run.resume == Path("r")
 
 
 def test_a_run_leaves_checkpoints_metrics_and_a_picture_and_ends_with_its_report(capsys):
@@ -145,8 +147,8 @@ def test_a_finished_run_that_is_resumed_reports_its_memory_and_writes_no_second_
 
 def test_a_prompt_of_any_bytes_is_continued_and_what_has_no_effect_is_said(capsys):
     odd = os.fsdecode(b"\xff\xfe")
-    assert lm("--text", "text", "--out", "run", "--prompt", odd, "--no-sync", *ALONE) == 0
-    assert "warning: --no-sync has no effect with --parallel none\n" in capsys.readouterr().out
+    assert lm("--text", "text", "--out", "run", "--prompt", odd, "--sync-each-micro-batch=false", *ALONE) == 0
+    assert "warning: --sync-each-micro-batch has no effect with --parallel none\n" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_a_model_with_other_heads_is_refused(capsys):

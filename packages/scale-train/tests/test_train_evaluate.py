@@ -9,7 +9,7 @@ from scale_train.data import windows_at
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
 from scale_train.training.parallelize import parallelize_gpt
-from scale_train.training.trainer import bits_per_byte, held_out_starts, sum_over_ranks
+from scale_train.training.trainer import held_out_loss, held_out_starts, sum_over_ranks
 
 TEXT = torch.arange(150, dtype=torch.uint8)
 CPU = torch.device("cpu")
@@ -20,9 +20,9 @@ def evaluated(parallel: str, group: Group) -> float:
     options = ParallelOptions(parallel=parallel)
     engine = parallelize_gpt(GPT(ModelConfig(1, 16, 2)), options, OptimizerOptions(), group, CPU)
     starts = held_out_starts(len(TEXT), 8, 0)
-    bits = bits_per_byte(engine, TEXT, starts, 8, 4, group)
+    loss = held_out_loss(engine, TEXT, starts, 8, 4, group)
     assert engine.model.training
-    return bits
+    return loss
 
 
 def evaluated_here(parallel: str) -> float:
@@ -36,10 +36,10 @@ def test_windows_are_spread_evenly_from_the_first_byte_to_the_last():
     assert held_out_starts(11, 10, 5).tolist() == [0]
 
 
-def test_bits_per_byte_are_the_mean_loss_in_another_unit():
+def test_the_held_out_loss_is_the_mean_over_the_windows():
     torch.manual_seed(0)
     model = GPT(ModelConfig(1, 16, 2))
-    expected = model(*windows_at(TEXT, held_out_starts(len(TEXT), 8, 0), 8)).item() / math.log(2)
+    expected = model(*windows_at(TEXT, held_out_starts(len(TEXT), 8, 0), 8)).item()
     assert evaluated("none", Group()) == pytest.approx(expected, rel=1e-6)
 
 

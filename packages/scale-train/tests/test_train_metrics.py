@@ -35,8 +35,8 @@ def test_a_run_that_resumes_cuts_off_what_it_will_do_again(path):
 def test_an_entry_that_is_there_is_not_written_again(path):
     file = MetricsReporter(path, pytest.fail)
     for _ in range(2):
-        file.evaluation(EvaluationRecord(20, 2.5))
-        file.evaluation(EvaluationRecord(30, 2.4))
+        file.evaluation(EvaluationRecord(20, 2.5, 1.7))
+        file.evaluation(EvaluationRecord(30, 2.4, 1.6))
     assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 20, 30, 30]
 
 

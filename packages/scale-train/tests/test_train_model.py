@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from scale_train.model import GPT, IGNORED, SIZES, ModelConfig, generate, num_parameters, rotate
+from scale_train.model import GPT, IGNORED, ModelConfig, generate, num_parameters, rotate
+from scale_train.sizes import SIZES
 
 
 def model(**changes) -> GPT:

@@ -18,7 +18,7 @@ def test_the_defaults_make_a_training():
 
 
 def test_a_size_by_name_can_be_changed_number_by_number():
-    config = model_config(Options(model=ModelOptions(size="gpt3-125m", layers=3, tied=False)))
+    config = model_config(Options(model=ModelOptions(size="gpt3-125m", layers=3, untied_embeddings=True)))
     assert (config.layers, config.width, config.heads, config.tied) == (3, 768, 12, False)
 
 
@@ -98,7 +98,7 @@ def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
     [
         ({"tensor_parallel": 2, "overlap_pieces": 0}, 2, "--overlap-pieces 0: at least 1 is needed"),
         ({"tensor_parallel": 3}, 4, "--tensor-parallel 3 does not divide 4 ranks; take 1 or 2 or 4"),
-        ({"tensor_parallel": 0}, 2, "--tensor-parallel 0 does not divide 2 ranks; take 1 or 2"),
+        ({"tensor_parallel": 0}, 2, "--tensor-parallel 0: at least 1 is needed"),
         ({"tensor_parallel": 8}, 8, "--tensor-parallel 8: the model has 4 heads to divide; take at most 4"),
         ({"tensor_parallel": 2, "parallel": "none"}, 4, "--parallel none is one process, but there are 4 ranks"),
         (
@@ -122,7 +122,7 @@ def test_layers_that_can_not_be_divided_so_are_refused(parallel, ranks, message)
             {"context_parallel": 4, "tensor_parallel": 2},
             "--context-parallel 4 does not divide 2 ranks (of 2 that divide layers each); take 1 or 2",
         ),
-        ({"context_parallel": 0}, "--context-parallel 0 does not divide 4 ranks"),
+        ({"context_parallel": 0}, "--context-parallel 0: at least 1 is needed"),
         ({"context_parallel": 2, "parallel": "pipe"}, "the stages of a pipeline see whole sequences; take --parallel"),
         ({"context_parallel": 4, "parallel": "none"}, "one plain process sees whole sequences; take --parallel fsdp"),
         (
@@ -154,13 +154,16 @@ def test_ranks_that_divide_layers_share_a_part_of_the_batch():
 @pytest.mark.parametrize(
     ("parallel", "lines"),
     [
-        (ParallelOptions(no_sync=True, accumulate=2, reshard_after_forward=False), []),
-        (ParallelOptions(parallel="sharded-ddp", no_sync=True, accumulate=2), []),
+        (ParallelOptions(sync_each_micro_batch=False, accumulate=2, reshard_after_forward=False), []),
+        (ParallelOptions(parallel="sharded-ddp", sync_each_micro_batch=False, accumulate=2), []),
         (
             ParallelOptions(parallel="oss", reshard_after_forward=False),
-            ["--no-reshard-after-forward has no effect with --parallel oss"],
+            ["--reshard-after-forward has no effect with --parallel oss"],
         ),
-        (ParallelOptions(no_sync=True), ["--no-sync has no effect without --accumulate 2 or more"]),
+        (
+            ParallelOptions(sync_each_micro_batch=False),
+            ["--sync-each-micro-batch has no effect without --accumulate 2 or more"],
+        ),
         (ParallelOptions(sequence_parallel=True, tensor_parallel=2), []),
         (
             ParallelOptions(sequence_parallel=True),
@@ -177,10 +180,10 @@ def test_ranks_that_divide_layers_share_a_part_of_the_batch():
             ["--overlap-pieces has no effect without --tensor-parallel 2 or more"],
         ),
         (
-            ParallelOptions(parallel="ddp", no_sync=True, accumulate=2, reshard_after_forward=False),
+            ParallelOptions(parallel="ddp", sync_each_micro_batch=False, accumulate=2, reshard_after_forward=False),
             [
-                "--no-sync has no effect with --parallel ddp",
-                "--no-reshard-after-forward has no effect with --parallel ddp",
+                "--sync-each-micro-batch has no effect with --parallel ddp",
+                "--reshard-after-forward has no effect with --parallel ddp",
             ],
         ),
     ],

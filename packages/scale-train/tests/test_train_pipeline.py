@@ -37,7 +37,7 @@ def options_for(text: Path, parallel: str = "pipe", *, clip: float = 0.5, **more
         data=DataOptions(text=(text,), sequence=16, batch=12, held_out_tokens=80),
         model=ModelOptions(layers=4, width=16, heads=2),
         parallel=ParallelOptions(parallel=parallel, device="cpu", **{"chunks": 3, **more}),
-        optimizer=OptimizerOptions(steps=STEPS, clip=clip, fused=False, warmup=2),
+        optimizer=OptimizerOptions(steps=STEPS, clip=clip, optimizer_kernel="plain", warmup=2),
     )
     return replace(options, run=replace(options.run, log_every=1, seed=1))
 
@@ -233,7 +233,7 @@ def test_a_weight_of_two_stages_on_one_rank_is_not_sharded(text):
     folded = options_for(text, stages=4, schedule="zb_v", data_parallel="fsdp")
     with pytest.raises(InputError, match=r"--schedule zb_v: the first and the last stage share .*--data-parallel ddp"):
         check_options(folded, 4)
-    check_options(replace(folded, model=replace(folded.model, tied=False)), 4)
+    check_options(replace(folded, model=replace(folded.model, untied_embeddings=True)), 4)
     check_options(folded, 2)  # One pipeline: there is nothing to shard among.
 
 

@@ -1,9 +1,13 @@
 import io
 import json
+import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from scale_train.configuration.checks import option_problems
+from scale_train.options import Options, RunOptions
 from scale_train.training.reporters import (
     EvaluationRecord,
     JsonReporter,
@@ -13,7 +17,6 @@ from scale_train.training.reporters import (
     ProgressBarReporter,
     Reporter,
     StepRecord,
-    TensorBoardReporter,
     begin_metrics,
     make_reporter,
     read_metrics,
@@ -42,12 +45,17 @@ def test_every_json_line_is_one_object_with_an_event(capsys):
     reporter = JsonReporter()
     reporter.note("hello")
     reporter.step(record())
-    reporter.evaluation(EvaluationRecord(10, 2.5))
+    reporter.evaluation(EvaluationRecord(10, 2.5, 1.7))
     reporter.end(["for people"], {"steps": 10})
     note, step, evaluation, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert note == {"event": "note", "text": "hello"}
     assert (step["event"], step["loss"], step["peak_memory_bytes"]) == ("step", 1.25, [400_000_000, 450_000_000])
-    assert evaluation == {"event": "evaluation", "step": 10, "held_out_bits_per_byte": 2.5}
+    assert evaluation == {
+        "event": "evaluation",
+        "step": 10,
+        "held_out_bits_per_byte": 2.5,
+        "held_out_loss": 1.7,
+    }
     assert end == {"event": "end", "steps": 10}
 
 
@@ -57,7 +65,7 @@ def test_the_bar_shows_the_numbers_of_the_last_step_and_lets_notes_scroll_by():
     bar.advance(10)
     bar.step(record())
     bar.note("text with [brackets]")
-    bar.evaluation(EvaluationRecord(10, 2.5))
+    bar.evaluation(EvaluationRecord(10, 2.5, 1.7))
     bar.end(["the end"], {})
     bar.close()
     shown = screen.getvalue()
@@ -77,19 +85,18 @@ def test_metrics_keep_steps_and_judgements(tmp_path):
     begin_metrics(tmp_path / "metrics.jsonl", 0)
     metrics = MetricsReporter(tmp_path / "metrics.jsonl", pytest.fail)
     metrics.step(record(10))
-    metrics.evaluation(EvaluationRecord(10, 2.5))
+    metrics.evaluation(EvaluationRecord(10, 2.5, 1.7))
     first, second = read_metrics(tmp_path / "metrics.jsonl")
     assert (first["step"], first["loss"]) == (10, 1.25)
-    assert second == {"step": 10, "held_out_bits_per_byte": 2.5}
+    assert second == {"step": 10, "held_out_bits_per_byte": 2.5, "held_out_loss": 1.7}
 
 
 @pytest.mark.parametrize(
     "log_format, begins", [("auto", "step 10/400"), ("plain", "step 10/400"), ("json", '{"event"')]
 )
-def test_outside_a_terminal_lines_are_plain_unless_json_is_asked_for(tmp_path, capsys, monkeypatch, log_format, begins):
-    monkeypatch.setattr(TensorBoardReporter, "is_installed", staticmethod(lambda: False))
+def test_outside_a_terminal_lines_are_plain_unless_json_is_asked_for(tmp_path, capsys, log_format, begins):
     begin_metrics(tmp_path / "metrics.jsonl", 0)
-    make_reporter(log_format, 400, 0, tmp_path).step(record())
+    make_reporter(Options(run=RunOptions(log_format=log_format)), 0, tmp_path).step(record())
     assert capsys.readouterr().out.startswith(begins)
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["loss"] == 1.25
 
@@ -105,7 +112,54 @@ def test_several_reporters_all_hear_everything():
     several.note("a")
     several.advance(1)
     several.step(record())
-    several.evaluation(EvaluationRecord(1, 1.0))
+    several.evaluation(EvaluationRecord(1, 1.0, 0.7))
     several.end([], {})
     several.close()
     assert heard == [name for name in ("note", "advance", "step", "evaluation", "end", "close") for _ in range(2)]
+
+
+class FakeWandbRun:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.summary: dict[str, object] = {}
+
+    def init(self, **settings: object) -> "FakeWandbRun":
+        self.calls.append(("init", settings))
+        return self
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self.calls.append(("log", (step, scalars)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+def test_weights_and_biases_gets_options_scalars_and_summary(tmp_path, monkeypatch):
+    run = FakeWandbRun()
+    monkeypatch.setitem(sys.modules, "wandb", run)
+    begin_metrics(tmp_path / "metrics.jsonl", 0)
+    reporter = make_reporter(Options(run=RunOptions(log_to=("wandb",), log_format="plain")), 0, tmp_path)
+    reporter.step(replace(record(), mfu=0.4))
+    reporter.evaluation(EvaluationRecord(10, 2.5, 1.7))
+    reporter.end([], {"steps": 10})
+    reporter.close()
+    (_, settings), (_, (step, scalars)), (_, (_, judged)), (last, _) = run.calls
+    assert settings["name"] == tmp_path.name and settings["config"]["optimizer"]["steps"] == 400
+    assert step == 10 and (scalars["loss"], scalars["mfu"]) == (1.25, 0.4) and "loss_scale" not in scalars
+    assert judged == {"held_out_bits_per_byte": 2.5, "held_out_loss": 1.7}
+    assert last == "finish" and run.summary == {"steps": 10}
+
+
+def test_a_logger_that_is_not_installed_is_named_with_its_install_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert option_problems(Options(run=RunOptions(log_to=("tensorboard", "wandb")))) == [
+        "--log-to tensorboard: tensorboard is not installed: pip install tensorboard",
+        "--log-to wandb: wandb is not installed: pip install wandb",
+    ]
+
+
+def test_the_utilization_stands_in_the_line_where_it_is_known(capsys):
+    PlainReporter().step(replace(record(), mfu=0.4125))
+    PlainReporter().step(record())
+    with_it, without = capsys.readouterr().out.splitlines()
+    assert "tokens/s  MFU 41.2%  peak" in with_it and "MFU" not in without

@@ -1,6 +1,7 @@
 from dataclasses import asdict
 
-from scale_train.training.train import RunSummary, readable
+from scale_train.tokenizer import ByteTokenizer
+from scale_train.training.train import RunSummary
 
 
 def report(**changes) -> RunSummary:
@@ -43,4 +44,4 @@ def test_machines_get_the_same_facts():
 
 
 def test_generated_bytes_never_move_the_terminal():
-    assert readable(b"\0a\n\tb\x1b[2Jc\xff\r") == "a\n\tb\ufffd[2Jc\ufffd\ufffd"
+    assert ByteTokenizer().decode(b"\0a\n\tb\x1b[2Jc\xff\r") == "a\n\tb\ufffd[2Jc\ufffd\ufffd"

@@ -16,7 +16,7 @@ def folder_with(root: Path, **files: bytes) -> Path:
 
 def test_the_default_text_is_the_standard_library_and_never_empty():
     text = read_text()
-    assert text.num_files > 100 and len(text.train) > 1_000_000
+    assert text.num_documents > 100 and len(text.train) > 1_000_000
     assert "standard library" in text.describe() and "held out" in text.describe()
 
 
@@ -59,8 +59,8 @@ def test_paths_that_overlap_are_read_once(tmp_path):
     once = read_text([tmp_path])
     for paths in ([tmp_path, tmp_path / "f03"], [tmp_path, link], [tmp_path / "f00", tmp_path / "f00", tmp_path]):
         again = read_text(paths)
-        assert again.num_files == 20 and again.fingerprint() == once.fingerprint()
-    assert "(every 20th file, 1 file)" in once.describe()
+        assert again.num_documents == 20 and again.fingerprint() == once.fingerprint()
+    assert "(every 20th document, 1 document)" in once.describe()
 
 
 def test_the_fingerprint_is_that_of_the_text_and_not_of_its_place(tmp_path):
@@ -90,7 +90,7 @@ def test_an_empty_text_is_named(tmp_path, make):
 def test_too_few_tokens_for_the_sequence_says_both_numbers(tmp_path):
     text = read_text([folder_with(tmp_path, a=b"x" * 199) / "a"])
     check_length(text, 9)
-    with pytest.raises(InputError, match="too few tokens for --sequence 10: the held-out part has 10 bytes, and 11"):
+    with pytest.raises(InputError, match="too few tokens for --sequence 10: the held-out part has 10 tokens, and 11"):
         check_length(text, 10)
-    with pytest.raises(InputError, match="the training part has 190 bytes, and 191 are needed"):
+    with pytest.raises(InputError, match="the training part has 190 tokens, and 191 are needed"):
         check_length(text, 190)

@@ -31,12 +31,12 @@ class Recorder(Reporter):
         self.curve.norms.append(record.gradient_norm)
 
 
-def options_for(text: Path, parallel: str, *, clip: float = 0.0, fused: bool = False, **more) -> Options:
+def options_for(text: Path, parallel: str, *, clip: float = 0.0, kernel: str = "plain", **more) -> Options:
     return Options(
         data=DataOptions(text=(text,), sequence=16, batch=12),
         model=ModelOptions(layers=2, width=32, heads=2),
         parallel=ParallelOptions(parallel=parallel, device="cpu", **more),
-        optimizer=OptimizerOptions(steps=STEPS, clip=clip, fused=fused, warmup=2),
+        optimizer=OptimizerOptions(steps=STEPS, clip=clip, optimizer_kernel=kernel, warmup=2),
         run=RunOptions(log_every=1, seed=1),
     )
 
@@ -84,16 +84,19 @@ def test_accumulating_without_sending_equals_replicas_that_do_so(text):
         2,
         options_for(text, "ddp", accumulate=3),
         options_for(text, "oss", accumulate=3),
-        *(options_for(text, parallel, accumulate=3, no_sync=True) for parallel in ("fsdp", "sharded-ddp")),
+        *(
+            options_for(text, parallel, accumulate=3, sync_each_micro_batch=False)
+            for parallel in ("fsdp", "sharded-ddp")
+        ),
     )[0]
     assert sharded == [replicated] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_number_of_ranks_trains_as_one_plain_process(text, ranks):
-    plain = curve_of(options_for(text, "none", clip=0.5, fused=True), Group())
+    plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())
     ways = ("fsdp", "ddp", "oss", "sharded-ddp")
-    spread = [options_for(text, parallel, clip=0.5, fused=True, accumulate=2) for parallel in ways]
+    spread = [options_for(text, parallel, clip=0.5, kernel="fused", accumulate=2) for parallel in ways]
     for by_rank in run_ranks(curves, ranks, *spread):
         for curve in by_rank:
             assert curve.losses == pytest.approx(plain.losses, rel=1e-4)
@@ -103,9 +106,9 @@ def test_any_number_of_ranks_trains_as_one_plain_process(text, ranks):
 @pytest.mark.composition("scale-tp", "OSS")
 @pytest.mark.composition("scale-checkpoint", "scale-tp", "ShardedDataParallel")
 def test_divided_layers_train_as_one_plain_process(text):
-    plain = curve_of(options_for(text, "none", clip=0.5, fused=True), Group())
+    plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())
     divided = [
-        options_for(text, parallel, clip=0.5, fused=True, tensor_parallel=2, **more)
+        options_for(text, parallel, clip=0.5, kernel="fused", tensor_parallel=2, **more)
         for parallel, more in (
             ("fsdp", {"sequence_parallel": True}),
             ("ddp", {"accumulate": 2}),
@@ -126,9 +129,9 @@ def test_divided_layers_train_as_one_plain_process(text):
 @pytest.mark.composition("scale-checkpoint", "context parallel", "scale-fsdp")
 @pytest.mark.composition("scale-tp", "context parallel", "DistributedDataParallel")
 def test_divided_sequences_train_as_one_plain_process(text):
-    plain = curve_of(options_for(text, "none", clip=0.5, fused=True), Group())
+    plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())
     divided = [
-        options_for(text, parallel, clip=0.5, fused=True, **more)
+        options_for(text, parallel, clip=0.5, kernel="fused", **more)
         for parallel, more in (
             ("fsdp", {"context_parallel": 2, "accumulate": 3}),
             ("ddp", {"context_parallel": 4, "context_attention": "ulysses"}),

@@ -12,17 +12,28 @@ from typing import Any
 
 import tyro
 
+from scale_train.configuration.command_line import PRINT_CONFIG, parse_command_line
+from scale_train.configuration.help import help_text
+from scale_train.configuration.problems import OptionsError
+from scale_train.configuration.toml_file import to_toml
 from scale_train.doctor.options import DoctorOptions
 from scale_train.interrupts import leave_on_ctrl_c
 from scale_train.options import Options
 from scale_train.pipe.options import PipeOptions
 from scale_train.plan.options import PlanOptions
 from scale_train.snapshot.options import SnapshotOptions
+from scale_train.trained.options import ExportOptions, PplOptions
 from scale_train.why.options import WhyOptions
+
+Command = (
+    Options | PplOptions | ExportOptions | PlanOptions | DoctorOptions | PipeOptions | SnapshotOptions | WhyOptions
+)
 
 DESCRIPTION = """The training program of scale.
 
-lm        trains a GPT on the bytes of real text and reports how well it predicts text that it has not seen.
+lm        trains a language model on text and reports how well it predicts text that it has not seen.
+ppl       says how well a trained model predicts a text: loss, perplexity, bits per byte.
+export    writes the model of a run as a folder that transformers reads.
 plan      says which way of training a model fits into the memory of a machine, and what each costs.
 doctor    says whether training on several ranks works on this machine, and how fast its memory and links are.
 pipe      draws the schedule of a pipeline, planned beside measured.
@@ -30,13 +41,21 @@ snapshot  lists, verifies, compares, converts and prunes checkpoints.
 why       says in one sentence why a training on several ranks ended, from what the ranks left behind."""
 
 
-Command = Options | PlanOptions | DoctorOptions | PipeOptions | SnapshotOptions | WhyOptions
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `scale-train` and returns its exit code."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    is_lm = words[:1] == ["lm"]
+    if is_lm and {"-h", "--help"} & set(words):
+        print(help_text())
+        return 0
     try:
-        options = parse(sys.argv[1:] if arguments is None else list(arguments))
+        options = parse(words)
+        if isinstance(options, Options) and PRINT_CONFIG in words:
+            print(to_toml(options), end="")
+            return 0
+    except OptionsError as error:
+        print(error.lines(), file=sys.stderr)
+        return 2
     except SystemExit as end:  # how tyro ends, after --help and after an option that it does not know
         return end.code if isinstance(end.code, int) else 2
     try:
@@ -46,10 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: list[str]) -> Command:
-    """Parses a command line; a SystemExit for --help (code 0) and unknown options (code 2)."""
+    """Parses a command line; an OptionsError, or a SystemExit for --help (code 0) and unknown options (code 2)."""
+    if arguments[:1] == ["lm"]:
+        return parse_command_line(arguments[1:])
     chosen: Command = tyro.extras.subcommand_cli_from_dict(
         {
             "lm": Options,
+            "ppl": PplOptions,
+            "export": ExportOptions,
             "plan": PlanOptions,
             "doctor": DoctorOptions,
             "pipe": PipeOptions,
@@ -58,25 +81,22 @@ def parse(arguments: list[str]) -> Command:
         },
         prog="scale-train",
         description=DESCRIPTION,
-        args=with_bare_flag(arguments),
+        args=arguments,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     return chosen
 
 
-def with_bare_flag(arguments: list[str]) -> list[str]:
-    """Returns a command line in which `--checkpoint-activations` alone says "all"."""
-    spelled = []
-    for place, word in enumerate(arguments):
-        spelled.append(word)
-        following = arguments[place + 1] if place + 1 < len(arguments) else "--"
-        if word == "--checkpoint-activations" and following.startswith("--"):
-            spelled.append("all")
-    return spelled
-
-
 def _command_for(options: Command) -> Callable[[Any], int]:
     with leave_on_ctrl_c():
+        if isinstance(options, PplOptions):
+            from scale_train.trained.commands import ppl
+
+            return ppl
+        if isinstance(options, ExportOptions):
+            from scale_train.trained.commands import export
+
+            return export
         if isinstance(options, WhyOptions):
             from scale_train.why.command import why
 

@@ -1,8 +1,10 @@
-"""Text as bytes, in a training and a held-out part, and the batch that a rank sees at each step.
+"""Text as tokens, in a training and a held-out part, and the batch that a rank sees at each step.
 
-The default needs no download: the source files of the running Python's own standard library. Files are read in sorted
-order and joined by a zero byte, so that the same files give the same text everywhere, and a zero byte means "a file
-starts here", which is also the prompt for a sample.
+The default needs no download: the bytes of the source files of the running Python's own standard library. Documents are
+files, or the lines of JSON-lines files. They are read in sorted order, and before each stands a separator (of bytes a
+zero byte), so that the same files give the same text everywhere; it is also the prompt for a sample.
+
+What a tokenizer makes of a text is kept on disk, and mapped into the memory of all ranks from there.
 
 The order of the data is a pure function of the seed and of how many sequences were drawn, so it is the same at any
 number of ranks and after a resume, and ranks need no communication for it.
@@ -11,54 +13,94 @@ number of ranks and after a resume, and ranks need no communication for it.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
+import tempfile
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from scale_core import fault_points
 from scale_train.errors import InputError
+from scale_train.options import Options
+from scale_train.tokenizer import BYTE, ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_of
 
 SEPARATOR = b"\0"
+JSON_LINES = (".jsonl", ".ndjson")
+PARTS = ("train", "held-out")
 HELD_OUT_EVERY = 20
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "node_modules"})
 
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus of bytes in two parts."""
+    """A corpus of tokens in two parts."""
 
-    train: Tensor  # uint8 `[train bytes]`
-    held_out: Tensor  # uint8 `[held-out bytes]`; none of it is in `train`
-    num_files: int
+    train: Tensor  # `[train tokens]`, uint8 of bytes, else int32
+    held_out: Tensor  # `[held-out tokens]`; none of it is in `train`
+    num_documents: int
     source: str  # for messages
     split: str  # for messages
+    tokenizer: Tokenizer
+    num_bytes: tuple[int, int]  # of both parts, each separator counted as one
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """Of the held-out part."""
+        return len(self.held_out) / max(1, self.num_bytes[1])
 
     def fingerprint(self) -> str:
         """SHA-256 of both parts."""
         digest = hashlib.sha256()
         for part in (self.train, self.held_out):
             digest.update(len(part).to_bytes(8, "little"))
-            digest.update(part.numpy().tobytes())
+            digest.update(part.numpy().data)
         return digest.hexdigest()
 
     def describe(self) -> str:
         """Size and split, in one line."""
-        total = len(self.train) + len(self.held_out)
+        total, held = sum(self.num_bytes), self.num_bytes[1]
+        tokens = "" if self.tokenizer.name == BYTE else f" ({len(self.train) + len(self.held_out):,} tokens)"
         return (
-            f"{self.source}: {total / 1e6:.1f} MB in {self.num_files} file{'s' if self.num_files > 1 else ''}; "
-            f"held out: {len(self.held_out) / 1e6:.2f} MB ({self.split})"
+            f"{self.source}: {total / 1e6:.1f} MB{tokens} in {self.num_documents} "
+            f"document{'s' if self.num_documents > 1 else ''}; held out: {held / 1e6:.2f} MB ({self.split})"
         )
 
 
-def read_text(paths: Sequence[Path] = ()) -> Text:
+def read_data(options: Options) -> Text:
+    """Reads the text of the options by their tokenizer; an InputError where that cannot be."""
+    try:
+        tokenizer = open_tokenizer(tokenizer_of(options))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    data = options.data
+    return read_text(data.text, tokenizer, text_field=data.text_field, cache=data.token_cache)
+
+
+def read_text(
+    paths: Sequence[Path] = (),
+    tokenizer: Tokenizer | None = None,
+    *,
+    text_field: str = "text",
+    cache: Path | None = None,
+    held_out_every: int = HELD_OUT_EVERY,
+) -> Text:
     """Reads files and folders, or the standard library's sources where none are named.
 
     Folders are walked in sorted order, without hidden entries, tests and files that are no text.
+
+    Args:
+        paths: Files of text, JSON-lines files (.jsonl), or folders of both.
+        tokenizer: None is bytes.
+        text_field: Of an object of a JSON-lines file, where its text is.
+        cache: Where tokens are kept; None is a folder in the user's cache.
+        held_out_every: Which document is held out; 1 is all of them.
     """
     if paths:
         # Each file once, by its real path: read twice it could be in both parts.
@@ -72,10 +114,19 @@ def read_text(paths: Sequence[Path] = ()) -> Text:
         if not files:
             raise InputError(f"no source files of the standard library in {folder}: name a text with --text PATH")
     named = {path.resolve() for path in paths}
-    contents = [content for file in files if (content := _read(file, named=file.resolve() in named))]
+    contents = [
+        content for file in files for content in _documents(file, file.resolve() in named, text_field) if content
+    ]
     if not contents:
         raise InputError(f"--text {source}: expected text, but found 0 bytes in {len(files)} files")
-    return _split(contents, source)
+    kept, held, split = _split([_Piece(content, True) for content in contents], held_out_every)
+    tokenizer = tokenizer or ByteTokenizer()
+    if isinstance(tokenizer, FileTokenizer):
+        train, held_out = _kept_tokens(tokenizer, kept, held, cache or default_cache())
+    else:
+        train, held_out = _as_tensor(_joined(kept)), _as_tensor(_joined(held))
+    sizes = (sum(piece.num_bytes for piece in kept), sum(piece.num_bytes for piece in held))
+    return Text(train, held_out, len(contents), source, split, tokenizer, sizes)
 
 
 def _files_of(path: Path, seen: set[Path]) -> list[Path]:
@@ -115,23 +166,66 @@ def _read(file: Path, *, named: bool) -> bytes:
     return content if named or SEPARATOR not in content[:8192] else b""
 
 
-def _split(contents: list[bytes], source: str) -> Text:
-    """Every twentieth file is held out; with fewer files, the last twentieth of the bytes."""
-    if len(contents) >= HELD_OUT_EVERY:
-        held = contents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-        kept = [content for index, content in enumerate(contents, 1) if index % HELD_OUT_EVERY]
-        train, held_out = _join(kept), _join(held)
-        split = f"every {HELD_OUT_EVERY}th file, {len(held)} file{'s' if len(held) > 1 else ''}"
-    else:
-        joined = _join(contents)
-        cut = len(joined) - len(joined) // HELD_OUT_EVERY
-        train, held_out = joined[:cut], joined[cut:]
-        split = f"the last {100 / HELD_OUT_EVERY:.0f} %"
-    return Text(_as_tensor(train), _as_tensor(held_out), len(contents), source, split)
+def _documents(file: Path, is_named: bool, text_field: str) -> Iterator[bytes]:
+    """Yields a file, or the texts of the lines of a JSON-lines file."""
+    content = _read(file, named=is_named)
+    if file.suffix not in JSON_LINES:
+        yield content
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"--text {file}: line {number} is no JSON: {error}") from error
+        if not isinstance(entry, dict) or not isinstance(entry.get(text_field), str):
+            fields = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
+            raise InputError(
+                f"--text {file}: line {number} has no text in {text_field!r}, but {fields}; name the field with "
+                "--text-field"
+            )
+        yield entry[text_field].encode("utf-8", errors="surrogatepass")
 
 
-def _join(contents: list[bytes]) -> bytes:
-    return b"".join(SEPARATOR + content for content in contents)
+class _Piece(NamedTuple):
+    """A document, or a part of the one where the held-out part begins."""
+
+    content: bytes
+    begins: bool  # whether a separator stands before it
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.content) + self.begins
+
+
+def _split(pieces: list[_Piece], every: int) -> tuple[list[_Piece], list[_Piece], str]:
+    """Every twentieth document is held out; with fewer ones, the last twentieth of the bytes."""
+    if len(pieces) < every:
+        return *_cut(pieces), f"the last {100 / HELD_OUT_EVERY:.0f} %"
+    held = pieces[every - 1 :: every]
+    kept = [piece for index, piece in enumerate(pieces, 1) if index % every]
+    return kept, held, f"every {every}th document, {len(held)} document{'s' if len(held) > 1 else ''}"
+
+
+def _cut(pieces: list[_Piece]) -> tuple[list[_Piece], list[_Piece]]:
+    total = sum(piece.num_bytes for piece in pieces)
+    left = total - total // HELD_OUT_EVERY
+    kept: list[_Piece] = []
+    for index, piece in enumerate(pieces):
+        if piece.num_bytes > left:
+            if not left:
+                return kept, pieces[index:]
+            inside = left - 1  # behind its separator
+            first, second = _Piece(piece.content[:inside], True), _Piece(piece.content[inside:], False)
+            return [*kept, first], [second, *pieces[index + 1 :]]
+        left -= piece.num_bytes
+        kept.append(piece)
+    return kept, []
+
+
+def _joined(pieces: list[_Piece]) -> bytes:
+    return b"".join(SEPARATOR * piece.begins + piece.content for piece in pieces)
 
 
 def _as_tensor(content: bytes) -> Tensor:
@@ -139,13 +233,57 @@ def _as_tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
+def default_cache() -> Path:
+    """Where tokens are kept: a folder in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scale-train" / "tokens"
+
+
+def _kept_tokens(
+    tokenizer: FileTokenizer, kept: list[_Piece], held: list[_Piece], cache: Path
+) -> tuple[Tensor, Tensor]:
+    """The tokens of both parts, from the disk if they are there; else they are made and, if possible, left there."""
+    digest = hashlib.sha256(tokenizer.content + repr(tokenizer.separator).encode())
+    for part in (kept, held):
+        digest.update(len(part).to_bytes(8, "little"))
+        for piece in part:
+            digest.update(piece.num_bytes.to_bytes(8, "little") + bytes([piece.begins]) + piece.content)
+    folder = cache / digest.hexdigest()[:32]
+    if not folder.is_dir():
+        parts = [_encoded(tokenizer, part) for part in (kept, held)]
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as partial:
+                for name, tokens in zip(PARTS, parts, strict=True):
+                    Path(partial, name).write_bytes(tokens.tobytes())
+                Path(partial).rename(folder)
+                Path(partial).mkdir()  # which the context removes
+        except OSError:  # A full or read-only disk, or another rank was faster.
+            if not folder.is_dir():
+                train, held_out = (torch.frombuffer(each, dtype=torch.int32) for each in parts)
+                return train, held_out
+    train, held_out = (_mapped(folder / name) for name in PARTS)
+    return train, held_out
+
+
+def _mapped(file: Path) -> Tensor:
+    return torch.from_file(str(file), shared=False, size=file.stat().st_size // 4, dtype=torch.int32)
+
+
+def _encoded(tokenizer: FileTokenizer, pieces: list[_Piece]) -> array[int]:
+    tokens = array("i")
+    for piece, found in zip(pieces, tokenizer.encode([piece.content for piece in pieces]), strict=True):
+        tokens.extend(tokenizer.separator if piece.begins else ())
+        tokens.extend(found)
+    return tokens
+
+
 def check_length(text: Text, sequence: int) -> None:
-    """Raises InputError where a part of the text holds no sequence and the byte after it."""
+    """Raises InputError where a part of the text holds no sequence and the token after it."""
     for name, part in (("training", text.train), ("held-out", text.held_out)):
         if len(part) < sequence + 1:
             raise InputError(
                 f"--text {text.source}: too few tokens for --sequence {sequence}: the {name} part has {len(part)} "
-                f"bytes, and {sequence + 1} are needed; name more text or a shorter --sequence"
+                f"tokens, and {sequence + 1} are needed; name more text or a shorter --sequence"
             )
 
 
@@ -153,8 +291,8 @@ def check_length(text: Text, sequence: int) -> None:
 class Sampler:
     """Draws windows of a text without replacement, in another order each epoch."""
 
-    num_bytes: int  # length of the text; at least `sequence + 1`
-    sequence: int  # tokens in a window; its targets are the same window one byte later
+    num_bytes: int  # length of the text in tokens, as checkpoints name it; at least `sequence + 1`
+    sequence: int  # tokens in a window; its targets are the same window one token later
     seed: int  # of the order
     drawn: int = 0  # sequences drawn so far by all ranks together
     _epoch: int = field(default=-1, init=False, repr=False)
@@ -203,7 +341,7 @@ def slice_of_rank(starts: Tensor, rank: int, num_ranks: int, accumulate: int) ->
 
 
 def windows_at(text: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-    """Returns the tokens of `text`, uint8 `[bytes]`, at `starts`, `[batch]`, and those after them.
+    """Returns the tokens of `text`, `[tokens]`, at `starts`, `[batch]`, and those after them.
 
     Both are int64, `[batch, sequence]`.
     """

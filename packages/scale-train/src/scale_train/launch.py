@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from threading import Thread
 
 import torch
 
 from scale_core import fault_points
-from scale_core.errors import ContractError, ScaleDistributedError
+from scale_core.errors import ContractError, ScaleDistributedError, ScaleError
 from scale_core.launch import LaunchError, init_distributed, launch_local
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
 from scale_train.memory import check_fits
 from scale_train.options import Options
 from scale_train.resolve import device_type
-from scale_train.training.train import train_language_model
+from scale_train.training.train import RunSummary, train_language_model
 
 # Long enough to finish a step and save it after a signal.
 GRACE_SECONDS = 60.0
@@ -37,6 +37,16 @@ class RankExit:
     message: str
     scope: str = "all"  # which ranks found the same: "all", those of this "machine", or this "rank" alone
     rank: int = 0
+    diverged: bool = False
+
+    def to_error(self) -> ScaleError:
+        """Returns it as an exception, for programs that call `train`."""
+        text = self.message.partition(": ")[2] or "its error is printed above"
+        if self.code == InputError.exit_code:
+            return InputError(text)
+        if self.code > 128:
+            return Interrupted(self.code - 128, text)
+        return TrainingDiverged(text) if self.diverged else RanksLost(text)
 
     def should_print(self, environment: Mapping[str, str]) -> bool:
         """Whether this rank prints it, where each has its own standard error: one of those that found it does."""
@@ -50,53 +60,51 @@ def is_under_torchrun(environment: Mapping[str, str]) -> bool:
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
-def run_as_rank(options: Options) -> int:
-    """Trains as one of the ranks that torchrun started, or alone; prints an error and returns the exit code."""
-    ended = train_rank(options)
-    if ended is None:
-        return 0
-    if ended.message and ended.should_print(os.environ):
-        print(ended.message, file=sys.stderr, flush=True)
-    return ended.code
-
-
-def start_ranks(options: Options, num_ranks: int) -> int:
-    """Trains on ranks that it starts; prints an error once and returns the exit code."""
+def start_ranks(options: Options, num_ranks: int) -> RunSummary | RankExit:
+    """Trains on ranks that it starts."""
     receiver, sender = Pipe(duplex=False)  # no file: the disk may be what is full
-    exits: list[RankExit] = []
+    received: list[RunSummary | RankExit] = []
     with receiver:
+        reader = Thread(target=_receive_all, args=(receiver, received), daemon=True)
+        reader.start()
         with sender:
             code = launch_local(
                 _started_rank, num_ranks, options, sender, device=device_type(options), grace=GRACE_SECONDS
             )
-        with suppress(EOFError, OSError):
-            while True:
-                exits.append(receiver.recv())
-    if not exits:
-        return code
-    first = min(exits, key=lambda ended: ended.rank)
-    if first.message:
-        print(first.message, file=sys.stderr, flush=True)
-    return first.code
+        reader.join()
+    exits = [each for each in received if isinstance(each, RankExit)]
+    if exits:
+        return min(exits, key=lambda ended: ended.rank)
+    if code:
+        return RankExit(code, "")  # The rank has printed its error.
+    (summary,) = (each for each in received if isinstance(each, RunSummary))
+    return summary
+
+
+def _receive_all(receiver: Connection, received: list[RunSummary | RankExit]) -> None:
+    """Reads while ranks run: a pipe that nobody reads is full after some kilobytes."""
+    with suppress(EOFError, OSError):
+        while True:
+            received.append(receiver.recv())
 
 
 def _started_rank(options: Options, sender: Connection) -> None:
-    """Of a started rank: sends an expected end to the program, which is no failure of the process."""
+    """Of a started rank: sends its expected end, which is no failure of the process, or rank 0 its summary."""
     # Until the loop catches it, Ctrl-C ends the rank at once: it may wait for one that has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ended = train_rank(options)
-    if ended is not None:
+    if isinstance(ended, RankExit) or _own_rank() == 0:
         sender.send(ended)
 
 
-def train_rank(options: Options) -> RankExit | None:
-    """Joins the process group and trains; returns how it ended early, if it did."""
+def train_rank(options: Options) -> RunSummary | RankExit:
+    """Trains as one of the ranks that torchrun or this program started, or alone."""
     scope, rank = "machine", 0
     try:
         _check_environment(options)
         group = init_distributed(device=device_type(options))
         scope, rank = "all", group.rank
-        train_language_model(options, group)
+        summary = train_language_model(options, group)
         if fault_points.active is not None:
             fault_points.active("teardown", "")
     except LaunchError as error:
@@ -112,7 +120,7 @@ def train_rank(options: Options) -> RankExit | None:
         return _exit_of(lost.exit_code, lost, "rank", rank)
     except KeyboardInterrupt:
         return RankExit(130, "", rank=rank)
-    return None
+    return summary
 
 
 def _exit_of(code: int, error: Exception, scope: str, rank: int) -> RankExit:
@@ -120,7 +128,7 @@ def _exit_of(code: int, error: Exception, scope: str, rank: int) -> RankExit:
     message = " ".join(f"{speaker}: {error}".split())
     if len(message) > _PIPE_CHARACTERS:
         message = message[:_PIPE_CHARACTERS] + " ..."
-    return RankExit(code, message, scope, rank)
+    return RankExit(code, message, scope, rank, isinstance(error, TrainingDiverged))
 
 
 def _own_rank() -> int:

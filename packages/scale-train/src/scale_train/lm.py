@@ -1,27 +1,68 @@
-"""`scale-train lm`: checks the options, and joins the ranks that torchrun started or starts its own."""
+"""`scale-train lm` and `train`: check the options, and join the ranks that torchrun started or start their own."""
 
 from __future__ import annotations
 
 import os
+import sys
 
-from scale_train.data import check_length, read_text
-from scale_train.errors import reported
-from scale_train.launch import is_under_torchrun, run_as_rank, start_ranks
+from scale_train.configuration.command_line import type_problems
+from scale_train.data import check_length, read_data
+from scale_train.errors import InputError
+from scale_train.launch import RankExit, is_under_torchrun, start_ranks, train_rank
 from scale_train.memory import check_fits
 from scale_train.options import Options
 from scale_train.resolve import check_options, num_local_ranks
+from scale_train.training.train import RunSummary
+
+
+def train(options: Options) -> RunSummary:
+    """Trains as `scale-train lm` does: on local ranks that it starts, or as one of those of torchrun.
+
+        from scale_train import DataOptions, OptimizerOptions, Options, train
+
+        if __name__ == "__main__":  # each rank reads this file again
+            summary = train(Options(data=DataOptions(text=("my-text",)), optimizer=OptimizerOptions(steps=100)))
+            print(summary.held_out_bits_per_byte)
+
+    Args:
+        options: What the flags of the command line set, by the same names.
+
+    Returns:
+        Held-out loss, memory, and where the checkpoint is.
+
+    Raises:
+        InputError: Options that cannot be meant, all of them named, or that cannot be trained here.
+        TrainingDiverged: The loss or a weight is no finite number.
+        RanksLost: A rank ended early.
+        Interrupted: A signal ended it, and the last step is saved.
+    """
+    if problems := type_problems(options):
+        raise InputError("; ".join(problems))
+    ended = _outcome(options)
+    if isinstance(ended, RankExit):
+        raise ended.to_error()
+    return ended
 
 
 def language_model(options: Options) -> int:
-    """Checks, starts or joins the ranks, and returns the exit code; what cannot work is printed in one line."""
-    return reported(lambda: _language_model(options))
+    """Trains, and returns the exit code; what cannot work is printed in one line."""
+    try:
+        ended = _outcome(options)
+    except InputError as error:
+        print(f"scale-train: {error}", file=sys.stderr)
+        return error.exit_code
+    if not isinstance(ended, RankExit):
+        return 0
+    if ended.message and (not is_under_torchrun(os.environ) or ended.should_print(os.environ)):
+        print(ended.message, file=sys.stderr, flush=True)
+    return ended.code
 
 
-def _language_model(options: Options) -> int:
+def _outcome(options: Options) -> RunSummary | RankExit:
     if is_under_torchrun(os.environ):
-        return run_as_rank(options)
+        return train_rank(options)
     num_ranks = num_local_ranks(options)
     check_options(options, num_ranks)
     check_fits(options, num_ranks)
-    check_length(read_text(options.data.text), options.data.sequence)
-    return run_as_rank(options) if num_ranks == 1 else start_ranks(options, num_ranks)
+    check_length(read_data(options), options.data.sequence)
+    return train_rank(options) if num_ranks == 1 else start_ranks(options, num_ranks)

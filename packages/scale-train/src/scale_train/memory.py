@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from scale_core.shard import full_shape
+from scale_train.configuration.checks import model_shape
 from scale_train.errors import InputError
 from scale_train.model import GPT, num_parameters
 from scale_train.options import Options
 from scale_train.resolve import model_config, pipeline_shape
+from scale_train.transformers_model import TransformersSource
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -71,8 +73,7 @@ def check_fits(options: Options, local_ranks: int, world_size: int | None = None
 
     `world_size` is None where all ranks are on this machine.
     """
-    with torch.device("meta"):
-        count = num_parameters(GPT(model_config(options)))
+    count = count_parameters(options)
     parts = num_ranks = max(world_size or 0, local_ranks)
     sharded = options.parallel.parallel in ("fsdp", "pipe") and options.parallel.tensor_parallel == 1
     if options.parallel.parallel == "pipe":
@@ -81,11 +82,38 @@ def check_fits(options: Options, local_ranks: int, world_size: int | None = None
     available = machine_bytes()
     if available is not None and needed > available:
         raise InputError(
-            f"--size {options.model.size}: {count / 1e6:.0f} M parameters x 4 bytes"
+            f"{model_flag(options)}: {count / 1e6:.0f} M parameters x 4 bytes"
             f"{' divided among the ranks' if sharded else ''} x {local_ranks} local "
             f"rank{'s' if local_ranks > 1 else ''} are {format_bytes(needed)}, and this machine has "
             f"{format_bytes(available)}; take a smaller --size{'' if sharded else ', fewer --ranks or --parallel fsdp'}"
         )
+    _check_batch_fits(options, local_ranks, num_ranks, available)
+
+
+def _check_batch_fits(options: Options, local_ranks: int, num_ranks: int, available: int | None) -> None:
+    """Refuses a batch of which one tensor of activations, the input of the first block, would fill the machine."""
+    data = options.data
+    tokens = data.batch * data.sequence * local_ranks // (num_ranks * options.parallel.accumulate)
+    needed = 4 * tokens * model_shape(options).width
+    if available is not None and needed > available:
+        raise InputError(
+            f"--batch {data.batch} x --sequence {data.sequence}: the input of one block of all local ranks is "
+            f"{format_bytes(needed)}, and this machine has {format_bytes(available)}; take fewer tokens, or a larger "
+            "--accumulate"
+        )
+
+
+def model_flag(options: Options) -> str:
+    """Returns the option that names the model, for messages."""
+    return f"--model {options.model.model}" if options.model.model else f"--size {options.model.size}"
+
+
+def count_parameters(options: Options) -> int:
+    """Returns how many parameters the model has."""
+    if options.model.model is not None:
+        return num_parameters(TransformersSource(options.model.model, 0).build_on_meta())
+    with torch.device("meta"):
+        return num_parameters(GPT(model_config(options)))
 
 
 def machine_bytes() -> int | None:

@@ -4,14 +4,12 @@ Nothing here depends on ranks; each `Block` is a unit to shard or recompute.
 
 Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), for the pre-norm block and the
 smaller weights of deep residual branches; Su et al., arXiv 2104.09864, for positions as rotations; Nguyen and Salazar,
-arXiv 1910.05895, for the width of the initial weights; Brown et al., arXiv 2005.14165, Table 2.1, for the sizes.
+arXiv 1910.05895, for the width of the initial weights.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,69 +17,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from scale_core.consistency.execution_order import fingerprint_of
+from scale_train.sizes import ModelConfig as ModelConfig
 
-NUM_BYTES = 256
 IGNORED = -1
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The numbers that define a GPT.
-
-    Attributes:
-        layers: Number of blocks.
-        width: Features of the residual stream; an even multiple of `heads`.
-        heads: Attention heads.
-        vocabulary: Number of different tokens; 256 for bytes.
-        tied: Whether the output layer uses the embedding's weight.
-        dropout: Probability, in [0, 1), with which an output of a residual branch is zeroed in training.
-        recompute: Whether each block's activations are recomputed in the backward pass.
-        loss_chunk: Tokens whose logits exist at one time; 0 for all.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int = NUM_BYTES
-    tied: bool = True
-    dropout: float = 0.0
-    recompute: bool = False
-    loss_chunk: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
-        if self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads, but width is {self.width} and heads is {self.heads}")
-        if self.width // self.heads % 2:
-            features = self.width // self.heads
-            raise ValueError(f"width / heads must be even: positions turn pairs of features, but it is {features}")
-
-
-class ModelSize(NamedTuple):
-    """The shape of a size that has a name."""
-
-    layers: int
-    width: int
-    heads: int
-
-
-# The GPT-3 rows have the shapes of the paper's table; with bytes for tokens their embeddings are small, so that
-# gpt3-125m counts some 86 million parameters. The paper's 13B row prints a width of 5140, which 40 heads of 128 do not
-# give; 5120 is what they give.
-SIZES: dict[str, ModelSize] = {
-    "tiny": ModelSize(4, 128, 4),
-    "small": ModelSize(6, 512, 8),
-    "gpt3-125m": ModelSize(12, 768, 12),
-    "gpt3-350m": ModelSize(24, 1024, 16),
-    "gpt3-760m": ModelSize(24, 1536, 16),
-    "gpt3-1.3b": ModelSize(24, 2048, 16),
-    "gpt3-2.7b": ModelSize(32, 2560, 32),
-    "gpt3-6.7b": ModelSize(32, 4096, 32),
-    "gpt3-13b": ModelSize(40, 5120, 40),
-    "gpt3-175b": ModelSize(96, 12288, 96),
-}
 
 
 def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -257,7 +195,7 @@ def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, see
     generator of its own, on the CPU, so that all ranks draw the same token and the training's random state stays.
 
     Args:
-        model: Maps tokens `[1, sequence]` to logits `[1, sequence, vocabulary]`.
+        model: Maps tokens `[1, sequence]` to logits `[1, sequence, vocabulary]`, or to an output that has them.
         prompt: `[sequence]`, int64, at least one token.
         length: Number of tokens to add.
         context: Tokens that the model looks back on; earlier ones are dropped.
@@ -272,7 +210,8 @@ def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, see
     model.eval()
     tokens = prompt
     for _ in range(length):
-        logits = model(tokens[-context:].unsqueeze(0))[0, -1].float().cpu()
+        found = model(tokens[-context:].unsqueeze(0))
+        logits = getattr(found, "logits", found)[0, -1].float().cpu()
         drawn = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.to(tokens.device)])
     model.train(was_training)

@@ -1,7 +1,5 @@
 """Options of a training as frozen dataclasses, from which the command line is made; `resolve` checks them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,10 +10,17 @@ class DataOptions:
     """What is read, and how much of it in a step."""
 
     text: tuple[Path, ...] = ()
-    """Files or folders to learn from (folders in them named test or tests are skipped); by default
-    the sources of Python's own standard library."""
+    """Files or folders to learn from (folders in them named test or tests are skipped): text, or JSON lines (.jsonl),
+    each a document; by default the sources of Python's own standard library."""
+    text_field: str = "text"
+    """Of each object of a JSON-lines file, the field with its text."""
+    tokenizer: str | None = None
+    """byte, or a tokenizer.json (or its folder), which the library tokenizers reads; by default the one in the folder
+    of --model, or byte."""
+    token_cache: Path | None = None
+    """Folder where tokens are kept for the next run; by default in the user's cache. Bytes are not kept."""
     sequence: int = 128
-    """Tokens (bytes) in a sequence."""
+    """Tokens in a sequence."""
     batch: int = 32
     """Sequences in a step, of all ranks together."""
     held_out_tokens: int = 65_536
@@ -24,7 +29,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model: a size by name, any number of it changed."""
+    """The model: a GPT of a size by name, any number of it changed, or a model of transformers."""
 
     size: str = "tiny"
     """tiny, small, gpt3-125m, -350m, -760m, -1.3b, -2.7b, -6.7b, -13b or -175b."""
@@ -34,12 +39,15 @@ class ModelOptions:
     """Features, if not the size's."""
     heads: int | None = None
     """Attention heads, if not the size's."""
-    tied: bool = True
-    """Use the embedding's weight for the output layer too."""
+    untied_embeddings: bool = False
+    """Give the output layer a weight of its own; otherwise it uses the embedding's."""
     dropout: float = 0.0
     """Part of each residual branch that is zeroed in training."""
     loss_chunk: int = 0
     """Tokens whose logits exist at one time; 0 for all."""
+    model: Path | None = None
+    """In place of --size: config.json of a causal language model of transformers, or its folder, whose weights are
+    loaded if it has some."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +61,17 @@ class ParallelOptions:
     keeps all of it whole on each rank; pipe puts some of the blocks on each rank; none is one plain process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is a GPU."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """What the model computes in; the optimizer always works in fp32."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What the model computes in; the optimizer always works in fp32. With fp16 the loss is scaled, and a step whose
+    gradients are not finite is skipped."""
     accumulate: int = 1
     """Micro-batches that a rank's part of the batch is cut into."""
-    no_sync: bool = False
-    """With fsdp or sharded-ddp, and --accumulate: keep whole gradients until the last micro-batch. Fewer bytes sent,
-    more memory."""
-    checkpoint_activations: str = "none"
+    sync_each_micro_batch: bool = True
+    """With fsdp or sharded-ddp, and --accumulate: reduce gradients after each micro-batch. false keeps unsharded
+    gradients until the last one: fewer bytes sent, more memory."""
+    checkpoint_activations: str = field(
+        default="none", metadata={"bare": "all", "placeholder": "[all|selective|budget:SIZE|none]"}
+    )
     """Recompute blocks' activations in the backward pass instead of keeping them: all, or selective, which keeps the
     results of linear layers and attention, or budget:2GiB, which plans what fits into that much memory of a device.
     Without a word it means all."""
@@ -82,7 +93,12 @@ class ParallelOptions:
     stages: int | None = None
     """pipe: parts that the model is cut into; by default what the schedule is made for, on all ranks. With more ranks
     than those take there are several pipelines beside each other, each with its part of the batch."""
-    schedule: str = "1f1b"
+    # fmt: off
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "looped_breadth_first",
+        "zb_h1", "zb_v", "v_half", "v_min", "dual_pipe_v", "solve",
+    ] = "1f1b"
+    # fmt: on
     """pipe: gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v; or solve,
     which measures a step and finds one for it."""
     chunks: int = 8
@@ -91,7 +107,10 @@ class ParallelOptions:
     """pipe: what pipelines beside each other do with the stage that they share. ddp keeps it whole on each rank; fsdp
     shards its parameters, gradients and optimizer state among them."""
     reshard_after_forward: bool = True
-    """fsdp: release each block's parameters between its forward and its backward pass."""
+    """fsdp: release each block's parameters between its forward and its backward pass. false keeps them: fewer bytes
+    sent, more memory."""
+    cpu_offload: bool = False
+    """fsdp: keep shards, gradients and optimizer state in the memory of the host, where the optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +127,9 @@ class OptimizerOptions:
     """Of the matrices; norms and biases have none."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 for no clipping."""
-    fused: bool = True
-    """torch's fused kernel: much faster, and equal to the plain one to some 2 units in the last place."""
+    optimizer_kernel: Literal["fused", "foreach", "plain"] = "fused"
+    """Which implementation of torch's AdamW. fused is much the fastest, and equal to plain, which updates one
+    parameter at a time, to some 2 units in the last place."""
     adascale: bool = False
     """Take --lr, --warmup and --steps for those of a smaller batch, and as many useful steps of the whole one as these
     are worth. The smaller batch is a micro-batch of one rank, or with pipe of one pipeline."""
@@ -139,15 +159,23 @@ class RunOptions:
     """Steps between lines, and between entries of metrics.jsonl."""
     log_format: Literal["auto", "rich", "plain", "json"] = "auto"
     """rich is a progress bar, json is one object per line; auto is rich on a terminal and plain elsewhere."""
+    log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Log to these too, where they are installed: TensorBoard into the run's folder, Weights & Biases by its own
+    settings (WANDB_PROJECT, WANDB_MODE)."""
+    peak_flops: float | None = None
+    """Operations in a second that one device reaches at most, for the utilization (MFU) that is logged; by default that
+    of known GPUs, in bf16 and fp16."""
+    export: Path | None = None
+    """With --model: new folder for the trained model at the end, as from_pretrained of transformers reads it."""
     prompt: str = ""
     """What the sample of text at the end continues; by default the start of a file."""
     sample_length: int = 300
-    """Bytes of that sample; 0 for none."""
+    """Tokens of that sample; 0 for none."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Train a GPT on the bytes of real text, and report how well it predicts text that it has not seen."""
+    """Train a language model on text, and report how well it predicts text that it has not seen."""
 
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from typing import NamedTuple
 
 import torch
 
 from scale_pipe.schedules.registry import get_schedule
+from scale_train.configuration.checks import budget_bytes as budget_bytes
+from scale_train.configuration.checks import bytes_of, gpt_config, model_shape, option_problems
 from scale_train.errors import InputError
-from scale_train.model import SIZES, ModelConfig
-from scale_train.options import OptimizerOptions, Options, ParallelOptions
-
-# Implausible sizes: a typing error would fill the memory before anything is checked.
-_MOST = {"--layers": 10_000, "--width": 1_000_000, "--heads": 100_000}
+from scale_train.options import Options, ParallelOptions
+from scale_train.sizes import ModelConfig
 
 # Ranks can share a core, slowly; beyond this they mostly wait for each other.
 MAX_RANKS_PER_CORE = 4
@@ -50,24 +47,10 @@ def num_local_ranks(options: Options) -> int:
 
 def model_config(options: Options) -> ModelConfig:
     """Returns the model's config."""
-    asked = options.model
-    shape = SIZES.get(asked.size)
-    if shape is None:
-        raise InputError(f"--size {asked.size}: no such size; there are {', '.join(SIZES)}")
-    for (flag, most), number in zip(_MOST.items(), (asked.layers, asked.width, asked.heads), strict=True):
-        if number is not None and number > most:
-            raise InputError(f"{flag} {number}: no model has so many; at most {most}")
     try:
-        return ModelConfig(
-            layers=shape.layers if asked.layers is None else asked.layers,
-            width=shape.width if asked.width is None else asked.width,
-            heads=shape.heads if asked.heads is None else asked.heads,
-            tied=asked.tied,
-            dropout=asked.dropout,
-            loss_chunk=asked.loss_chunk,
-        )
+        return gpt_config(options)
     except ValueError as error:
-        raise InputError(f"--size {asked.size} with --layers, --width, --heads: {error}") from error
+        raise InputError(str(error)) from error
 
 
 class PipelineShape(NamedTuple):
@@ -106,33 +89,18 @@ def pipeline_shape(options: ParallelOptions, num_ranks: int) -> PipelineShape:
     )
 
 
-def budget_bytes(choice: str) -> int | None:
-    """Returns the bytes of `--checkpoint-activations budget:2GiB`; None for another choice."""
-    return _bytes_of(choice.removeprefix("budget:")) if choice.startswith("budget:") else None
-
-
 def parse_bytes(option: str, text: str) -> int:
     """Returns a number of bytes, as 5GB or 2GiB; an InputError names the option."""
-    found = _bytes_of(text)
+    found = bytes_of(text)
     if not found:
         raise InputError(f"{option} {text}: a size is needed, as 5GB or 2GiB")
     return found
 
 
-def _bytes_of(text: str) -> int | None:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]i?B|B)", text)
-    if found is None:
-        return None
-    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-    return int(float(found[1]) * units[found[2]])
-
-
 def check_options(options: Options, num_ranks: int) -> None:
     """Raises InputError where options make no training on `num_ranks` ranks."""
-    _check_numbers(options)
-    _check_adascale(options.optimizer)
-    model_config(options)
-    _check_activations(options.parallel)
+    if problems := option_problems(options):
+        raise InputError("; ".join(problems))
     num_data = _check_context_parallel(options, _check_tensor_parallel(options, num_ranks))
     if options.parallel.parallel == "none" and num_data > 1:
         raise InputError(
@@ -167,8 +135,8 @@ def _check_tensor_parallel(options: Options, num_ranks: int) -> int:
             f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on whole layers, and "
             f"--tensor-parallel {number} divides them; take all or selective"
         )
-    heads = model_config(options).heads
-    if number > heads:
+    heads = model_shape(options).heads
+    if number > heads > 0:
         raise InputError(f"--tensor-parallel {number}: the model has {heads} heads to divide; take at most {heads}")
     return num_ranks // number
 
@@ -221,17 +189,12 @@ def _check_pipeline(options: Options, num_ranks: int) -> None:
             f"--batch {options.data.batch} does not divide among {shape.replicas} pipelines beside each other "
             f"({num_ranks} ranks, {shape.stages} stages); take a multiple of {shape.replicas}"
         )
-    if parallel.accumulate > 1:
-        raise InputError(
-            f"--accumulate {parallel.accumulate}: with --parallel pipe it is --chunks that cuts the batch; take "
-            f"--chunks {parallel.accumulate * parallel.chunks}"
-        )
 
 
 def _check_shared_weight(options: Options, shape: PipelineShape) -> None:
     """A weight of two stages on one rank would be sharded, and reduced, twice."""
     parallel = options.parallel
-    if not options.model.tied or parallel.data_parallel != "fsdp" or shape.replicas == 1 or shape.stages == 1:
+    if options.model.untied_embeddings or parallel.data_parallel != "fsdp" or shape.replicas == 1 or shape.stages == 1:
         return
     placement = get_schedule(parallel.schedule, shape.ranks, parallel.chunks, shape.stages_per_rank).placement
     if placement.rank_of[0] == placement.rank_of[-1]:
@@ -242,72 +205,15 @@ def _check_shared_weight(options: Options, shape: PipelineShape) -> None:
         )
 
 
-def _check_activations(options: ParallelOptions) -> None:
-    choice = options.checkpoint_activations
-    if choice in ("none", "all", "selective"):
-        return
-    if budget_bytes(choice) is None:
-        raise InputError(f"--checkpoint-activations {choice}: take all, selective, or a budget, as budget:2GiB")
-    if options.parallel in ("fsdp", "pipe"):
-        raise InputError(
-            f"--checkpoint-activations {choice}: a plan is measured on a whole model, and {options.parallel} trains it "
-            "whole nowhere; take all or selective, or --parallel sharded-ddp"
-        )
-    if options.offload_activations:
-        raise InputError(f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded")
-
-
-def _check_adascale(options: OptimizerOptions) -> None:
-    scale = options.adascale_scale
-    if scale and not options.adascale:
-        raise InputError(f"--adascale-scale {scale:g} has no effect without --adascale")
-    if scale and not 1 <= scale < math.inf:
-        raise InputError(f"--adascale-scale {scale:g}: at least 1 is needed")
-
-
-def _check_numbers(options: Options) -> None:
-    at_least_one = {
-        "--sequence": options.data.sequence,
-        "--batch": options.data.batch,
-        "--accumulate": options.parallel.accumulate,
-        "--chunks": options.parallel.chunks,
-        "--steps": options.optimizer.steps,
-        "--log-every": options.run.log_every,
-    }
-    at_least_zero = {
-        "--loss-chunk": options.model.loss_chunk,
-        "--warmup": options.optimizer.warmup,
-        "--weight-decay": options.optimizer.weight_decay,
-        "--clip": options.optimizer.clip,
-        "--held-out-tokens": options.data.held_out_tokens,
-        "--save-every": options.run.save_every,
-        "--evaluate-every": options.run.evaluate_every,
-        "--sample-length": options.run.sample_length,
-        "--seed": options.run.seed,
-    }
-    if options.parallel.overlap_pieces is not None:
-        at_least_one["--overlap-pieces"] = options.parallel.overlap_pieces
-    for flag, number in at_least_one.items():
-        if number < 1:
-            raise InputError(f"{flag} {number}: at least 1 is needed")
-    for flag, quantity in at_least_zero.items():
-        if not 0 <= quantity < math.inf:
-            raise InputError(f"{flag} {quantity}: 0 or more is needed")
-    if not 0 < options.optimizer.lr < math.inf:
-        raise InputError(f"--lr {options.optimizer.lr}: a number above 0 is needed")
-    if not 0 <= options.model.dropout < 1:
-        raise InputError(f"--dropout {options.model.dropout}: a number from 0 to below 1 is needed")
-
-
 def options_without_effect(options: Options) -> list[str]:
     """Returns a line for each option that changes nothing."""
     lines, parallel = [], options.parallel
-    if parallel.no_sync and parallel.parallel not in ("fsdp", "sharded-ddp"):
-        lines.append(f"--no-sync has no effect with --parallel {parallel.parallel}")
-    elif parallel.no_sync and parallel.accumulate == 1:
-        lines.append("--no-sync has no effect without --accumulate 2 or more")
+    if not parallel.sync_each_micro_batch and parallel.parallel not in ("fsdp", "sharded-ddp"):
+        lines.append(f"--sync-each-micro-batch has no effect with --parallel {parallel.parallel}")
+    elif not parallel.sync_each_micro_batch and parallel.accumulate == 1:
+        lines.append("--sync-each-micro-batch has no effect without --accumulate 2 or more")
     if not parallel.reshard_after_forward and parallel.parallel != "fsdp":
-        lines.append(f"--no-reshard-after-forward has no effect with --parallel {parallel.parallel}")
+        lines.append(f"--reshard-after-forward has no effect with --parallel {parallel.parallel}")
     if parallel.sequence_parallel and parallel.tensor_parallel == 1:
         lines.append("--sequence-parallel has no effect without --tensor-parallel 2 or more")
     if parallel.context_attention != ParallelOptions.context_attention and parallel.context_parallel == 1:

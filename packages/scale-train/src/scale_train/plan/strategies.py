@@ -58,8 +58,8 @@ class Strategy:
         return f"{name}, checkpointed" if self.recompute else name
 
     def command(self, options: PlanOptions, size: str | None) -> str | None:
-        """What to type; None where `scale-train lm` has no such model or option."""
-        if size is None or self.parallel == "fsdp-offload":
+        """What to type; None where `scale-train lm` has no such model."""
+        if size is None:
             return None
         words = ["scale-train lm", f"--size {size}"]
         for flag, value in (("--layers", options.layers), ("--width", options.width), ("--heads", options.heads)):
@@ -72,6 +72,8 @@ class Strategy:
                 words += [f"--parallel pipe --stages {self.model_ranks} --chunks {self.chunks}"]
                 words += [f"--tensor-parallel {self.tensor_ranks}"] if self.tensor_ranks > 1 else []
                 words += ["--data-parallel fsdp"] if self.shards_stages else []
+            case "fsdp-offload":
+                words += ["--parallel fsdp --cpu-offload"]
             case _:
                 words += [f"--parallel {self.parallel}"]
         words += [f"--batch {options.batch} --sequence {options.sequence} --precision {options.precision}"]

@@ -13,12 +13,13 @@ from typing import Any
 from torch.optim import Optimizer
 
 from scale_adascale import AdaScale, suggest_batch_size
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_pipe.microbatch import micro_batch_sizes
 from scale_train.options import Options
 from scale_train.training.parallelize import Engine
 
 
-def with_adascale(engine: Engine, options: Options) -> Optimizer:
+def with_adascale(engine: Engine, options: Options, scaler: ShardedGradScaler) -> Optimizer:
     """The engine's optimizer, with AdaScale around it if that was asked for."""
     if not options.optimizer.adascale:
         return engine.optimizer
@@ -31,6 +32,7 @@ def with_adascale(engine: Engine, options: Options) -> Optimizer:
         num_gradients_to_accumulate=number,
         process_group=axes.data,
         model_parallel_group=None if pipeline is None else pipeline.group,
+        grad_scaler=scaler,
     )
 
 

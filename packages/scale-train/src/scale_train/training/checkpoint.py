@@ -5,7 +5,7 @@ few numbers: the step, from which the learning rate and the random state follow,
 
     scale-runs/lm-1/                 one run
         checkpoints/step-00000100/   one complete checkpoint; written to another name, and renamed at the end
-        metrics.jsonl  loss.png
+        metrics.jsonl  loss.png  config.toml
         torchrun-run                 whose it is, where torchrun has started the ranks
 """
 
@@ -30,11 +30,14 @@ from scale_core.snapshot.foreign import recognize
 from scale_core.snapshot.format.metadata import JSON, read_manifest
 from scale_train.errors import InputError, reason_of
 from scale_train.options import Options, RunOptions
+from scale_train.sizes import ModelConfig
 from scale_train.training.parallelize import PipelineEngine
 from scale_train.training.state import TrainState
+from scale_train.transformers_model import config_facts
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
+CONFIG = "config.toml"
 TORCHRUN_RUN = "torchrun-run"
 DEFAULT_FOLDER = Path("scale-runs")
 PROGRAM = "scale-train lm"
@@ -81,13 +84,21 @@ def checkpoint_metadata(training: TrainState) -> dict[str, Any]:
     return {
         "program": PROGRAM,
         "step": training.step,
-        "model": asdict(training.engine.raw_model.config),
+        "model": model_facts(training.engine.raw_model),
+        "tokenizer": training.text.tokenizer.name,
         "parameters": parameter_shapes(training.engine.raw_model),
         "schedule": asdict(training.schedule),
         "data": training.sampler.state(),
         "text": training.text.fingerprint(),
+        "scaler": training.scaler.state_dict(),
         "random": {"seed": training.options.run.seed, "step": training.step},
     }
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Returns what defines the model, as JSON: the numbers of the GPT, or a config of transformers."""
+    config: Any = model.config
+    return asdict(config) if isinstance(config, ModelConfig) else config_facts(model)
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
@@ -118,6 +129,8 @@ def load(training: TrainState, point: Path) -> None:
         group.update(options)
     extra: Any = loaded.extra
     training.sampler.load_state(extra["data"])
+    if training.scaler.is_enabled() and extra.get("scaler"):
+        training.scaler.load_state_dict(extra["scaler"])
     training.step = training.saved_step = loaded.step
     training.checkpoint = loaded.path
 
@@ -138,7 +151,7 @@ def check_said(training: TrainState, point: Path, said: JSON) -> None:
         raise InputError(f"--resume {point}: a checkpoint of another program than {PROGRAM}")
     model, parameters = training.engine.raw_model, said.get("parameters")
     check_same_model(parameters if isinstance(parameters, dict) else {}, parameter_shapes(model), point)
-    check_same_fields(said.get("model"), asdict(model.config), point)
+    check_same_fields(said.get("model"), model_facts(model), point)
     if said.get("text") != training.text.fingerprint():
         raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
 
@@ -172,7 +185,7 @@ def check_same_model(saved: Mapping[str, Any], own: Mapping[str, Any], path: Pat
 def check_same_fields(saved: Any, own: Mapping[str, Any], path: Path) -> None:
     """Compares fields that shapes do not show, as the number of heads."""
     saved = saved if isinstance(saved, dict) else {}
-    for name in MODEL_FIELDS:
+    for name in own if "model_type" in own else MODEL_FIELDS:
         if saved.get(name) != own[name]:
             raise InputError(
                 f"--resume {path}: a checkpoint of another model: {name} is {saved.get(name)} there, {own[name]} here"
@@ -201,6 +214,12 @@ def torchrun_run(options: Options) -> str:
     if run_id == "none":
         run_id = f"agent {os.getppid()} on {socket.gethostname()}"
     return "" if run_id is None else f"{run_id}\n{options}\n"
+
+
+def check_export(folder: Path | None) -> None:
+    """Refuses a folder that has something in it, before the training and not after it."""
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"--export {folder}: exists; name a new folder")
 
 
 def resolve_paths(run: RunOptions, torchrun_run: str = "") -> RunPaths:

@@ -5,7 +5,7 @@ The trainer reads the same for all: call the model, go backward, clip, step. Wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
@@ -21,8 +22,9 @@ from scale_checkpoint.wrapper import How
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_shape
-from scale_fsdp import MixedPrecisionPolicy, class_policy, fully_shard_modules
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, class_policy, fully_shard_modules, no_split_policy
 from scale_fsdp.wrapping.policy import Candidate, Policy
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
@@ -32,10 +34,11 @@ from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import Plan, Style
 from scale_tp.split import even_sizes
 from scale_train.errors import InputError
-from scale_train.model import GPT, Block
+from scale_train.model import GPT, IGNORED, Block
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 from scale_train.resolve import budget_bytes, pipeline_shape
 from scale_train.training.reporters import ProgressCallback
+from scale_train.transformers_model import TransformersSource
 
 PLAN: Plan = {
     "blocks.*.attention.qkv": Style("outputs", output="part", stacked=3),
@@ -47,6 +50,8 @@ PLAN: Plan = {
 """Tensor parallelism of the blocks: two all-reduces in the forward and two in the backward of each.
 
 The embedding of bytes is small, and is replicated."""
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 ATTENTION_RULE = AttentionRule("scale-train's GPT", fused=("qkv",), heads=("heads",))
 
@@ -114,13 +119,16 @@ def _mesh(group: Group, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def parallelize_blocks(
-    model: GPT, axes: MeshAxes, *, sequence_parallel: bool, overlap_pieces: int | None = None
+    model: nn.Module, axes: MeshAxes, *, sequence_parallel: bool, overlap_pieces: int | None = None
 ) -> None:
-    """Shards the layers of the blocks, in place, of a full model that is equal on all ranks."""
+    """Shards the layers of the blocks, in place, of a full model that is equal on all ranks.
+
+    A model of transformers is divided by the plan that it carries.
+    """
     if axes.model.size > 1:
         parallelize(
             model,
-            PLAN,
+            PLAN if isinstance(model, GPT) else None,
             axes.model,
             sequence_parallel=sequence_parallel,
             overlap_pieces=overlap_pieces,
@@ -162,10 +170,13 @@ class PipelineEngine(nn.Module):
             else:
                 self.pipe.stages[index] = DistributedDataParallel(stage, process_group=axes.data.process_group)
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Adds the gradients of a batch's mean loss to this rank's parameters; returns the loss, a scalar."""
+    def step(self, tokens: Tensor, targets: Tensor, scaler: ShardedGradScaler) -> Tensor:
+        """Adds the gradients of a batch's mean loss, scaled, to this rank's parameters; returns the loss, a scalar."""
         self._record_lengths(tokens)
-        return self.pipe.step(tokens.to(self.device), targets.to(self.device))
+        batch = tokens.to(self.device), targets.to(self.device)
+        if not scaler.is_enabled():
+            return self.pipe.step(*batch)
+        return self.pipe.step(*batch, loss_fn=scaler.scale) / scaler.get_scale()
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum"] = "mean"
@@ -226,11 +237,10 @@ class _StageUnits(Policy):
 
 def _sharding(options: ParallelOptions) -> dict[str, Any]:
     """How `fully_shard` casts and releases."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return {
-        "reshard_after_forward": options.reshard_after_forward,
-        "mp_policy": policy if options.precision == "bf16" else None,
-    }
+    policy = None
+    if options.precision != "fp32":
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[options.precision], reduce_dtype=torch.float32)
+    return {"reshard_after_forward": options.reshard_after_forward, "mp_policy": policy}
 
 
 def stage_boundaries(num_blocks: int, num_stages: int) -> list[str]:
@@ -242,11 +252,23 @@ def stage_boundaries(num_blocks: int, num_stages: int) -> list[str]:
     return [f"blocks.{stage * num_blocks // num_stages}" for stage in range(1, num_stages)]
 
 
-def checkpoint_blocks(model: GPT, choice: str, *, offload: bool) -> None:
+def blocks_policy(model: nn.Module) -> Policy:
+    """Returns which modules are sharded and recomputed one by one."""
+    return class_policy(Block) if isinstance(model, GPT) else no_split_policy(model)
+
+
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    if isinstance(model, GPT):
+        return list(model.blocks)
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def checkpoint_blocks(model: nn.Module, choice: str, *, offload: bool) -> None:
     """Checkpoints each block, before or after it is sharded; a budget is for `plan_blocks`."""
     if budget_bytes(choice) is None:
         hows: dict[str, How] = {"none": "offload" if offload else "keep", "all": "recompute", "selective": "selective"}
-        for block in model.blocks:
+        for block in _blocks_of(model):
             apply_checkpointing(block, hows[choice], offload_inputs=offload)
 
 
@@ -282,7 +304,7 @@ class Engine:
     """A model and its optimizer on the ranks of a group."""
 
     model: nn.Module  # what is called: `raw_model`, or DDP or ShardedDataParallel around it
-    raw_model: GPT | PipelineEngine  # with the plain names; local shards with fsdp, this rank's stages with pipe
+    raw_model: nn.Module  # with the plain names; local shards with fsdp, this rank's stages with pipe
     optimizer: Optimizer
     options: ParallelOptions
     device: torch.device
@@ -293,23 +315,33 @@ class Engine:
         """The model, if it is a pipeline: then the ranks of each see the same batch."""
         return self.raw_model if isinstance(self.raw_model, PipelineEngine) else None
 
+    def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", positions: Tensor | None = None) -> Tensor:
+        """The loss of a batch in nats, fp32, a scalar, as `GPT.forward` has it."""
+        if isinstance(self.raw_model, GPT | PipelineEngine):
+            at = {} if positions is None else {"positions": positions}
+            found: Tensor = self.model(tokens, targets, reduction, **at)
+            return found
+        logits = self.model(input_ids=tokens, use_cache=False).logits.float().flatten(0, 1)
+        total = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / targets.numel() if reduction == "mean" else total
+
     def attention(self) -> AbstractContextManager[object]:
         """Around each forward and backward: attention over whole sequences, where ranks divide them."""
         return context_parallel(self.axes.context, attention=self.options.context_attention)
 
-    def part_of(self, tokens: Tensor, targets: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
-        """This rank's part of sequences [batch, sequence] on the device, as arguments of the model."""
+    def part_of(self, tokens: Tensor, targets: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """This rank's part of sequences [batch, sequence] on the device, and its positions, if it is not the whole."""
         context = self.axes.context
         if context.size == 1:
-            return (tokens.to(self.device), targets.to(self.device)), {}
+            return (tokens.to(self.device), targets.to(self.device)), None
         positions = position_ids(tokens.shape[1], context, device=self.device)
         tokens, targets = (split_sequence(each, context).to(self.device) for each in (tokens, targets))
-        return (tokens, targets), {"positions": positions}
+        return (tokens, targets), positions
 
     def autocast(self) -> AbstractContextManager[object]:
         """Around each forward: the precision, where the model does not cast itself."""
-        if self.options.precision == "bf16" and not self._casts_itself:
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        if self.options.precision != "fp32" and not self._casts_itself:
+            return torch.autocast(self.device.type, dtype=COMPUTE_DTYPES[self.options.precision])
         return nullcontext()
 
     @property
@@ -324,7 +356,7 @@ class Engine:
             return nullcontext()
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
-        if self.options.parallel in ("fsdp", "sharded-ddp") and self.options.no_sync:
+        if self.options.parallel in ("fsdp", "sharded-ddp") and not self.options.sync_each_micro_batch:
             context: AbstractContextManager[object] = self.model.no_sync()  # type: ignore[operator]
             return context
         return nullcontext()
@@ -341,12 +373,13 @@ class Engine:
 
 
 def parallelize_gpt(
-    model: GPT,
+    model: nn.Module,
     options: ParallelOptions,
     optimizer_options: OptimizerOptions,
     group: Group,
     device: torch.device,
     progress: ProgressCallback | None = None,
+    source: TransformersSource | None = None,
 ) -> Engine:
     """Moves a model, equal on all ranks, to the device, parallelizes it and makes its optimizer.
 
@@ -361,22 +394,26 @@ def parallelize_gpt(
     pieces = options.overlap_pieces
     parallelize_blocks(model, axes, sequence_parallel=options.sequence_parallel, overlap_pieces=pieces)
     if options.parallel == "pipe":
+        assert isinstance(model, GPT)
         pipeline = PipelineEngine(model, options, axes, device)
         optimizer = _make_optimizer(pipeline, options, optimizer_options, group)
         return Engine(pipeline, pipeline, optimizer, options, device, axes)
     group = axes.data
-    if options.parallel != "fsdp" or not model.embedding.weight.is_meta:
+    if options.parallel != "fsdp" or not next(model.parameters()).is_meta:
         model.to(device)
     if options.parallel == "fsdp":
         fully_shard_modules(
             model,
-            class_policy(Block),
+            blocks_policy(model),
             progress=progress,
             mesh=group.process_group,
-            init=model.init_weights,
+            offload_policy=CPUOffloadPolicy() if options.cpu_offload else None,
+            init=_init_of(model, source),
             compute_device=device,
             **_sharding(options),
         )
+    if source is not None:
+        source.load(model, torch.device("cpu") if options.cpu_offload else device, group)
     optimizer = _make_optimizer(model, options, optimizer_options, group)
     called: nn.Module = model
     if isinstance(optimizer, OSS) and options.parallel == "sharded-ddp":
@@ -384,6 +421,14 @@ def parallelize_gpt(
     elif options.parallel in ("ddp", "oss") and group.process_group is not None:
         called = DistributedDataParallel(model, process_group=group.process_group, gradient_as_bucket_view=True)
     return Engine(called, model, optimizer, options, device, axes)
+
+
+def _init_of(model: nn.Module, source: TransformersSource | None) -> Callable[[nn.Module], None] | Literal[False]:
+    """What initializes the modules of a model on the meta device; False where weights are loaded afterwards."""
+    if source is None:
+        assert isinstance(model, GPT)
+        return model.init_weights
+    return False if source.has_weights else source.initializer(model)
 
 
 def _make_optimizer(
@@ -398,7 +443,10 @@ def _make_optimizer(
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    arguments: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "fused": options.fused}
+    arguments: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95)}
+    arguments |= (
+        {"fused": True} if options.optimizer_kernel == "fused" else {"foreach": options.optimizer_kernel == "foreach"}
+    )
     if parallel.parallel in ("oss", "sharded-ddp"):
         return OSS(groups, AdamW, group, **arguments)
     return AdamW(groups, **arguments)

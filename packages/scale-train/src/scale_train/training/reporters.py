@@ -6,7 +6,6 @@ is an error; one that fills up later costs lines of this file and nothing else.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -29,11 +28,12 @@ from rich.progress import (
 
 from scale_train.errors import reason_of
 from scale_train.memory import format_bytes
+from scale_train.options import Options
 
 # More than the first lines of metrics need: a full disk may still allow an empty file.
 _ROOM_BYTES = 4096
 _SCALARS = (
-    *("loss", "learning_rate", "tokens_per_second", "gain", "useful_steps"),
+    *("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "loss_scale", "gain", "useful_steps"),
     *("noise_scale", "noise_scale_low", "noise_scale_high", "critical_batch", "suggested_batch"),
 )
 
@@ -50,6 +50,9 @@ class StepRecord:
     tokens_per_second: float  # of all ranks, since the last record
     peak_memory_bytes: tuple[int, ...]  # the most memory of each rank so far
     seconds_left: float  # until the last step, at the speed of this run so far
+    mfu: float | None = None  # the part of the devices' peak, by `mfu.py`; None where that is not known
+    loss_scale: float | None = None  # with --precision fp16, that of the next step
+    skipped_steps: int | None = None  # with it, how many were skipped since this run began
     gain: float | None = None  # with --adascale, steps of the smaller batch that this one was worth
     useful_steps: float | None = None  # with it, the sum of all gains
     # With it, that of the gradient, in sequences; None, as are those below, where it is not known.
@@ -67,6 +70,7 @@ class EvaluationRecord:
 
     step: int  # steps done
     held_out_bits_per_byte: float  # mean over the held-out windows
+    held_out_loss: float  # the same in nats per token, whose exponential is the perplexity
 
 
 class Reporter:
@@ -229,27 +233,49 @@ def _entry_key(entry: Mapping[str, Any]) -> tuple[int, bool]:
 
 
 class TensorBoardReporter(Reporter):
-    """Scalars for TensorBoard; only where it is installed."""
+    """Scalars for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency, absent on most machines
 
         self._writer = SummaryWriter(folder)
 
-    @staticmethod
-    def is_installed() -> bool:
-        return importlib.util.find_spec("tensorboard") is not None
-
     def step(self, record: StepRecord) -> None:
-        for name in _SCALARS:
-            if (value := getattr(record, name)) is not None:
-                self._writer.add_scalar(name, value, record.step)
+        for name, value in _scalars(record).items():
+            self._writer.add_scalar(name, value, record.step)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._writer.add_scalar("held_out_bits_per_byte", record.held_out_bits_per_byte, record.step)
+        for name, value in _scalars(record).items():
+            self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
         self._writer.close()
+
+
+class WandbReporter(Reporter):
+    """Scalars for Weights & Biases, one run there for each folder; the summary at the end."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb  # type: ignore[import-not-found, unused-ignore]  # an optional dependency
+
+        self._run: Any = wandb.init(dir=str(folder), name=folder.name, config=dict(config))
+
+    def step(self, record: StepRecord) -> None:
+        self._run.log(_scalars(record), step=record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._run.log(_scalars(record), step=record.step)
+
+    def end(self, lines: list[str], facts: Mapping[str, Any]) -> None:
+        self._run.summary.update(facts)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _scalars(record: StepRecord | EvaluationRecord) -> dict[str, float]:
+    names = _SCALARS if isinstance(record, StepRecord) else ("held_out_bits_per_byte", "held_out_loss")
+    return {name: value for name in names if (value := getattr(record, name)) is not None}
 
 
 class MultiReporter(Reporter):
@@ -288,16 +314,18 @@ def uses_progress_bar(log_format: str) -> bool:
     return log_format == "rich" or (log_format == "auto" and sys.stdout.isatty())
 
 
-def make_reporter(log_format: str, steps: int, first_step: int, folder: Path) -> Reporter:
-    """Returns the reporter of rank 0: the screen, the metrics file, and TensorBoard if installed."""
+def make_reporter(options: Options, first_step: int, folder: Path) -> Reporter:
+    """Returns the reporter of rank 0: the screen, the metrics file, and what `--log-to` names."""
     screen: Reporter
-    if uses_progress_bar(log_format):
-        screen = ProgressBarReporter(steps, first_step)
+    if uses_progress_bar(options.run.log_format):
+        screen = ProgressBarReporter(options.optimizer.steps, first_step)
     else:
-        screen = JsonReporter() if log_format == "json" else PlainReporter()
+        screen = JsonReporter() if options.run.log_format == "json" else PlainReporter()
     kept: list[Reporter] = [MetricsReporter(folder / "metrics.jsonl", screen.note)]
-    if TensorBoardReporter.is_installed():
+    if "tensorboard" in options.run.log_to:
         kept.append(TensorBoardReporter(folder / "tensorboard"))
+    if "wandb" in options.run.log_to:
+        kept.append(WandbReporter(folder, json.loads(json.dumps(asdict(options), default=str))))
     return MultiReporter(screen, *kept)
 
 
@@ -310,8 +338,9 @@ def _format_step(record: StepRecord) -> str:
         gain += f"critical batch {record.critical_batch} ({record.noise_scale_low:.0f} to {high})  "
     if record.suggested_batch is not None:
         gain += f"suggested {record.suggested_batch}  "
+    used = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
     return (
-        f"loss {record.loss:.3f}  {gain}{record.tokens_per_second:,.0f} tokens/s  peak {peak}/rank  "
+        f"loss {record.loss:.3f}  {gain}{record.tokens_per_second:,.0f} tokens/s  {used}peak {peak}/rank  "
         f"{minutes}:{seconds:02d} left"
     )
 

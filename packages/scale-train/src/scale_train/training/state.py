@@ -10,17 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from scale_adascale import AdaScale
 from scale_core.comm.group import Group
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.snapshot import AsyncSave
 from scale_train.data import Sampler, Text
 from scale_train.model import GPT
 from scale_train.options import Options
 from scale_train.resolve import device_type, model_config
 from scale_train.training.adascale import with_adascale
+from scale_train.training.mfu import UtilizationModel, utilization_model
 from scale_train.training.parallelize import Engine, parallelize_gpt, plan_blocks
 from scale_train.training.reporters import Reporter, initialisation_bar, uses_progress_bar
+from scale_train.transformers_model import TransformersSource
 
 
 class MicrobatchTimer:
@@ -129,6 +133,8 @@ class TrainState:
     sampler: Sampler
     text: Text
     reporter: Reporter
+    utilization: UtilizationModel | None  # None where the peak of the devices is not known
+    scaler: ShardedGradScaler  # of the loss with --precision fp16; otherwise it does nothing
     step: int = 0  # steps done
     saved_step: int = -1  # steps done at the last checkpoint; -1 for never
     checkpoint: Path | None = None  # the last complete one, written or read
@@ -136,7 +142,9 @@ class TrainState:
     step_timer: StepTimer = field(default_factory=StepTimer)
     microbatch_timer: MicrobatchTimer = field(init=False)  # used with --adascale
     loss: torch.Tensor | None = None  # this rank's part of the last step's loss, a scalar; None before the first step
-    norm: torch.Tensor | None = None  # of the last step's gradient before clipping, a scalar; None without clipping
+    # Of the last step's gradient before clipping, a scalar; None without clipping, and where the step was skipped.
+    norm: torch.Tensor | None = None
+    skipped_steps: int = 0  # since this run began, of gradients that were not finite with --precision fp16
 
     def __post_init__(self) -> None:
         self.microbatch_timer = MicrobatchTimer(self.engine.device)
@@ -171,22 +179,32 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
     sharded = options.parallel.parallel == "fsdp"
     tensor_parallel = options.parallel.tensor_parallel > 1  # shards a full model
     on_meta = options.parallel.parallel in ("fsdp", "pipe") and not tensor_parallel
-    with torch.device("meta") if on_meta else nullcontext():
-        model = GPT(model_config(options))
-    if not on_meta:
-        plan_blocks(model.to(device), options, group)
+    source = None if options.model.model is None else TransformersSource(options.model.model, options.run.seed)
+    model: nn.Module
+    if source is not None:
+        model = source.build_on_meta()
+        if not on_meta:
+            source.fill(model, device)
+    else:
+        with torch.device("meta") if on_meta else nullcontext():
+            gpt = model = GPT(model_config(options))
+        if not on_meta:
+            plan_blocks(gpt.to(device), options, group)
     with initialisation_bar(
         shown=sharded and group.rank == 0 and uses_progress_bar(options.run.log_format)
     ) as progress:
-        engine = parallelize_gpt(model, options.parallel, options.optimizer, group, device, progress)
+        engine = parallelize_gpt(model, options.parallel, options.optimizer, group, device, progress, source)
     torch.manual_seed(options.run.seed)  # What was drawn so far depends on how it was built.
+    scaler = ShardedGradScaler(enabled=options.parallel.precision == "fp16", process_group=group)
     return TrainState(
         options=options,
         group=group,
         engine=engine,
-        optimizer=with_adascale(engine, options),
+        optimizer=with_adascale(engine, options, scaler),
         schedule=LRSchedule(options.optimizer.lr, options.optimizer.warmup, options.optimizer.steps),
         sampler=Sampler(len(text.train), options.data.sequence, options.run.seed),
         text=text,
         reporter=Reporter(),
+        utilization=utilization_model(options, group.size, device),
+        scaler=scaler,
     )

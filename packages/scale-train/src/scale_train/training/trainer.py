@@ -46,18 +46,23 @@ def train(training: TrainState, save: Callable[[TrainState], object]) -> float:
 
 def train_step(training: TrainState) -> None:
     """One optimizer step of all ranks, on one global batch."""
-    options, optimizer, engine = training.options, training.optimizer, training.engine
+    options, optimizer, engine, scaler = training.options, training.optimizer, training.engine, training.scaler
     # Tensor-parallel ranks compute the same between sharded layers, and need the same dropout.
     seed_step(options.run.seed, training.step, engine.axes.dropout_rank)
     loss = forward_backward(training)
-    norm = None
+    norm, scale = None, scaler.get_scale()
     if options.optimizer.clip:
+        scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(engine.raw_model.parameters(), options.optimizer.clip)
     rate = training.schedule.at(training.schedule_step)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad(set_to_none=True)
+    if scaler.get_scale() < scale:  # Some gradient was not finite, and nothing has changed.
+        training.skipped_steps += 1
+        norm = None
     training.loss, training.norm = loss, norm
     training.step += 1
     training.step_timer.steps += 1
@@ -72,7 +77,8 @@ def forward_backward(training: TrainState) -> Tensor:
     if engine.pipeline is not None:
         (starts,) = slice_of_rank(training.sampler.starts(data.batch), axes.data_rank, axes.num_data, 1)
         with engine.autocast():
-            return engine.pipeline.step(*windows_at(training.text.train, starts, data.sequence))
+            batch = windows_at(training.text.train, starts, data.sequence)
+            return engine.pipeline.step(*batch, training.scaler)
     accumulate = training.options.parallel.accumulate
     micro_batches = slice_of_rank(training.sampler.starts(data.batch), axes.data_rank, axes.num_data, accumulate)
     total = torch.zeros((), device=engine.device)
@@ -82,8 +88,8 @@ def forward_backward(training: TrainState) -> Tensor:
         batch, positions = engine.part_of(*windows_at(training.text.train, starts, data.sequence))
         with engine.gradient_sync(last=index == accumulate - 1), engine.attention():
             with engine.autocast():
-                loss = engine.model(*batch, **positions)
-            (loss / accumulate).backward()
+                loss = engine.loss(*batch, "mean", positions)
+            training.scaler.scale(loss / accumulate).backward()
         total += loss.detach() / accumulate
     return total
 
@@ -113,6 +119,9 @@ def log_step(training: TrainState, loss: Tensor, rate: float, norm: Tensor | Non
             peak_memory_bytes=tuple(row[0] for row in peaks),
             # At the mean progress of the steps so far.
             seconds_left=training.step_timer.seconds_for(round(left * training.step / max(1, training.schedule_step))),
+            mfu=training.utilization and training.utilization.mfu(tokens * steps_per_second),
+            loss_scale=training.scaler.get_scale() if training.scaler.is_enabled() else None,
+            skipped_steps=training.skipped_steps if training.scaler.is_enabled() else None,
             **stats,
         )
     )
@@ -147,8 +156,9 @@ def evaluate(training: TrainState) -> float:
     data, group = training.options.data, training.group
     starts = held_out_starts(len(training.text.held_out), data.sequence, data.held_out_tokens)
     micro_batch = data.batch // (training.engine.axes.num_data * training.options.parallel.accumulate)
-    bits = bits_per_byte(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
-    training.reporter.evaluation(EvaluationRecord(training.step, bits))
+    loss = held_out_loss(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
+    bits = loss / math.log(2) * training.text.tokens_per_byte
+    training.reporter.evaluation(EvaluationRecord(training.step, bits, loss))
     return bits
 
 
@@ -162,8 +172,8 @@ def held_out_starts(num_bytes: int, sequence: int, most_tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, micro_batch: int, group: Group) -> float:
-    """Returns the mean over the windows of `text`, uint8 `[bytes]`, at `starts`; called on all ranks, equal on all.
+def held_out_loss(engine: Engine, text: Tensor, starts: Tensor, sequence: int, micro_batch: int, group: Group) -> float:
+    """Returns the mean loss, in nats per token, of the windows of `text`, `[tokens]`, at `starts`; equal on all ranks.
 
     Each rank reads its share. Where the windows do not divide, a rank pads its batch with windows that do not count,
     because a forward pass of a sharded model is one of all ranks.
@@ -180,10 +190,10 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
         targets[len(mine) :] = IGNORED
         batch, positions = engine.part_of(tokens, targets)
         with engine.attention(), engine.autocast():
-            loss = engine.model(*batch, "sum", **positions)
+            loss = engine.loss(*batch, "sum", positions)
         nats += loss.item()
     engine.model.train()
-    return sum_over_ranks(nats if engine.axes.counts else 0.0, group) / (math.log(2) * len(starts) * sequence)
+    return sum_over_ranks(nats if engine.axes.counts else 0.0, group) / (len(starts) * sequence)
 
 
 def sum_over_ranks(value: float, group: Group) -> float:

@@ -1,0 +1,196 @@
+"""Checks of options that need neither torch nor the number of ranks: all that is wrong is told at once.
+
+What depends on the ranks is checked in `resolve.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from scale_train.configuration.fields import option_fields
+from scale_train.model_folder import attention_width_in, number_in, read_config, shape_in
+from scale_train.options import ModelOptions, Options
+from scale_train.sizes import SIZES, ModelConfig, ModelSize
+from scale_train.tokenizer import open_tokenizer, tokenizer_of
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "sequence": (1, 10**7),
+    "batch": (1, 10**7),
+    "held_out_tokens": (0, 10**12),
+    "layers": (1, 10_000),
+    "width": (1, 1_000_000),
+    "heads": (1, 100_000),
+    "loss_chunk": (0, 10**9),
+    "ranks": (1, 10**6),
+    "accumulate": (1, 10**6),
+    "tensor_parallel": (1, 10**5),
+    "overlap_pieces": (1, 1000),
+    "context_parallel": (1, 10**5),
+    "stages": (1, 10_000),
+    "chunks": (1, 10**6),
+    "steps": (1, 10**9),
+    "warmup": (0, 10**9),
+    "weight_decay": (0, 10**6),
+    "clip": (0, 10**12),
+    "adascale_scale": (0, 10**6),
+    "seed": (0, 2**63 - 1),
+    "save_every": (0, 10**9),
+    "evaluate_every": (0, 10**9),
+    "log_every": (1, 10**9),
+    "sample_length": (0, 10**6),
+    "peak_flops": (1, 10**18),
+}
+"""The least and the most of each number. Above it nothing can be meant, and memory would fill before anything else is
+checked."""
+
+
+def option_problems(options: Options) -> list[str]:
+    """Returns what cannot be meant, one line for each problem."""
+    problems = list(_number_problems(options))
+    if not problems:  # A model of -1 layers was told above.
+        problems += _model_problems(options)
+    return [*problems, *_activation_problems(options), *_optimizer_problems(options), *_logger_problems(options)]
+
+
+def _logger_problems(options: Options) -> Iterator[str]:
+    for name in options.run.log_to:
+        if importlib.util.find_spec(name) is None:
+            yield f"--log-to {name}: {name} is not installed: pip install {name}"
+
+
+def _number_problems(options: Options) -> Iterator[str]:
+    for field in option_fields().values():
+        value = getattr(getattr(options, field.table), field.name)
+        if field.name not in LIMITS or value is None:
+            continue
+        least, most = LIMITS[field.name]
+        if not value >= least or value == math.inf:
+            yield f"{field.flag} {value}: {'0 or more' if least == 0 else f'at least {least:g}'} is needed"
+        elif value > most:
+            yield f"{field.flag} {value}: more than can be meant; at most {most:,.0f}".replace(",", "")
+    if not 0 < options.optimizer.lr < math.inf:
+        yield f"--lr {options.optimizer.lr}: a number above 0 is needed"
+    if not 0 <= options.model.dropout < 1:
+        yield f"--dropout {options.model.dropout}: a number from 0 to below 1 is needed"
+
+
+def _model_problems(options: Options) -> Iterator[str]:
+    try:
+        vocabulary = open_tokenizer(tokenizer_of(options)).vocabulary
+        if options.model.model is None:
+            gpt_config(options)
+        else:
+            yield from _transformers_problems(options, read_config(options.model.model), vocabulary)
+    except ValueError as error:
+        yield str(error)
+    if options.run.export is not None and options.model.model is None:
+        yield "--export: the GPT of --size is no model of transformers; name one with --model"
+
+
+def _transformers_problems(options: Options, config: dict[str, Any], vocabulary: int) -> Iterator[str]:
+    """What does not go with a model of transformers."""
+    model, parallel = options.model, options.parallel
+    flag = f"--model {model.model}"
+    for name in ("size", "layers", "width", "heads", "untied_embeddings", "dropout", "loss_chunk"):
+        if getattr(model, name) != getattr(ModelOptions(), name):
+            yield f"--{name.replace('_', '-')} is for the GPT of --size, and {flag} names another model; leave one out"
+    known = config.get("vocab_size")
+    if isinstance(known, int) and known < vocabulary:
+        yield f"{flag}: its vocabulary has {known} tokens, and that of the tokenizer {vocabulary}"
+    positions = number_in(config, "positions")
+    if positions is not None and options.data.sequence > positions:
+        yield f"--sequence {options.data.sequence}: {flag} has {positions} positions; take at most {positions}"
+    if parallel.parallel == "pipe":
+        yield f"--parallel pipe: {flag} is not divided into stages; take fsdp"
+    if parallel.context_parallel > 1:
+        yield f"--context-parallel {parallel.context_parallel}: {flag} sees whole sequences; take 1"
+    if parallel.sequence_parallel:
+        yield f"--sequence-parallel: {flag} is divided by the plan that it carries; leave it out"
+    if budget_bytes(parallel.checkpoint_activations) is not None:
+        choice = parallel.checkpoint_activations
+        yield f"--checkpoint-activations {choice}: {flag} is not planned; take all or selective"
+
+
+def model_shape(options: Options) -> ModelSize:
+    """Returns layers, width and heads; 0 for what a config of transformers does not say."""
+    if options.model.model is not None:
+        return shape_in(read_config(options.model.model))
+    config = gpt_config(options)
+    return ModelSize(config.layers, config.width, config.heads)
+
+
+def attention_width(options: Options) -> int:
+    """Returns heads times the features of each; 0 where a config of transformers does not say it."""
+    if options.model.model is not None:
+        return attention_width_in(read_config(options.model.model))
+    return gpt_config(options).width
+
+
+def gpt_config(options: Options) -> ModelConfig:
+    """Returns the numbers of the GPT; a ValueError where they make none."""
+    asked = options.model
+    shape = SIZES.get(asked.size)
+    if shape is None:
+        raise ValueError(f"--size {asked.size}: no such size; there are {', '.join(SIZES)}")
+    vocabulary = open_tokenizer(tokenizer_of(options)).vocabulary
+    try:
+        return ModelConfig(
+            layers=shape.layers if asked.layers is None else asked.layers,
+            width=shape.width if asked.width is None else asked.width,
+            heads=shape.heads if asked.heads is None else asked.heads,
+            vocabulary=vocabulary,
+            tied=not asked.untied_embeddings,
+            dropout=asked.dropout,
+            loss_chunk=asked.loss_chunk,
+        )
+    except ValueError as error:
+        raise ValueError(f"--size {asked.size} with --layers, --width, --heads: {error}") from error
+
+
+def _activation_problems(options: Options) -> Iterator[str]:
+    parallel = options.parallel
+    choice = parallel.checkpoint_activations
+    if choice in ("none", "all", "selective"):
+        return
+    if budget_bytes(choice) is None:
+        yield f"--checkpoint-activations {choice}: take all, selective, or a budget, as budget:2GiB"
+    elif parallel.parallel in ("fsdp", "pipe"):
+        yield (
+            f"--checkpoint-activations {choice}: a plan is measured on a whole model, and {parallel.parallel} trains "
+            "it whole nowhere; take all or selective, or --parallel sharded-ddp"
+        )
+    elif parallel.offload_activations:
+        yield f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded"
+
+
+def _optimizer_problems(options: Options) -> Iterator[str]:
+    scale, parallel = options.optimizer.adascale_scale, options.parallel
+    if scale > 0 and not options.optimizer.adascale:
+        yield f"--adascale-scale {scale:g} has no effect without --adascale"
+    elif 0 < scale < 1:
+        yield f"--adascale-scale {scale:g}: at least 1 is needed"
+    if parallel.cpu_offload and parallel.parallel != "fsdp":
+        yield f"--cpu-offload: --parallel {parallel.parallel} keeps its state on the device; take --parallel fsdp"
+    if parallel.parallel == "pipe" and parallel.accumulate > 1:
+        yield (
+            f"--accumulate {parallel.accumulate}: with --parallel pipe it is --chunks that cuts the batch; take "
+            f"--chunks {parallel.accumulate * parallel.chunks}"
+        )
+
+
+def budget_bytes(choice: str) -> int | None:
+    """Returns the bytes of `--checkpoint-activations budget:2GiB`; None for another choice."""
+    return bytes_of(choice.removeprefix("budget:")) if choice.startswith("budget:") else None
+
+
+def bytes_of(text: str) -> int | None:
+    """Returns a number of bytes, as 5GB or 2GiB; None for another text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]i?B|B)", text)
+    if found is None:
+        return None
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    return int(float(found[1]) * units[found[2]])

@@ -1,0 +1,136 @@
+"""The fields of `Options` as a table: flag, TOML key, type, default and help text, all from the dataclasses."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import scale_train.options
+from scale_train.options import Options
+
+
+@dataclass(frozen=True)
+class OptionField:
+    """One option: `--weight-decay`, `weight_decay` in the table `[optimizer]`, `OptimizerOptions.weight_decay`."""
+
+    table: str
+    name: str
+    type: type  # of one value: int, float, bool, str or Path
+    choices: tuple[str, ...]  # all values of a text, where they are known
+    is_optional: bool  # whether None is a value, which a file says by leaving it out
+    is_tuple: bool
+    default: Any
+    bare: str | None  # the value of the flag without a word; None where it needs one
+    placeholder: str  # what stands after the flag in the help text
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.table}.{self.name}"
+
+    @property
+    def expected(self) -> str:
+        """What a value has to be, for messages."""
+        if self.choices:
+            return " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
+        return f"a list, each {names[self.type]}" if self.is_tuple else names[self.type]
+
+    def from_text(self, words: Sequence[str]) -> Any:
+        """Converts what stands after the flag; a ValueError where it is none of this type."""
+        if self.is_tuple:
+            return tuple(self._one_from_text(word) for word in words)
+        (word,) = words
+        return self._one_from_text(word)
+
+    def _one_from_text(self, word: str) -> Any:
+        if self.type is bool:
+            return {"true": True, "false": False}[word.lower()] if word.lower() in ("true", "false") else self._fail()
+        return self.checked(self.type(word), is_one=True)
+
+    def checked(self, value: Any, *, is_one: bool = False) -> Any:
+        """Returns a value of a TOML file or of Python as the dataclass has it; a ValueError where its type is wrong."""
+        if value is None and self.is_optional:
+            return None
+        if self.is_tuple and not is_one:
+            values = value if isinstance(value, list | tuple) else self._fail()
+            return tuple(self.checked(each, is_one=True) for each in values)
+        if self.type is Path and isinstance(value, str | Path):
+            return Path(value)
+        if self.type is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not isinstance(value, self.type) or (self.type is int and isinstance(value, bool)):
+            self._fail()
+        if self.choices and value not in self.choices:
+            self._fail()
+        return value
+
+    def _fail(self) -> Any:
+        raise ValueError(self.expected)
+
+
+@cache
+def option_fields() -> Mapping[str, OptionField]:
+    """Returns the fields of all tables by flag, in the order of the dataclasses."""
+    found = {}
+    for group in dataclasses.fields(Options):
+        options: Any = typing.get_type_hints(Options)[group.name]
+        hints, texts = typing.get_type_hints(options), docstrings_of(options)
+        for each in dataclasses.fields(options):
+            field = _field_of(group.name, each, hints[each.name], texts[each.name])
+            found[field.flag] = field
+    return found
+
+
+def table_help(table: str) -> str:
+    """Returns the one sentence on a table."""
+    options: Any = typing.get_type_hints(Options)[table]
+    return inspect.getdoc(options) or ""
+
+
+def _field_of(table: str, field: dataclasses.Field[Any], hint: Any, text: str) -> OptionField:
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    is_optional = type(None) in parts
+    (one,) = [part for part in parts if part is not type(None)]
+    is_tuple = typing.get_origin(one) is tuple
+    if is_tuple:
+        one = typing.get_args(one)[0]
+    choices = typing.get_args(one) if typing.get_origin(one) is typing.Literal else ()
+    kind = str if choices else one
+    bare = "true" if kind is bool else field.metadata.get("bare")
+    placeholder = field.metadata.get("placeholder") or _placeholder(kind, choices, is_tuple, field.default)
+    return OptionField(table, field.name, kind, choices, is_optional, is_tuple, field.default, bare, placeholder, text)
+
+
+def _placeholder(kind: type, choices: tuple[str, ...], is_tuple: bool, default: Any) -> str:
+    if kind is bool:
+        return "{true,false}" if default else "[true|false]"
+    if sum(map(len, choices)) > 50:
+        return "NAME"  # The text lists them.
+    word = f"{{{','.join(choices)}}}" if choices else {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
+    return f"{word} [...]" if is_tuple else word
+
+
+def docstrings_of(options: type) -> dict[str, str]:
+    """Returns the text below each field of a dataclass of `options.py`, on one line."""
+    tree = ast.parse(inspect.getsource(scale_train.options))
+    body = next(each.body for each in tree.body if isinstance(each, ast.ClassDef) and each.name == options.__name__)
+    texts = {}
+    for statement, following in itertools.pairwise(body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant)
+            texts[statement.target.id] = " ".join(str(following.value.value).split())
+    return texts

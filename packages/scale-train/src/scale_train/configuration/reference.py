@@ -1,0 +1,83 @@
+"""`docs/configuration.md`, made from the dataclasses.
+
+python -m scale_train.configuration.reference > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from scale_train.configuration.checks import LIMITS
+from scale_train.configuration.fields import OptionField, option_fields, table_help
+from scale_train.configuration.help import default_text
+from scale_train.options import Options
+
+_BEGINNING = """# Configuration reference
+
+All options of `scale-train lm`: as flags, as keys of a TOML file, and as fields in Python. The three have the same
+names and the same checks, and flags override the file. This page is made from the dataclasses
+([how they are used](guides/scale-train.md#configuration)).
+
+```sh
+scale-train lm --config run.toml --lr 1e-3      # flags override the file
+scale-train lm --config run.toml --print-config # the file that repeats the run
+```
+
+```toml
+[optimizer]
+lr = 1e-3
+```
+
+```python
+from scale_train import OptimizerOptions, Options, train
+
+if __name__ == "__main__":
+    train(Options(optimizer=OptimizerOptions(lr=1e-3)))
+```
+
+A value that is not set has no default in the table; a file leaves it out. Sizes, counts and rates have the limits in
+brackets: what is outside of them is refused before any memory is taken.
+"""
+
+
+def reference() -> str:
+    """Returns the page."""
+    parts = [_BEGINNING]
+    tables: dict[str, list[OptionField]] = {}
+    for field in option_fields().values():
+        tables.setdefault(field.table, []).append(field)
+    for table, fields in tables.items():
+        options: Any = get_type_hints(Options)[table]
+        parts += [f"\n## `[{table}]`, `{options.__name__}`\n", f"\n{table_help(table)}\n"]
+        parts += ["\n| flag | key, field | value | default | |\n", "|---|---|---|---|---|\n"]
+        parts += [_row(field) for field in fields]
+    return "".join(parts)
+
+
+def _row(field: OptionField) -> str:
+    default = default_text(field)
+    cells = (
+        f"`{field.flag}`",
+        f"`{field.name}`",
+        _values(field),
+        f"`{default}`" if default else "",
+        field.help.replace("|", "\\|"),
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _values(field: OptionField) -> str:
+    if field.choices:
+        return ("list of " if field.is_tuple else "") + ", ".join(f"`{choice}`" for choice in field.choices)
+    name = {int: "integer", float: "number", bool: "`true`, `false`", str: "text", Path: "path"}[field.type]
+    if field.name in LIMITS:
+        least, most = (
+            f"{limit:.0f}" if limit < 1e6 else f"{limit:.0e}".replace("e+0", "e") for limit in LIMITS[field.name]
+        )
+        name += f" [{least}, {most}]"
+    return f"list of {name}s" if field.is_tuple else name
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,41 @@
+"""The command lines of `scale-train ppl` and `export`; nothing here loads torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+
+@dataclass(frozen=True)
+class PplOptions:
+    """Say how well a trained model predicts a text: loss per token, perplexity, bits per byte."""
+
+    model: Positional[Path]
+    """Folder of a run, one of its checkpoints, or the folder of a model of Hugging Face."""
+    text: tuple[Path, ...]
+    """Files or folders of text, or JSON lines (.jsonl); all of it is read."""
+    text_field: str = "text"
+    """Of each object of a JSON-lines file, the field with its text."""
+    tokenizer: str | None = None
+    """byte, or a tokenizer.json (or its folder); by default that of the run, or of the model's folder."""
+    sequence: int | None = None
+    """Tokens in a window; by default those of the run, or as many as the model has positions, at most 1024."""
+    batch: int = 8
+    """Windows in a forward pass."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is a GPU."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write the model of a run of `scale-train lm --model` as a folder that from_pretrained of transformers reads."""
+
+    run: Positional[Path]
+    """Folder of a run, or one of its checkpoints."""
+    folder: Positional[Path]
+    """New folder."""

@@ -1,0 +1,73 @@
+"""Model FLOPs utilization: the part of the devices' peak that the arithmetic of the model itself takes.
+
+Chowdhery et al., "PaLM", arXiv 2204.02311, Appendix B: a token costs 6 N + 12 L H Q T operations in forward and
+backward (N parameters, L layers, H heads of Q features, T tokens in a sequence). Recomputation does not count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from scale_train.configuration.checks import attention_width, model_shape
+from scale_train.memory import count_parameters
+from scale_train.model_folder import is_mixture, read_config
+from scale_train.options import Options
+
+# Operations in a second of bf16 and fp16 matrix products with sums in fp32, without sparsity, from data sheets. The
+# first name that is part of the device's own is taken.
+_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "MI300X": 1307e12,
+}
+
+
+class UtilizationModel(NamedTuple):
+    """What turns tokens per second into a part of the peak."""
+
+    flops_per_token: float
+    peak_flops: float  # of all ranks together
+
+    def mfu(self, tokens_per_second: float) -> float:
+        """Returns the part, 0.4 for 40 %."""
+        return tokens_per_second * self.flops_per_token / self.peak_flops
+
+
+def flops_per_token(num_params: int, layers: int, width: int, sequence: int) -> int:
+    """Returns the operations of forward and backward for one token; `width` is heads times features of each.
+
+    >>> flops_per_token(540_000_000_000, 118, 48 * 256, 2048)  # PaLM 540B
+    3275634806784
+    """
+    return 6 * num_params + 12 * layers * width * sequence
+
+
+def peak_of(device_name: str, precision: str) -> float | None:
+    """Returns the peak of one device; None where it is not known, as for fp32."""
+    if precision == "fp32":
+        return None
+    return next((peak for name, peak in _PEAKS.items() if name in device_name), None)
+
+
+def utilization_model(options: Options, num_ranks: int, device: torch.device) -> UtilizationModel | None:
+    """Returns how utilization is computed; None where the peak or the model's operations are not known."""
+    peak = options.run.peak_flops
+    if peak is None and device.type == "cuda":
+        peak = peak_of(torch.cuda.get_device_name(device), options.parallel.precision)
+    layers, width = model_shape(options).layers, attention_width(options)
+    of_experts = options.model.model is not None and is_mixture(read_config(options.model.model))
+    if peak is None or not layers or not width or of_experts:  # Of experts, a token passes through a part of them.
+        return None
+    cost = flops_per_token(count_parameters(options), layers, width, options.data.sequence)
+    return UtilizationModel(cost, peak * num_ranks)

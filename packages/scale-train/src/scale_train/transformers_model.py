@@ -1,0 +1,126 @@
+"""`--model`: a causal language model of transformers, built on the meta device, with weights or initialized by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from scale_core import load_pretrained, save_pretrained
+from scale_core.comm.group import Group
+from scale_core.consistency.execution_order import fingerprint_of
+from scale_core.errors import SnapshotError
+from scale_core.pretrained.materialize import materialize
+from scale_train.errors import InputError
+from scale_train.model_folder import has_weights, read_config
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+# What a config says beside the model itself.
+_VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
+
+
+@dataclass(frozen=True)
+class TransformersSource:
+    """Where a model comes from, and how it gets its values."""
+
+    path: Path
+    seed: int
+
+    @property
+    def has_weights(self) -> bool:
+        return has_weights(self.path)
+
+    def build_on_meta(self) -> nn.Module:
+        """Returns the model in fp32, on the meta device, in training mode; an InputError where it cannot be built."""
+        try:
+            return build_on_meta(read_config(self.path)).train()
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    def initializer(self, model: nn.Module) -> Callable[[nn.Module], None]:
+        """Returns what draws the parameters of one module by transformers' rules, from the seed and its name.
+
+        So values are the same in any order, and at any number of ranks.
+        """
+        owners: dict[nn.Parameter, str] = {}
+        paths = {}
+        for path, module in model.named_modules():
+            params = list(module.parameters(recurse=False))
+            paths[module] = owners.get(params[0], path) if params else path  # Tied weights have one name.
+            for param in params:
+                owners.setdefault(param, path)
+        rule: Any = model._init_weights
+
+        def init(module: nn.Module) -> None:
+            torch.manual_seed(fingerprint_of(self.seed, paths[module]) % 2**63)
+            with torch.no_grad():
+                rule(module)
+
+        return init
+
+    def fill(self, model: nn.Module, device: torch.device) -> None:
+        """Gives a plain model on the meta device memory, and values if it does not get weights."""
+        init = self.initializer(model)
+        materialize(model, device, init, set())
+        if not self.has_weights:
+            for module in model.modules():
+                init(module)
+
+    def load(self, model: nn.Module, device: torch.device, group: Group) -> None:
+        """Loads the weights, if there are any, into the parts that this rank holds; called on all ranks."""
+        if not self.has_weights:
+            return
+        try:
+            load_pretrained(model, self.path, device=device, cast=True, process_group=group)
+        except SnapshotError as error:
+            raise InputError(f"--model {self.path}: {error}") from error
+
+
+def build_on_meta(content: Mapping[str, Any]) -> nn.Module:
+    """Returns the model of a config in fp32, on the meta device; an InputError where transformers is not installed."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise InputError("--model: transformers is not installed: pip install 'scale-train[transformers]'") from error
+    kind = content["model_type"]
+    try:
+        config = AutoConfig.for_model(kind, **{name: value for name, value in content.items() if name != "model_type"})
+        config.use_cache = False
+        make: Any = AutoModelForCausalLM.from_config  # not annotated
+        with torch.device("meta"):
+            model: nn.Module = make(config, dtype=torch.float32)
+    except ValueError as error:
+        raise InputError(f"--model: transformers cannot build a causal language model of {kind}: {error}") from error
+    return model
+
+
+def config_facts(model: nn.Module) -> dict[str, Any]:
+    """Returns what a checkpoint holds of the model's config, as JSON."""
+    config: Any = model.config
+    facts: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {name: value for name, value in facts.items() if name not in _VOLATILE}
+
+
+def export_model(model: nn.Module, folder: Path, tokenizer: Path | None, group: Group) -> None:
+    """Writes a folder that `from_pretrained` reads, the tokenizer beside it; called on all ranks, an InputError on all.
+
+    Args:
+        model: Of transformers; sharded, divided or plain.
+        folder: New, or empty.
+        tokenizer: The folder whose tokenizer goes with it.
+        group: The ranks that hold the model.
+    """
+    try:
+        save_pretrained(model, folder, process_group=group)
+    except SnapshotError as error:
+        raise InputError(f"--export {folder}: {error}") from error
+    if group.rank == 0 and tokenizer is not None:
+        for name in _TOKENIZER_FILES:
+            if (tokenizer / name).exists():
+                shutil.copyfile(tokenizer / name, folder / name)

@@ -1,0 +1,203 @@
+"""`--model`: models of transformers under each way to train, beside a plain loop; and folders for other programs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from scale_core.comm.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.cli import main
+from scale_train.configuration.checks import option_problems
+from scale_train.data import Sampler, read_text, windows_at
+from scale_train.errors import InputError
+from scale_train.training.checkpoint import load
+from scale_train.training.state import LRSchedule, build_state
+from scale_train.training.train import train_language_model
+from scale_train.training.trainer import train_step
+from scale_train.transformers_model import TransformersSource
+
+STEPS = 3
+LLAMA = LlamaConfig(
+    vocab_size=261, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "text"
+    path.write_bytes(bytes(torch.randint(97, 123, (2_000,), generator=torch.Generator().manual_seed(0)).tolist()))
+    torch.manual_seed(5)
+    LlamaForCausalLM(LLAMA).save_pretrained("llama")
+    Path("llama.json").write_text((Path("llama") / "config.json").read_text())
+    return path
+
+
+def options_for(text: Path, model: str, parallel: str, out: str = "", **more) -> Options:
+    return Options(
+        data=DataOptions(text=(text,), sequence=8, batch=4),
+        model=ModelOptions(model=text.parent / model),
+        parallel=ParallelOptions(parallel=parallel, device="cpu", **more),
+        optimizer=OptimizerOptions(steps=STEPS, clip=0.5, warmup=1, optimizer_kernel="plain"),
+        run=RunOptions(
+            log_every=1, seed=1, log_format="plain", sample_length=3, out=text.parent / f"{out}-run",
+            export=text.parent / out if out else None,
+        ),
+    )  # fmt: skip
+
+
+def plain_weights(options: Options, model: torch.nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same training in plain PyTorch, on one process."""
+    content = read_text(options.data.text).train
+    optimizer = AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1.0, betas=(0.9, 0.95), foreach=False,
+    )  # fmt: skip
+    sampler, losses = Sampler(len(content), 8, options.run.seed), []
+    schedule = LRSchedule(options.optimizer.lr, 1, STEPS)
+    for step in range(STEPS):
+        tokens, targets = windows_at(content, sampler.starts(4), 8)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.at(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, dict(model.state_dict())
+
+
+def test_a_folder_is_trained_as_by_a_plain_loop_to_the_bit_and_from_pretrained_reads_the_export(text, capsys):
+    options = options_for(text, "llama", "none", "trained")
+    _, expected = plain_weights(options, AutoModelForCausalLM.from_pretrained("llama", dtype=torch.float32).train())
+    (text.parent / "llama" / "tokenizer_config.json").write_text("{}")
+    summary = train_language_model(options, Group())
+    found = AutoModelForCausalLM.from_pretrained(summary.export).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert main(["export", "trained-run", "again"]) == 0
+    again = AutoModelForCausalLM.from_pretrained("again").state_dict()
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    shown = capsys.readouterr().out
+    assert "2 layers x 16" in shown and "export         " in shown
+    assert main(["export", "trained-run", "again"]) == 2
+    assert "again" in capsys.readouterr().err
+
+
+def trained_on_ranks(*asked: Options) -> list[tuple[list[float], dict[str, float]]]:
+    found = []
+    for options in asked:
+        training = build_state(options, read_text(options.data.text), group_of())
+        losses = []
+        while not training.is_over:
+            train_step(training)
+            row = training.loss.clone()
+            if training.engine.axes.data.size > 1:
+                torch.distributed.all_reduce(row, group=training.engine.axes.data.process_group)
+            losses.append(row.item() / training.engine.axes.data.size)
+        found.append(losses)
+    return found
+
+
+def test_two_ranks_train_a_model_of_transformers_as_a_plain_loop(text):
+    from_folder, _ = plain_weights(options_for(text, "llama", "none"), AutoModelForCausalLM.from_pretrained("llama"))
+    source = TransformersSource(text.parent / "llama.json", 1)
+    drawn = source.build_on_meta()
+    source.fill(drawn, torch.device("cpu"))
+    from_config, _ = plain_weights(options_for(text, "llama.json", "none"), drawn)
+    assert from_config != from_folder
+    ways = ({"parallel": "fsdp"}, {"parallel": "oss"}, {"parallel": "sharded-ddp"}, {"parallel": "ddp"})
+    more = ({"parallel": "none", "tensor_parallel": 2}, {"parallel": "fsdp", "checkpoint_activations": "all"})
+    asked = [options_for(text, name, **way) for name in ("llama", "llama.json") for way in (*ways, *more)]
+    for rank in run_ranks(trained_on_ranks, 2, *asked):
+        for options, losses in zip(asked, rank, strict=True):
+            expected = from_folder if options.model.model.name == "llama" else from_config
+            assert losses == pytest.approx(expected, rel=1e-5), options.parallel
+
+
+def export_of_shards(options: Options) -> str:
+    return train_language_model(options, group_of()).export
+
+
+def test_shards_are_exported_to_the_bit_and_judged_alike(text, capsys):
+    options = options_for(text, "llama", "fsdp", "sharded")
+    (folder, _) = run_ranks(export_of_shards, 2, options)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    training = build_state(
+        replace(options, parallel=ParallelOptions(parallel="none", device="cpu")), read_text([text]), Group()
+    )
+
+    load(training, text.parent / "sharded-run" / "checkpoints" / f"step-{STEPS:08}")
+    saved = dict(training.engine.raw_model.named_parameters())
+    assert all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
+    capsys.readouterr()
+    judged = []
+    for path in (folder, "sharded-run"):
+        assert main(["ppl", str(path), "--text", str(text), "--sequence", "8", "--tokenizer", "byte", "--json"]) == 0
+        judged.append(json.loads(capsys.readouterr().out))
+    content = read_text([text])
+    tokens = torch.cat([content.train, content.held_out]).long()
+    starts = torch.arange((len(tokens) - 1) // 8) * 8
+    windows = tokens[starts.unsqueeze(1) + torch.arange(9)]
+    with torch.no_grad():
+        logits = model(input_ids=windows[:, :-1]).logits.flatten(0, 1)
+    nats = functional.cross_entropy(logits, windows[:, 1:].flatten()).item()
+    for each in judged:
+        assert each["loss"] == pytest.approx(nats, rel=1e-5)
+        assert each["bits_per_byte"] == pytest.approx(nats / 0.6931471805599453, rel=1e-5)
+        assert each["perplexity"] == pytest.approx(2.718281828459045**nats, rel=1e-4)
+
+
+def test_what_does_not_go_with_a_model_of_transformers_is_told_at_once(text):
+    options = Options(
+        DataOptions(sequence=64),
+        ModelOptions(size="small", dropout=0.1, model=Path("llama")),
+        ParallelOptions(parallel="pipe", context_parallel=2),
+    )
+    assert [problem.partition(":")[0].partition(" is for")[0] for problem in option_problems(options)] == [
+        "--size", "--dropout", "--sequence 64", "--parallel pipe", "--context-parallel 2",
+    ]  # fmt: skip
+    Path("small.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100}))
+    assert (
+        "vocabulary has 100 tokens, and that of the tokenizer 256"
+        in option_problems(Options(model=ModelOptions(model=Path("small.json"))))[0]
+    )
+    for name, told in (("nowhere", "cannot be read"), ("text", "no config of transformers")):
+        (problem,) = option_problems(Options(model=ModelOptions(model=Path(name))))
+        assert told in problem
+    (problem,) = option_problems(Options(run=RunOptions(export=Path("e"))))
+    assert problem.startswith("--export: the GPT of --size")
+    Path("full").mkdir()
+    Path("full/file").write_text("")
+    with pytest.raises(InputError, match="--export full: exists"):
+        train_language_model(replace(options_for(text, "llama", "none"), run=RunOptions(export=Path("full"))), Group())
+
+
+def test_a_checkpoint_of_another_config_is_refused(text, capsys):
+    train_language_model(options_for(text, "llama", "none", "trained"), Group())
+    other = json.loads(Path("llama.json").read_text())
+    Path("other.json").write_text(json.dumps({**other, "rms_norm_eps": 0.5}))
+    options = options_for(text, "other.json", "none")
+    with pytest.raises(InputError, match=r"another model: rms_norm_eps is 1e-06 there, 0\.5 here"):
+        train_language_model(replace(options, run=RunOptions(resume=text.parent / "trained-run")), Group())
+
+
+def test_gpt2_trains_from_its_config(text):
+    GPT2Config(vocab_size=256, n_positions=8, n_embd=16, n_layer=2, n_head=2).save_pretrained("gpt2")
+    training = build_state(options_for(text, "gpt2", "none"), read_text([text]), Group())
+    assert isinstance(training.engine.raw_model, GPT2LMHeadModel)
+    first = [param.clone() for param in training.engine.params()]
+    train_step(training)
+    assert all(not torch.equal(*pair) for pair in zip(first, training.engine.params(), strict=True))
