@@ -153,7 +153,9 @@ def clients(session: nox.Session, client: str) -> None:
 def house(session: nox.Session) -> None:
     """Check what holds between the packages: versions, edges, floors, imports, public names."""
     install_everything(session, "pytest>=8", "pytest-xdist>=3.6")
-    session.run("pytest", *IN_PARALLEL, "packages/test_house.py", *session.posargs, env=ONE_THREAD)
+    session.run(
+        "pytest", *IN_PARALLEL, "packages/test_house.py", "packages/test_docs.py", *session.posargs, env=ONE_THREAD
+    )
     share_bytecode(session, keep=True)
 
 
@@ -172,7 +174,7 @@ def typecheck(session: nox.Session) -> None:
     install_everything(session, "mypy>=2.4,<2.5", "nox", *test_group(PACKAGES))
     for package in PACKAGES:
         session.run("mypy", f"packages/{package}/src")
-    session.run("mypy", "noxfile.py", "packages/test_house.py", "packages/conftest.py")
+    session.run("mypy", "noxfile.py", "packages/test_house.py", "packages/test_docs.py", "packages/conftest.py")
 
 
 @nox.session(allow_parallel=True)
@@ -239,6 +241,21 @@ def benchmarks(session: nox.Session) -> None:
     for script in sorted(ROOT.glob("benchmarks/*.py")):
         if '__name__ == "__main__"' in script.read_text(encoding="utf-8"):
             session.run("python", str(script.relative_to(ROOT)), "--smoke")
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run every program of docs/examples, and the code of guides and READMEs that the default run leaves out."""
+    install_everything(session, *test_group(PACKAGES))
+    session.run(
+        "pytest",
+        "-m",
+        "soak or not soak",
+        "packages/test_docs.py",
+        "packages/scale-train/tests/docs",
+        *session.posargs,
+        env=ONE_THREAD,
+    )
 
 
 @nox.session

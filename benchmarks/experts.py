@@ -2,6 +2,7 @@
 
     python benchmarks/experts.py                        # worlds 2 and 4; some minutes of two cores
     python benchmarks/experts.py --turns 9
+    python benchmarks/experts.py --simulate             # the simulation alone; 64 and 512 ranks in one process
     python benchmarks/experts.py --smoke                # tiny sizes, one turn: that it runs
     python benchmarks/experts.py --date 2026-11-27      # also writes results/2026-11-27-experts.*
 
@@ -15,9 +16,11 @@ its own, counted by the kernel; "floor" is 4 * k * dim * itemsize * (W - 1) / W:
 choices that are evenly spread (of this batch a few more stay at home).
 "imbalance" is the most rows that a rank computes with, over the mean.
 
-Simulated: rank 0 of 64 and 512, the second step, blocks as those of Mixtral 8x7B without attention, bf16 with fp32
-shards, 4096 tokens on each rank; all by scale-fsdp alone, or the experts of a block over 8 ranks and sharded over the
-others. Tokens are evenly spread.
+Simulated: rank 0 of 64 and 512, the second step, one sequence of 4096 tokens on each rank, blocks recomputed, bf16
+with fp32 shards and AdamW. Mixtral 8x7B in its own sizes, and a model with the sizes of DeepSeek-V3: 256 experts of
+which a token has 8, a shared one, latent attention (without its positions), three dense blocks. All of it by
+scale-fsdp alone, a block a unit; or the experts of a block divided over 8 or 64 ranks and sharded over the others.
+Tokens are evenly spread.
 """
 
 from __future__ import annotations
@@ -35,17 +38,50 @@ from measure import spending
 from report import Table, save
 from torch import Tensor, nn
 
+from scale_checkpoint import apply_checkpointing
 from scale_core.comm.group import Group
+from scale_core.shard import full_numel
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import MixedPrecisionPolicy, fully_shard
 from scale_moe import MoE
 
 GIB = 1 << 30
-CASES = [(64, 1), (64, 8), (512, 1), (512, 8)]
-"""Ranks, and how many of them divide the experts of a block."""
-MIXTRAL = (32, 4096, 4096, 14336)
-"""Layers, tokens of a rank, features of a token and inside an expert."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model that is simulated, and tokens of a rank."""
+
+    name: str
+    layers: int
+    dim: int
+    heads: int
+    key_value_heads: int
+    query_features: int  # of a head
+    value_features: int
+    num_experts: int
+    top_k: int
+    hidden: int  # features inside an expert
+    vocabulary: int
+    latent: tuple[int, int] | None = None  # features of queries, and of keys and values
+    shared: int = 0  # features inside the expert that all tokens go through
+    dense_layers: int = 0  # the first ones, without experts
+    dense: int = 0  # features inside of these
+    num_tokens: int = 4096
+
+
+MIXTRAL = Model("Mixtral 8x7B", 32, 4096, 32, 8, 128, 128, 8, 2, 14336, 32000)
+DEEPSEEK = Model(
+    "256 experts, as DeepSeek-V3", 61, 7168, 128, 128, 192, 128, 256, 8, 2048, 129280, (1536, 512), 2048, 3, 18432
+)
+CASES = [
+    (model, world, expert_ranks)
+    for model, divided in ((MIXTRAL, 8), (DEEPSEEK, 64))
+    for world in (64, 512)
+    for expert_ranks in (1, divided)
+]
+"""What is simulated: ranks, and how many of them divide the experts of a block."""
 
 
 @dataclass(frozen=True)
@@ -155,45 +191,119 @@ def on_ranks(sizes: Sizes, turns: int) -> Divided:
     return Divided(found, sent, rows[0])
 
 
-class MixtralLike(nn.Module):
-    """The feed-forward half of Mixtral's blocks, which holds 96% of its weights."""
+class Attention(nn.Module):
+    """Causal attention; queries, keys and values through fewer features where `latent` says of how many (DeepSeek)."""
 
-    def __init__(self, num_layers: int, group: Any, **sizes: Any) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(sizes["dim"]) for _ in range(num_layers))
-        self.layers = nn.ModuleList(MoE(**sizes, process_group=group) for _ in range(num_layers))
+        self.model, dim, heads = model, model.dim, model.heads
+        queries, values = model.query_features, model.value_features
+        if model.latent is None:
+            self.query: nn.Module = nn.Linear(dim, heads * queries, bias=False)
+            self.key_value: nn.Module = nn.Linear(dim, model.key_value_heads * (queries + values), bias=False)
+        else:
+            for_queries, for_values = model.latent
+            self.query = _through(dim, for_queries, heads * queries)
+            self.key_value = _through(dim, for_values, model.key_value_heads * (queries + values))
+        self.out = nn.Linear(heads * values, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x))
-        return x
+        model = self.model
+        query = self.query(x).unflatten(-1, (model.heads, -1)).transpose(1, 2)
+        both = self.key_value(x).unflatten(-1, (model.key_value_heads, -1)).transpose(1, 2)
+        key, value = both.split([model.query_features, model.value_features], dim=-1)
+        value = F.pad(value, (0, model.query_features - model.value_features))  # The kernel wants one size.
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        output: Tensor = self.out(mixed[..., : model.value_features].transpose(1, 2).flatten(2))
+        return output
 
 
-def simulated(world: int, expert_ranks: int, num_layers: int, num_tokens: int, dim: int, hidden: int) -> dict[str, Any]:
+def _through(dim: int, features: int, output: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(dim, features, bias=False), nn.RMSNorm(features), nn.Linear(features, output))
+
+
+class Perceptron(nn.Module):
+    """Of a dense block, or the expert that all tokens go through."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(dim, 2 * hidden, bias=False), nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        output: Tensor = self.down(F.silu(gate) * up)
+        return output
+
+
+class Block(nn.Module):
+    """Attention, then experts; the first blocks may be dense."""
+
+    def __init__(self, model: Model, number: int, group: Any) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(model.dim) for _ in range(2))
+        self.attention = Attention(model)
+        shared = Perceptron(model.dim, model.shared) if model.shared else None
+        sizes = (model.dim, model.hidden, model.num_experts, model.top_k)
+        is_dense = number < model.dense_layers
+        self.feed_forward: nn.Module = (
+            Perceptron(model.dim, model.dense) if is_dense else MoE(*sizes, shared_expert=shared, process_group=group)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        output: Tensor = x + self.feed_forward(self.norms[1](x))
+        return output
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks and head; gives the loss of guessing the tokens themselves."""
+
+    def __init__(self, model: Model, group: Any) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(model.vocabulary, model.dim), nn.RMSNorm(model.dim)
+        self.blocks = nn.ModuleList(Block(model, number, group) for number in range(model.layers))
+        self.head = nn.Linear(model.dim, model.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), tokens.flatten())
+
+
+def simulated(model: Model, world: int, expert_ranks: int) -> dict[str, Any]:
     """Books of rank 0 in its second step."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    with simulate(rank=0, world_size=world) as simulation:
+    with simulate(rank=0, world_size=world) as simulation, spending() as spent:
         group = dist.new_group(list(range(expert_ranks))) if expert_ranks > 1 else Group()
         replicas = dist.new_group(list(range(0, world, expert_ranks)))
-        model = MixtralLike(num_layers, group, dim=dim, hidden_dim=hidden, num_experts=8)
-        for layer in model.layers:
-            if expert_ranks > 1:
-                fully_shard(layer.experts, replicas, mp_policy=policy)
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        net = Transformer(model, group)
+        num_params = sum(full_numel(param) for param in net.parameters())
+        for block in net.blocks:
+            if expert_ranks > 1 and isinstance(block.feed_forward, MoE):
+                fully_shard(block.feed_forward.experts, replicas, mp_policy=policy)
+            apply_checkpointing(block, "recompute")
+            fully_shard(block, mp_policy=policy)
+        fully_shard(net, mp_policy=policy)
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
         for _ in range(2):
             simulation.restart()
-            model(torch.zeros(num_tokens, dim, dtype=torch.bfloat16)).float().square().mean().backward()
+            net(torch.zeros(1, model.num_tokens, dtype=torch.int64)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return {
-            "world": world,
-            "expert_ranks": expert_ranks,
+        books = {
             "peak_bytes": simulation.peak_bytes,
             "peak_by_kind": simulation.peak_by_kind,
             "bytes_sent": simulation.bytes_sent,
         }
+    return {
+        "model": model.name,
+        "parameters": num_params,
+        "world": world,
+        "expert_ranks": expert_ranks,
+        **books,
+        "cpu_seconds": spent.cpu_seconds,
+    }
 
 
 Part = tuple[Table, list[dict[str, Any]]]
@@ -230,11 +340,12 @@ def divided(sizes: Sizes, turns: int, worlds: list[int]) -> Part:
     return Table("Divided", heads, rows), figures
 
 
-def at_scale(cases: list[tuple[int, int]], *sizes: int) -> Part:
-    books = [simulated(world, expert_ranks, *sizes) for world, expert_ranks in cases]
+def at_scale(cases: list[tuple[Model, int, int]]) -> Part:
+    books = [simulated(*case) for case in cases]
     kinds = sorted({kind for book in books for kind in book["peak_by_kind"]})
     rows = [
         [
+            f"{book['model']}, {book['parameters'] / 1e9:.1f} billion",
             str(book["world"]),
             "scale-fsdp alone" if book["expert_ranks"] == 1 else f"experts over {book['expert_ranks']}",
             f"{book['peak_bytes'] / GIB:.2f}",
@@ -243,7 +354,7 @@ def at_scale(cases: list[tuple[int, int]], *sizes: int) -> Part:
         ]
         for book in books
     ]
-    return Table("Simulated, GiB of rank 0", ["ranks", "how", "peak", *kinds, "sent in a step"], rows), books
+    return Table("Simulated, GiB of rank 0", ["model", "ranks", "how", "peak", *kinds, "sent in a step"], rows), books
 
 
 def main() -> int:
@@ -251,22 +362,23 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one turn")
+    parser.add_argument("--simulate", action="store_true", help="the simulation alone")
     parser.add_argument("--date", help="write results under this date")
     options = parser.parse_args()
-    if options.smoke:
-        small = Sizes(16, 32, 4, 2, 64)
-        parts = [on_one_process(small, 1), divided(small, 1, [2]), at_scale([(8, 1), (8, 4)], 1, 32, 16, 32)]
-    else:
-        parts = [
-            on_one_process(Sizes(), options.turns),
-            divided(Sizes(), options.turns, options.worlds),
-            at_scale(CASES, *MIXTRAL),
-        ]
+    sizes = Sizes(16, 32, 4, 2, 64) if options.smoke else Sizes()
+    tiny = Model("tiny", 2, 16, 2, 1, 8, 4, 8, 2, 32, 64, (8, 8), 16, 1, 32, num_tokens=32)
+    cases = [(tiny, 8, 1), (tiny, 8, 4)] if options.smoke else CASES
+    parts = []
+    if not options.simulate:
+        turns, worlds = (1, [2]) if options.smoke else (options.turns, options.worlds)
+        parts += [on_one_process(sizes, turns), divided(sizes, turns, worlds)]
+    parts += [at_scale(cases)]
     tables = [table for table, _ in parts]
     for table in tables:
         print(table.markdown())
     if options.date:
-        save("experts", options.date, __doc__ or "", tables, [figure for _, figures in parts for figure in figures])
+        name = "experts_at_scale" if options.simulate else "experts"
+        save(name, options.date, __doc__ or "", tables, [figure for _, figures in parts for figure in figures])
     return 0
 
 

@@ -215,6 +215,36 @@ def test_a_package_is_complete(package: str) -> None:
     assert (folder / "LICENSE").read_bytes() == (HOME.parent / "LICENSE").read_bytes()
 
 
+ALIKE = ("authors", "license", "readme", "requires-python", "urls")
+"""What the [project] tables of all packages have alike, those of them that have it."""
+MATURITY = {"stable": "5 - Production/Stable", "beta": "4 - Beta", "alpha": "3 - Alpha"}
+"""What the top README says of a package, and its classifier."""
+
+
+@each_package
+def test_what_an_index_shows_of_a_package_is_there_and_alike(package: str) -> None:
+    table, first = project(package), project(PACKAGES[0])
+    assert {name: table.get(name) for name in ALIKE} == {name: first.get(name) for name in ALIKE}
+    assert table["authors"] == [{"name": "The scale authors"}]
+    assert table["description"] and not table["description"].endswith(".")
+    assert {"pytorch", "distributed training"} < set(table["keywords"])
+    statuses, others = table["classifiers"][:1], table["classifiers"][1:]
+    assert others == first["classifiers"][1:]
+    row = re.search(rf"^\| \[{package}\].*$", (HOME.parent / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert row, f"README.md has no row of {package}"
+    said = [f"Development Status :: {name}" for word, name in MATURITY.items() if f"| {word} |" in row.group()]
+    assert said == statuses, f"README.md says {said} of {package}"
+    (first_torch, next_torch) = re.findall(
+        r"\d+\.(\d+)", next(line for line in table["dependencies"] if "torch" in line)
+    )
+    assert f"| 2.{first_torch} to 2.{int(next_torch) - 1} |" in row.group()
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = (HOME.parent / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {project('scale-core')['version']}\n" in citation
+
+
 @each_package
 def test_the_top_readme_presents_the_package(package: str) -> None:
     assert f"packages/{package}" in (HOME.parent / "README.md").read_text(encoding="utf-8")
@@ -495,7 +525,7 @@ def test_old_spellings_of_fairscale_live_in_the_alias_alone() -> None:
         for path in sources(package):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", None)
-                assert name not in FAIRSCALES_SPELLINGS, f"{path}:{node.lineno} has {name}"
+                assert name not in FAIRSCALES_SPELLINGS, f"{path}:{getattr(node, 'lineno', 0)} has {name}"
 
 
 def test_test_files_have_names_of_their_own() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -227,6 +228,17 @@ def train_other_plans() -> list[str]:
         for key in ("exp_avg", "exp_avg_sq"):
             found, whole = ({name: slots[key] for name, slots in each["state"].items()} for each in (full, of_plain))
             wrong += [f"{plan}: {key} of {name}" for name in differences(found, whole)]
+        for cpu_offload in (False, True):  # By torch's function, on all ranks or on rank 0 alone.
+            asked = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+            given = get_optimizer_state_dict(model, optimizers[1], options=asked)
+            if not cpu_offload or dist.get_rank() == 0:
+                for name, slots in full["state"].items():
+                    found = given["state"][name]
+                    wrong += [
+                        f"{plan}: torch's {name}.{key}" for key in slots if not torch.equal(found[key], slots[key])
+                    ]
+            elif given:
+                wrong.append(f"{plan}: rank {dist.get_rank()} got {list(given)}")
         other = sharded(mesh, plan, seed=5)
         other.load_state_dict(plain.state_dict())
         fresh = adamw(other)

@@ -8,15 +8,18 @@ import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import scale_moe.gradients
+import scale_moe.mappings
 from scale_core.comm.group import Group
 from scale_core.comm.work import LIMIT_VARIABLE
-from scale_core.errors import TransferError
+from scale_core.errors import ContractError, TransferError
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
@@ -294,6 +297,38 @@ def test_gradients_of_other_parameters_are_not_mixed() -> None:
     told = run_ranks(other_parameters, 2)
     assert "in the average of the gradient of 'a.weight' over the ranks [0, 1]" in told[0]
     assert "in the average of the gradient of 'b.weight' over the ranks [0, 1]" in told[1]
+
+
+def other_orders() -> list[str]:
+    """On a transport that matches messages by their order, as NCCL."""
+    with (
+        mock.patch.object(scale_moe.gradients, "peer_to_peer", return_value=False),
+        mock.patch.object(scale_moe.mappings, "peer_to_peer", return_value=False),
+    ):
+        found, rank = [], dist.get_rank()
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})
+        average_replicated_gradients(model)
+
+        def backward(names: str) -> None:
+            x = torch.ones(2, 3)
+            for name in names:
+                x = model[name](x)
+            x.sum().backward()
+
+        backward("ab")  # The same on both; then one after the other is another, as in the first place, and is missing.
+        for names in ("ab", "ba"), ("ac", "bc"):
+            with pytest.raises(ContractError) as caught:
+                backward(names[rank])
+            found.append(str(caught.value))
+        backward("abc")
+    return found
+
+
+def test_other_orders_of_gradients_are_errors_where_messages_have_no_names() -> None:
+    first, second = run_ranks(other_orders, 2)[0]
+    assert "the ranks [0, 1] computed gradients in other orders" in first
+    assert "first at place 0, rank 0: b.weight, rank 1: a.weight. All of them" in first
+    assert "first at place 1, rank 0: a.weight, rank 1: b.weight. All of them" in second
 
 
 def replicas_without_a_batch() -> None:

@@ -177,11 +177,16 @@ def compare_all() -> None:
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
 
-    for _ in range(8):
+    for number in range(8):
         num_experts = draw(1, 9)
         tokens = tuple(draw(0, 9) * draw(0, 1) for _ in range(4))
         top_k = draw(1, min(4, num_experts))
-        compare(Case(num_experts, tokens, TokenChoice(top_k, normalize=top_k > 1)), group_of())
+        rule: Any = TokenChoice(top_k, normalize=top_k > 1)
+        if number % 4 == 1:
+            rule = replace(rule, capacity_factor=draw(2, 8) / 8, drop_order=("token", "choice", "weight")[draw(0, 2)])
+        if number % 4 == 2:
+            rule = ExpertChoice(draw(1, 12) / 4, "sigmoid")
+        compare(Case(num_experts, tokens, rule), group_of())
     experts_have_the_bits_of_one_process(group_of())
 
 
@@ -224,6 +229,36 @@ def experts_have_the_bits_of_one_process(group: Group) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_five_steps_are_those_of_one_process(world: int) -> None:
     run_ranks(compare_all, world)
+
+
+def test_noise_is_added_as_the_formula_says() -> None:
+    """H(x) = x W + N(0, 1) * softplus(x V), of jittered x (Shazeer et al., eq. 4); none in evaluation."""
+    torch.manual_seed(0)
+    layer = MoE(DIM, HIDDEN, 6, TokenChoice(2, jitter=0.2, noisy=True), process_group=Group())
+    x = torch.randn(9, DIM)
+    torch.manual_seed(5)
+    y = layer(x)
+    y.square().sum().backward()
+    torch.manual_seed(5)
+    assert layer.noise is not None
+    router, noise = (weight.detach().clone().requires_grad_() for weight in (layer.router.weight, layer.noise.weight))
+    seen = x * torch.empty_like(x).uniform_(0.8, 1.2)
+    logits = seen @ router.t()
+    logits = logits + torch.randn_like(logits) * F.softplus(seen @ noise.t())
+    chosen = logits.softmax(-1).topk(2, dim=-1)
+    weight = chosen.values / chosen.values.sum(-1, keepdim=True)
+    expected = torch.zeros_like(x)
+    for token, (experts, weights) in enumerate(zip(chosen.indices.tolist(), weight, strict=True)):
+        for expert, factor in zip(experts, weights, strict=True):
+            gate, up = (x[token] @ layer.experts.gate_up_proj[expert].detach().t()).chunk(2)
+            row = (F.silu(gate) * up) @ layer.experts.down_proj[expert].detach().t()
+            expected[token] = expected[token] + factor * row
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    expected.square().sum().backward()
+    for found, weight in ((layer.router.weight, router), (layer.noise.weight, noise)):
+        torch.testing.assert_close(found.grad, weight.grad, rtol=1e-4, atol=1e-6)
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

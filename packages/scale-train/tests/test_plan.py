@@ -61,6 +61,51 @@ def test_state_and_traffic_of_each_technique_are_what_its_formula_says() -> None
 
 
 @pytest.mark.simulation
+def test_divided_experts_send_rows_of_tokens_in_place_of_weights() -> None:
+    """Four ranks of 32 tokens, two choices each: rows of 32 features there and back, forward and backward."""
+    options = PlanOptions(**{**vars(TINY), "layers": 1, "experts": 4, "expert_parallel": 4})
+    found = found_for("fsdp", options=options, expert_ranks=4)
+    assert found.problem == ""
+    rows, experts = 4 * (2 * 32 * 32 * 4) * 3 // 4, 4 * 2 * 32 * 128 * 4
+    assert found.bytes_sent["all_to_all"] == rows
+    whole = found_for("fsdp", options=options)
+    assert whole.bytes_sent["all_gather"] - found.bytes_sent["all_gather"] == pytest.approx(
+        2 * experts * 3 / 4, rel=0.1
+    )
+    assert found.work is not None and found.work.layer_bytes == rows
+
+
+def test_experts_are_planned_for_data_parallel_ways_alone() -> None:
+    options = PlanOptions(ranks=8, batch=8, experts=8, expert_parallel=4)
+    found = strategies(options, 4)
+    assert {each.parallel for each in found} == {"ddp", "oss", "sharded-ddp", "fsdp"}
+    divided = next(each for each in found if each.expert_ranks == 4)
+    assert divided.title == "fsdp, experts over 4"
+    assert divided.command(options, "tiny") is None
+    assert "mesh = init_device_mesh(device.type, (2, 4), mesh_dim_names=('replica', 'expert'))" in divided.python(
+        "fp32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--experts", "-1"], "--experts -1: 0 or more is needed"),
+        (["--expert-parallel", "2"], "are for mixtures: say of how many, as --experts 8"),
+        (["--top-k", "1"], "are for mixtures"),
+        (["--experts", "4", "--top-k", "5"], "--top-k 5: from 1 to the 4 of --experts is needed"),
+        (["--experts", "4", "--expert-parallel", "3"], "--expert-parallel 3: a divisor of --ranks 4 up to --experts 4"),
+        (["--experts", "2", "--expert-parallel", "4"], "--expert-parallel 4: a divisor of --ranks 4 up to --experts 2"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMAND, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.simulation
 def test_operations_are_those_of_the_matrix_products_and_recomputation_adds_a_forward_of_the_blocks() -> None:
     options = PlanOptions(**{**vars(TINY), "ranks": 1})
     kept, recomputed = found_for("none", options=options), found_for("none", options=options, recompute=True)

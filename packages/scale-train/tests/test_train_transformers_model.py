@@ -111,6 +111,7 @@ def trained_on_ranks(*asked: Options) -> list[tuple[list[float], dict[str, float
     return found
 
 
+@pytest.mark.soak
 def test_two_ranks_train_a_model_of_transformers_as_a_plain_loop(text):
     from_folder, _ = plain_weights(options_for(text, "llama", "none"), AutoModelForCausalLM.from_pretrained("llama"))
     source = TransformersSource(text.parent / "llama.json", 1)

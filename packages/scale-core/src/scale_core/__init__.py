@@ -7,6 +7,7 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `buffer_pool`, `comm/`: host memory, groups of ranks and the collectives between them;
 - `consistency/`: checks that all ranks run the same, and one error on all of them where they don't;
 - `autograd_hooks`, `microbatch_grads`, `uneven_inputs`, `part_hooks`: hooks of the backward pass;
+- `quantization/`: values in 8 or 4 bits, and collectives that send these;
 - `flat/`, `shard`: parameters in one flat buffer, and what a local tensor is a shard of;
 - `divergence`: what must be equal on several ranks, compared by its bits;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;

@@ -10,6 +10,7 @@ import logging
 import typing
 
 from scale_core.errors import StepError
+from scale_fsdp.communication import CommunicationPolicy
 from scale_fsdp.forward_methods import register_fsdp_forward_method
 from scale_fsdp.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -45,6 +46,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 __version__ = "2026.11.0"
 __all__ = [
     "CPUOffloadPolicy",
+    "CommunicationPolicy",
     "Description",
     "FSDPModule",
     "FullyShardedDataParallel",

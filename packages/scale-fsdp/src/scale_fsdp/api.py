@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from scale_core import compat
 from scale_core.comm.group import GroupLike
 from scale_core.divergence import check_interval
-from scale_core.flat.buffer import DevicePolicy
+from scale_core.flat.buffer import DevicePolicy, ShardGroups
 from scale_core.flat.layout import Atom
 from scale_core.tree import map_tensors
+from scale_fsdp.communication import CommunicationPolicy, check_communication
 from scale_fsdp.mesh_info import MeshInfo
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class UnitOptions:
     state_dict_config: StateDictConfig = StateDictConfig()
     error_if_nonfinite: bool = False  # the outermost unit's counts
     check_replicas_every: int | None = None  # the outermost unit's counts
+    communication: CommunicationPolicy | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.reshard_after_forward, int | None):
@@ -174,6 +176,14 @@ class UnitOptions:
         check_interval(self.check_replicas_every)
         if not isinstance(self.error_if_nonfinite, bool):
             raise TypeError(f"error_if_nonfinite: expected True or False, got {self.error_if_nonfinite!r}")
+        check_communication(self.communication)
+        if self.communication is not None:
+            self.communication.check(self.mesh_info, (self.precision.param_dtype, self.precision.reduce_dtype))
+
+    def buffer_groups(self) -> ShardGroups:
+        """Returns the groups of the unit's buffers."""
+        node_size = None if self.communication is None else self.communication.node_size
+        return self.mesh_info.buffer_groups(self.reshard_after_forward, node_size)
 
     def device_for(self, params: torch.device) -> torch.device:
         """Returns where parameters get memory that are on this device now: those on meta, where the unit computes.

@@ -16,6 +16,7 @@ from torch import nn
 from scale_core.arguments import checked_arguments
 from scale_core.consistency.execution_order import PassKind
 from scale_core.flat.buffer import FlatBuffer
+from scale_core.quantization.collectives import WireFormats
 from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, module_names, units_in
 
 _HEAD = ("unit", "class", "parameters", "elements", "shard", "padding", "shards in", "computes", "reduces", "lives on")
@@ -99,6 +100,10 @@ def _notes(unit: DescribedUnit | None, buffer: DescribedBuffer | None) -> str:
         notes.append("frozen")
     if buffer is not None and buffer.num_copies > 1:
         notes.append(f"{buffer.num_copies:,} copies, each on {buffer.num_ranks:,} ranks")
+    if buffer is not None and buffer.wire is not None:
+        wire = buffer.wire
+        named = ("gathered", wire.gather), ("reduced", wire.reduce), ("replicated", wire.replicate)
+        notes.append(", ".join(f"{what} in {each.dtype}" for what, each in named if each is not None))
     if unit is not None and unit.buffers and not unit.reshard_after_forward:
         notes.append("stays gathered after its forward")
     elif buffer is not None and buffer.kept_bytes and buffer.kept_bytes < buffer.gathered_bytes:
@@ -166,6 +171,7 @@ class DescribedBuffer:
         flat_gradient_bytes: Of the gradients before they are reduced.
         trained_bytes: Of this rank's elements that train, and so of their gradients and each optimizer state.
         cut_at_elements: Names of those that were to be cut between rows, and are cut at any element.
+        wire: In which formats they are sent; None is as they are.
     """
 
     names: tuple[str, ...]
@@ -186,6 +192,7 @@ class DescribedBuffer:
     flat_gradient_bytes: int
     trained_bytes: int
     cut_at_elements: tuple[str, ...]
+    wire: WireFormats | None = None
 
 
 @dataclass(frozen=True)
@@ -358,6 +365,7 @@ def _describe_buffer(buffer: FlatBuffer, reshard_after_forward: bool) -> Describ
         flat_gradient_bytes=layout.full_numel * buffer.reduce_dtype.itemsize,
         trained_bytes=trained_numel * buffer.dtype.itemsize,
         cut_at_elements=tuple(name for name, entry in zip(buffer.names, layout.entries, strict=True) if entry.note),
+        wire=buffer.wire,
     )
 
 

@@ -23,6 +23,7 @@ from scale_fsdp.api import (
     resolve_precision,
     resolve_state_dict_config,
 )
+from scale_fsdp.communication import CommunicationPolicy
 from scale_fsdp.fsdp_module import FSDPModule
 from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.reshard.meta_init import Init, check_init
@@ -89,6 +90,7 @@ def shard_for_wrapper(
     fp32_reduce_scatter: bool | None = None,
     error_if_nonfinite: bool = False,
     check_replicas_every: int | None = None,
+    communication: CommunicationPolicy | None = None,
 ) -> nn.Module:
     """Shards a module in place as `fully_shard` does, by the names of `FullyShardedDataParallel`'s arguments.
 
@@ -114,6 +116,7 @@ def shard_for_wrapper(
         fp32_reduce_scatter: `reduce_dtype=torch.float32` of the policy.
         error_if_nonfinite: As for `fully_shard`.
         check_replicas_every: As for `fully_shard`.
+        communication: As for `fully_shard`.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -137,6 +140,7 @@ def shard_for_wrapper(
         resolve_state_dict_config(state_dict_device, state_dict_on_rank_0_only),
         error_if_nonfinite,
         check_replicas_every,
+        communication,
     )
     shard_modules([module], options, init, sync=sync_module_states)
     return module

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from scale_core import compat
-from scale_core.comm.collectives import broadcast, group_over, new_group_limit, subgroup_of
+from scale_core.comm.collectives import broadcast, mesh_group, new_group_limit, subgroup_of
 from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.flat.buffer import ShardGroups
+from scale_core.flat.buffer import NodeGroups, ShardGroups
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,16 @@ class MeshInfo:
     replicas: Group  # those that hold equal shards; of size 1 without hybrid sharding
     whole: Group  # all of them
 
-    def buffer_groups(self, reshard_after_forward: bool | int | None) -> ShardGroups:
-        """Returns the groups of the unit's buffers; an integer asks for a part that stays after the forward."""
+    def buffer_groups(self, reshard_after_forward: bool | int | None, node_size: int | None = None) -> ShardGroups:
+        """Returns the groups of a unit's buffers; an integer asks for a part that stays after the forward."""
         part = None
         if not isinstance(reshard_after_forward, bool | None) and 1 < reshard_after_forward < self.shard.size:
             part = _neighbour_group(self.shard, reshard_after_forward)
-        return ShardGroups(self.shard, self.replicas, part)
+        nodes = None
+        if node_size is not None and self.shard.size > 1:
+            inside = _neighbour_group(self.shard, node_size) if node_size > 1 else Group()
+            nodes = NodeGroups(inside, _strided_group(self.shard, node_size))
+        return ShardGroups(self.shard, self.replicas, part, nodes)
 
     def check_reshard_after_forward(self, reshard_after_forward: bool | int | None) -> None:
         """Checks that the ranks divide into groups of this many, unless it is a bool or None."""
@@ -73,24 +76,26 @@ def resolve_mesh_info(mesh: GroupLike) -> MeshInfo:
                 f"dimensions {mesh.mesh_dim_names}: pass a part of it, such as mesh['replicate', 'shard']"
             )
         replicas, shard = (group_of(mesh.get_group(axis)) for axis in (0, 1))
-        if compat.spans_world(mesh):
-            return MeshInfo(shard, replicas, group_of(compat.flatten_mesh(mesh)))
-        return MeshInfo(shard, replicas, _whole_group(replicas, shard, tuple(mesh.mesh.flatten().tolist())))
+        return MeshInfo(shard, replicas, mesh_group(mesh))
     group = group_of(mesh)
     return MeshInfo(group, Group(), group)
-
-
-@functools.cache
-def _whole_group(replicas: Group, shard: Group, ranks: tuple[int, ...]) -> Group:
-    """The group of all ranks of a mesh that ranks outside of it know nothing of: torch would mix it with theirs."""
-    return group_over((replicas, shard), ranks)
 
 
 @functools.cache  # One group for all units that want it: each costs the transport connections and buffers.
 def _neighbour_group(group: Group, size: int) -> Group:
     """This rank's part of `group`, cut into runs of `size`."""
     runs = [list(group.ranks[first : first + size]) for first in range(0, group.size, size)]
-    mine = group.rank // size
+    return _one_of(group, runs, group.rank // size)
+
+
+@functools.cache
+def _strided_group(group: Group, stride: int) -> Group:
+    """The ranks of `group` that have this rank's place in its runs of `stride`."""
+    return _one_of(group, [list(group.ranks[place::stride]) for place in range(stride)], group.rank % stride)
+
+
+def _one_of(group: Group, parts: list[list[int]], mine: int) -> Group:
+    """This rank's part of `group`; all its ranks call it together, with all parts."""
     if group.size == dist.get_world_size():
-        return group_of([dist.new_group(run, timeout=new_group_limit(group)) for run in runs][mine])
-    return subgroup_of(group, runs[mine])  # Others than these ranks know nothing of it.
+        return group_of([dist.new_group(part, timeout=new_group_limit(group)) for part in parts][mine])
+    return subgroup_of(group, parts[mine])  # Others than these ranks know nothing of it.

@@ -27,12 +27,14 @@ from scale_core.flat.shard_storage import copy_attributes
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import check_undivided, set_shard, shard_of
 from scale_fsdp.api import AtomChoice, UnitOptions, resolve_placement, resolve_precision
+from scale_fsdp.communication import CommunicationPolicy, is_embedding, sent_as_they_are
 from scale_fsdp.fsdp_module import sharded_class
 from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.reshard.convert import convert_buffers
 from scale_fsdp.reshard.meta_init import Init, check_init, materialize, should_initialize
 from scale_fsdp.runtime.param_registry import (
     ParamModuleInfo,
+    ParamOwner,
     managed_modules,
     managed_params,
     register_owner,
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
-@checked_arguments(own="module reshard_after_forward error_if_nonfinite init")
+@checked_arguments(own="module reshard_after_forward error_if_nonfinite init communication")
 @renamed_arguments(
     process_group="mesh=, which takes a DeviceMesh or a process group",
     mixed_precision="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
@@ -81,6 +83,7 @@ def fully_shard(
     limit_seconds: float | None = None,
     error_if_nonfinite: bool = False,
     check_replicas_every: int | None = None,
+    communication: CommunicationPolicy | None = None,
 ) -> M:
     """Shards a module's parameters over the ranks, in place, as one unit; returns the same module.
 
@@ -140,6 +143,8 @@ def fully_shard(
         check_replicas_every: With hybrid sharding, after how many training passes the copies of the shards are
             compared, beginning with the first; 0 is never. None is 100, or what `SCALE_CHECK_REPLICAS_EVERY` says. A
             difference is a `DivergenceError`. The outermost unit's counts.
+        communication: A `CommunicationPolicy`: parameters and gradients are sent in 8 or 4 bits. Losses are then no
+            longer those of plain PyTorch, but near them.
 
     Raises:
         TypeError: An argument of the wrong kind, or under a name that FairScale has given it.
@@ -162,6 +167,7 @@ def fully_shard(
         limit_seconds,
         error_if_nonfinite=error_if_nonfinite,
         check_replicas_every=check_replicas_every,
+        communication=communication,
     )
     shard_modules(modules, options, init, sync=sync_module_states, ignored=ignored_params or ())
     return module
@@ -204,6 +210,7 @@ def shard_modules(
     original = [info.param for info in own]
     own, specs = _local_pieces(own, init)
     check_parameters(own)
+    check_tied_embeddings(shared)
     check_undivided(((info.name, info.param) for info in own), ranks.whole, "fully_shard")
     if init is False:
         for info in own:
@@ -221,7 +228,7 @@ def shard_modules(
             contract.check_equal(f"the module given to fully_shard ({kind})", [kind, *lines])
         parts = [(module, _own_of(own, module)) for module in modules]
         fill = should_initialize(parts, init, ranks.whole, options.limit_seconds, sync=sync)
-        buffers, slots = _make_buffers(own, ranks.buffer_groups(options.reshard_after_forward), options)
+        buffers, slots = _make_buffers(own, options.buffer_groups(), options)
         _init_shards(parts, slots, options, init, fill=fill, sync=sync)
     owners = list(dict.fromkeys(owner.unit for _, owner in shared))
     slots += [ParamSlot(p.module, p.attribute, owner.unit.buffers[owner.buffer], owner.number) for p, owner in shared]
@@ -266,6 +273,19 @@ def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[Para
         pieces[place.param] = local_parameter(place.param)
         set_shard(pieces[place.param], spec.shard(place.name))
     return [place._replace(param=pieces.get(place.param, place.param)) for place in own], specs
+
+
+def check_tied_embeddings(shared: Sequence[tuple[ParamModuleInfo, ParamOwner]]) -> None:
+    """Refuses an embedding that is tied to what another unit has sharded as a matrix, to be quantised."""
+    for info, owner in shared:
+        policy, buffer = owner.unit.options.communication, owner.unit.buffers[owner.buffer]
+        if is_embedding(info.module) and buffer.wire is not None and policy and "embedding" not in policy.include:
+            raise ValueError(
+                f"'{info.name}' is an embedding that is tied to '{buffer.names[owner.number]}' of a unit that is "
+                "sharded already, and quantises it: shard the module of the embedding before, or both as one unit, "
+                "fully_shard([embed, head], ...); or say that it is meant, "
+                "CommunicationPolicy(..., include=('embedding',))"
+            )
 
 
 def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
@@ -321,15 +341,20 @@ def _init_shards(
 def _make_buffers(
     own: Sequence[ParamModuleInfo], groups: ShardGroups, options: UnitOptions, *, on_meta: bool = False
 ) -> tuple[list[FlatBuffer], list[ParamSlot]]:
-    """Makes empty buffers, one per dtype, device and kind (trained or frozen), so that the frozen is never reduced."""
-    members: dict[tuple[torch.dtype, torch.device, bool], dict[nn.Parameter, str]] = {}
+    """Makes empty buffers: one per dtype, device and kind.
+
+    These are trained or frozen, so that the frozen is never reduced, and quantised on the wire or not.
+    """
+    members: dict[tuple[torch.dtype, torch.device, bool, bool], dict[nn.Parameter, str]] = {}
+    as_they_are = sent_as_they_are(((info.module, info.param) for info in own), options.communication)
     for info in own:
         param = info.param
         device = param.device if on_meta else options.device_for(param.device)
-        members.setdefault((param.dtype, device, param.requires_grad), {}).setdefault(param, info.name)
+        kind = param.dtype, device, param.requires_grad, param in as_they_are
+        members.setdefault(kind, {}).setdefault(param, info.name)
     buffers, where = [], {}
     precision = options.precision
-    for (dtype, device, _), named in members.items():
+    for (dtype, device, _, as_it_is), named in members.items():
         # Only their shapes: the values are copied when the views of the full buffer are made, and it is freed again.
         params = [_on_meta(param) for param in named]
         names = list(named.values())
@@ -337,7 +362,8 @@ def _make_buffers(
         dtypes = DtypePolicy(precision.param_dtype, precision.reduce_dtype) if floating else DtypePolicy()
         layout = FlatLayout.plan(names, [tuple(param.shape) for param in params], groups.shard.size, options.atom)
         devices = DevicePolicy() if on_meta else options.placement.devices_for(device)
-        buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten, devices)
+        wire = None if as_it_is or options.communication is None else options.communication.wire
+        buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten, devices, wire)
         buffers.append(buffer)
         where.update({param: (buffer, index) for index, param in enumerate(named)})
     slots = [ParamSlot(info.module, info.attribute, *where[info.param]) for info in own]

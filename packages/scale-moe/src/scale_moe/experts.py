@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,39 +13,73 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from scale_core.arguments import checked_arguments
-from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.group import Group, GroupLike
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_module import ShardedModule
 from scale_moe.grouped_linear import grouped_linear
+from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
 from scale_moe.token_dispatcher import experts_per_rank
 
 Activation = Callable[[Tensor], Tensor]
 
 
+Ranges = tuple[tuple[int, int], ...]
+
+
 class ExpertSharding(NamedTuple):
-    """How a parameter [E, ...] is divided: each rank has those of its experts."""
+    """How a parameter [E, ...] is divided: each rank has those of its experts, of some of their hidden features."""
 
     shape: tuple[int, ...]  # of the whole parameter
-    sizes: tuple[int, ...]  # experts of each rank
+    sizes: tuple[int, ...]  # experts of each rank of the expert axis
+    dim: int = 1  # that of the hidden features
+    widths: tuple[Ranges, ...] = ()  # of these, what each rank of the tensor axis has; empty where there is none
+
+    @classmethod
+    def over(cls, mesh: ExpertMesh, shape: Sequence[int], dim: int = 1, *, stacked: int = 1) -> ExpertSharding:
+        """Divides a parameter over a mesh; `stacked` matrices, one behind the other in `dim`, each by itself."""
+        sizes = tuple(experts_per_rank(shape[0], mesh.expert.size))
+        if mesh.tensor.size == 1:
+            return cls(tuple(shape), sizes)
+        each = shape[dim] // stacked
+        cuts = pairwise(accumulate(experts_per_rank(each, mesh.tensor.size), initial=0))
+        starts = range(0, shape[dim], each)
+        widths = tuple(tuple((start + first, start + last) for start in starts) for first, last in cuts)
+        return cls(tuple(shape), sizes, dim, widths)
 
     @property
     def is_divided(self) -> bool:
         """Whether ranks have different elements."""
-        return len(self.sizes) > 1
+        return len(self.sizes) * max(1, len(self.widths)) > 1
+
+    def local_ranges(self, rank: int) -> tuple[Ranges, ...]:
+        """Of each dimension, which indices a rank has."""
+        expert, tensor = divmod(rank, max(1, len(self.widths)))
+        first = sum(self.sizes[:expert])
+        ranges: list[Ranges] = [((0, size),) for size in self.shape]
+        ranges[0] = ((first, first + self.sizes[expert]),)
+        if self.widths:
+            ranges[self.dim] = self.widths[tensor]
+        return tuple(ranges)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of a rank's part."""
-        return (self.sizes[rank], *self.shape[1:])
+        return tuple(sum(last - first for first, last in held) for held in self.local_ranges(rank))
 
     def local_part(self, full: Tensor, rank: int) -> Tensor:
-        """A rank's part of the whole parameter, a view."""
-        return full.narrow(0, sum(self.sizes[:rank]), self.sizes[rank])
+        """A rank's part of the whole parameter, a view where no more than the experts are divided."""
+        first, last = self.local_ranges(rank)[0][0]
+        return self.local_features(full.narrow(0, first, last - first), rank, self.dim)
+
+    def local_features(self, full: Tensor, rank: int, dim: int) -> Tensor:
+        """The hidden features of a rank, which stand in `dim`."""
+        if not self.widths:
+            return full
+        ranges = self.widths[rank % len(self.widths)]
+        return torch.cat([full.narrow(dim, first, last - first) for first, last in ranges], dim)
 
     def shard_spec(self, group: Group, name: str = "") -> Shard:
         """What norms, optimizers and checkpoints of scale-core read of a rank's part."""
-        first = sum(self.sizes[: group.rank])
-        ranges = (((first, first + self.sizes[group.rank]),), *(((0, size),) for size in self.shape[1:]))
-        return Shard.of_ranges(name, self.shape, ranges, (Axis(group, Placement.SHARD),))
+        return Shard.of_ranges(name, self.shape, self.local_ranges(group.rank), (Axis(group, Placement.SHARD),))
 
 
 @checked_arguments
@@ -63,7 +98,8 @@ class Experts(ShardedModule):
         hidden_dim: Features inside an expert.
         gated: See above.
         activation: A function of tensors.
-        process_group: The ranks that divide them; None is the default group.
+        process_group: The ranks that divide them; None is the default group. With a mesh of two dimensions, those of
+            the second divide the hidden features of each expert, and `forward` gives summands of the outputs.
         device: Where the parameters are.
         dtype: Their dtype.
     """
@@ -83,31 +119,31 @@ class Experts(ShardedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        group = group_of(process_group)
-        sizes = tuple(experts_per_rank(num_experts, group.size))
-        self.group, self.gated, self.activation, self.num_experts = group, gated, activation, num_experts
-        up = ("gate_up_proj", 2 * hidden_dim) if gated else ("up_proj", hidden_dim)
+        self.mesh = mesh = resolve_expert_mesh(process_group)
+        self.group, self.gated, self.activation, self.num_experts = mesh.whole, gated, activation, num_experts
+        check_width("Experts: hidden_dim", hidden_dim, mesh)
+        up, stacked = ("gate_up_proj", 2) if gated else ("up_proj", 1)
         self.shardings = {
-            up[0]: ExpertSharding((num_experts, up[1], dim), sizes),
-            "down_proj": ExpertSharding((num_experts, dim, hidden_dim), sizes),
+            up: ExpertSharding.over(mesh, (num_experts, stacked * hidden_dim, dim), stacked=stacked),
+            "down_proj": ExpertSharding.over(mesh, (num_experts, dim, hidden_dim), 2),
         }
         for name, sharding in self.shardings.items():
-            shape = sharding.local_shape(group.rank)
+            shape = sharding.local_shape(self.group.rank)
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws the values of all experts, one after another, and keeps those of this rank's."""
-        for name, (shape, sizes) in self.shardings.items():
-            param = self.get_parameter(name)
+        for name, sharding in self.shardings.items():
+            param, shape, rank = self.get_parameter(name), sharding.shape, self.group.rank
             if param.is_meta:
                 continue
-            first, bound = sum(sizes[: self.group.rank]), 1 / math.sqrt(shape[2])
+            first, bound = sharding.local_ranges(rank)[0][0][0], 1 / math.sqrt(shape[2])
             for expert in range(shape[0]):
                 drawn = torch.empty(shape[1:], dtype=param.dtype, device=param.device).uniform_(-bound, bound)
                 if first <= expert < first + len(param):
-                    param[expert - first].copy_(drawn)
+                    param[expert - first].copy_(sharding.local_features(drawn, rank, sharding.dim - 1))
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns [R, dim] for the rows [R, dim] of this rank's experts, of which each has so many.
@@ -115,19 +151,29 @@ class Experts(ShardedModule):
         Raises:
             ValueError: The counts are not those of this rank's experts, or do not add up to the rows.
         """
-        up = divide_gradient(self.gate_up_proj if self.gated else self.up_proj, self.group.size)
+        num_ranks = self.mesh.expert.size
+        up = divide_gradient(self.gate_up_proj if self.gated else self.up_proj, num_ranks)
         hidden = grouped_linear(rows, up, counts)
         if self.gated:
             gate, value = hidden.chunk(2, dim=-1)
             hidden = self.activation(gate) * value
         else:
             hidden = self.activation(hidden)
-        return grouped_linear(hidden, divide_gradient(self.down_proj, self.group.size), counts)
+        return grouped_linear(hidden, divide_gradient(self.down_proj, num_ranks), counts)
 
     def extra_repr(self) -> str:
         rank = f", rank={self.group.rank} of {self.group.size}" if self.group.size > 1 else ""
         shapes = ", ".join(f"{name}={list(sharding.shape)}" for name, sharding in self.shardings.items())
         return f"{shapes}{rank}"
+
+
+def check_width(what: str, width: int, mesh: ExpertMesh) -> None:
+    """Refuses experts that have fewer hidden features than there are ranks to divide them."""
+    if width < mesh.tensor.size:
+        raise ValueError(
+            f"{what}: {width} hidden features of an expert can't be divided between {mesh.tensor.size} ranks: give a "
+            "mesh of one dimension, which divides whole experts"
+        )
 
 
 def divide_gradient(param: Any, num_ranks: int) -> Tensor:

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from scale_core.arguments import checked_arguments
-from scale_core.autograd_hooks import lacks_autograd_hooks
-from scale_core.comm.collectives import all_gather, all_reduce, peer_to_peer, reduce_scatter
+from scale_core.autograd_hooks import lacks_autograd_hooks, register_post_backward
+from scale_core.comm.collectives import exchange, exchange_text, peer_to_peer
 from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.consistency.execution_order import Event, message_tag
-from scale_core.errors import TransferError
-from scale_core.shard import is_divided
+from scale_core.consistency.execution_order import fingerprint_of
+from scale_core.errors import ContractError
+from scale_core.shard import Placement, shard_of
+from scale_moe.mappings import all_reduced
 
 
 @checked_arguments
 def average_replicated_gradients(model: nn.Module, process_group: GroupLike = None) -> None:
-    """Averages gradients of all parameters but the divided ones over the expert axis, in every backward pass.
+    """Averages gradients of what the ranks of the expert axis all have over these, in every backward pass.
 
     Each gradient is averaged as soon as it is computed, and goes to what reduces it next. All ranks of the group have
-    to run the same backward passes. On the host, where one uses parameters that another one does not, both end with a
-    TransferError that names one; NCCL matches gradients by their order alone, and can't tell. Not for what
-    `fully_shard` has sharded: give that the ranks of each module.
+    to run the same backward passes. Where one uses parameters that another one does not, both end with an error that
+    names one: on the host a TransferError at once, since messages carry names; over NCCL, which matches gradients by
+    their order alone, a ContractError at the end of the backward pass, where ranks compare the order of names. Not for
+    what `fully_shard` has sharded: give that the ranks of each module.
 
     Args:
         model: Its experts are divided over this group already.
@@ -42,7 +43,7 @@ def average_replicated_gradients(model: nn.Module, process_group: GroupLike = No
         model = DistributedDataParallel(model, process_group=mesh["replica"].get_group())
     """
     group = group_of(process_group)
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad and not is_divided(param)]
+    whole = [(name, param) for name, param in model.named_parameters() if not _is_divided_over(group, param)]
     sharded = next((name for name, param in model.named_parameters() if lacks_autograd_hooks(param)), None)
     if sharded is not None:
         raise ValueError(
@@ -51,24 +52,49 @@ def average_replicated_gradients(model: nn.Module, process_group: GroupLike = No
             "fully_shard(model) over all ranks"
         )
     if group.size > 1:
-        for name, param in named:
-            param.register_hook(partial(_average, group, name))
+        order = _Order(group)
+        for name, param in whole:
+            if param.requires_grad:
+                param.register_hook(partial(_average, group, name, order))
 
 
-def _average(group: Group, name: str, grad: Tensor) -> Tensor:
-    flat = grad.clone(memory_format=torch.contiguous_format).view(-1)  # Others hold the one that came.
-    if not peer_to_peer(group, flat.device):
-        return all_reduce(flat, group).wait().div_(group.size).view_as(grad)
-    # In halves, whose messages have tags: ranks at different gradients of one shape never read each other's.
-    size = -(-flat.numel() // group.size)
-    sizes = [min(size, max(0, flat.numel() - rank * size)) for rank in range(group.size)]
-    tag = message_tag(Event(f"average of gradients {flat.dtype} {flat.numel()}", name))
-    try:
-        part = reduce_scatter(flat, group, sizes=sizes, tag=tag).wait()
-        return all_gather(flat, part, group, sizes=sizes, tag=tag).wait().view_as(grad)
-    except TransferError as error:
-        error.add_note(
-            f"in the average of the gradient of '{name}' over the ranks {list(group.ranks)}: has each of them computed "
-            "a gradient of it, in the same order?"
+def _is_divided_over(group: Group, param: Tensor) -> bool:
+    """Whether ranks of the group have other elements; those of an axis across, as the tensor axis, may all the same."""
+    shard = shard_of(param)
+    return shard is not None and any(
+        axis.placement is Placement.SHARD and len(set(axis.group.ranks).intersection(group.ranks)) > 1
+        for axis in shard.axes
+    )
+
+
+class _Order:
+    """Whose gradients were averaged in the backward pass that runs, in their order."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.names: list[str] = []
+
+    def add(self, name: str) -> None:
+        if not self.names:
+            register_post_backward(self._compare, self.names.clear)
+        self.names.append(name)
+
+    def _compare(self) -> None:
+        names, self.names = self.names, []
+        if len({row[0] for row in exchange([fingerprint_of(*names)], self.group)}) == 1:
+            return
+        by_rank = [text.split("\n") for text in exchange_text("\n".join(names), self.group)]
+        same = next(i for i in range(len(names) + 1) if len({tuple(row[i : i + 1]) for row in by_rank}) > 1)
+        told = ", ".join(f"rank {rank}: {row[same] if same < len(row) else 'none'}" for rank, row in enumerate(by_rank))
+        raise ContractError(
+            f"average_replicated_gradients: the ranks {list(self.group.ranks)} computed gradients in other orders, so "
+            f"that what was averaged is of several parameters; first at place {same}, {told}. All of them have to run "
+            "the same modules in the same order, forward and backward: give a rank that has no tokens for a module "
+            "empty ones, x[:0]. Clear these gradients, and load the last snapshot if an optimizer has taken a step"
         )
-        raise
+
+
+def _average(group: Group, name: str, order: _Order, grad: Tensor) -> Tensor:
+    if not peer_to_peer(group, grad.device) and group.backend != "fake":
+        order.add(name)
+    return all_reduced(grad, group, "gradient", name, average=True)

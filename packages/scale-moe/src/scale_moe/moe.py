@@ -20,6 +20,8 @@ from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_moe.experts import Activation, Experts
+from scale_moe.mappings import copy_to_tensor_ranks, sum_over_tensor_ranks
+from scale_moe.mesh_info import resolve_expert_mesh
 from scale_moe.routing import (
     DropOrder,
     Routing,
@@ -132,10 +134,11 @@ class MoE(nn.Module):
         gated: Experts are down(activation(gate(x)) * up(x)); else down(activation(up(x))).
         activation: A function of tensors.
         shared_expert: A module for [..., dim] that all tokens go through, whose output is added; each rank has it.
-        process_group: The ranks that divide the experts; None is the default group.
+        process_group: The ranks that divide the experts; None is the default group. With a mesh of two dimensions,
+            (expert, tensor), those of the second divide the hidden features of each expert, and have the same tokens.
         batch_process_group: The ranks whose tokens are one batch to capacities, expert choice and losses; None is
-            `process_group`, where that is all ranks or nothing looks at the batch. With replicas of the experts it is
-            the ranks of both axes; `scale_core.Group()` is each rank alone.
+            the expert axis, where that has all tokens or nothing looks at the batch. With replicas of the experts it is
+            the ranks of both axes, without the tensor axis; `scale_core.Group()` is each rank alone.
         device: Where the parameters are.
         dtype: Their dtype.
 
@@ -183,23 +186,24 @@ class MoE(nn.Module):
         self.routing = routing
         self.balance = balance or Balance()
         _check_options(dim, hidden_dim, num_experts, self.routing, self.balance)
-        self.group = group_of(process_group)
+        mesh = resolve_expert_mesh(process_group)
+        self.group = mesh.expert
         if batch_process_group is None:
-            _check_batch(self.group, self.routing, self.balance)
+            _check_batch(mesh.whole, self.routing, self.balance)
         self.batch_group = self.group if batch_process_group is None else group_of(batch_process_group)
         self.dim, self.num_experts, self.aux_loss_scale = dim, num_experts, 1.0
         self.router = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
         is_noisy = isinstance(self.routing, TokenChoice) and self.routing.noisy
         self.noise = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype) if is_noisy else None
         options: Any = {"gated": gated, "activation": activation, "device": device, "dtype": dtype}
-        self.experts = Experts(num_experts, dim, hidden_dim, process_group=self.group, **options)
+        self.experts = Experts(num_experts, dim, hidden_dim, process_group=process_group, **options)
         self.shared_expert = shared_expert
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if self.balance.bias_update_rate else None
         self.register_buffer("expert_bias", bias)
         # Choices since the bias was updated. No buffer: those DistributedDataParallel overwrites by rank 0's.
         self._load: Tensor | None = None
         self.tokens_per_expert = self.dropped = self.aux_loss = self.z_loss = None
-        self._name = f"MoE {_next_number(self.group)}"
+        self._name = f"MoE {_next_number(mesh.whole)}"
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -335,10 +339,13 @@ def _next_number(group: Group) -> int:
 
 @compat.untraced
 def _through_experts(experts: Experts, tokens: Tensor, routing: Routing, name: str, router: Tensor) -> Tensor:
-    where = (experts.num_experts, experts.group, name)
-    plan = plan_dispatch(tokens, routing.expert_index, routing.weight, *where, router=router)
-    output: Tensor = experts(dispatch(tokens, plan), plan.counts)
-    return combine(output, routing.weight, plan)
+    expert, tensor, _ = experts.mesh
+    where: Any = (experts.num_experts, expert, name)
+    checks: Any = {"router": router, "tensor_parallel_group": tensor}
+    plan = plan_dispatch(tokens, routing.expert_index, routing.weight, *where, **checks)
+    tokens, weight = (copy_to_tensor_ranks(each, tensor, name) for each in (tokens, routing.weight))
+    rows: Tensor = experts(dispatch(tokens, plan), plan.counts)
+    return sum_over_tensor_ranks(combine(rows, weight, plan), tensor, name)
 
 
 class _WithLoss(torch.autograd.Function):

@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from scale_core import compat
 from scale_core.arguments import checked_arguments
-from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.group import GroupLike
 from scale_core.consistency.same_call import check_same_call
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import shard_of
 from scale_core.sharded_module import ShardedModule, mixed_class
-from scale_moe.experts import ExpertSharding, divide_gradient
-from scale_moe.token_dispatcher import combine, dispatch, experts_per_rank, plan_dispatch
+from scale_moe.experts import ExpertSharding, check_width, divide_gradient
+from scale_moe.mappings import copy_to_tensor_ranks, sum_over_tensor_ranks
+from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
+from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
 
 _logger = logging.getLogger(__name__)
 
@@ -45,33 +47,34 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
 
     Args:
         model: On the host, a device or meta. Before it is wrapped and before an optimizer is built.
-        process_group: The ranks that divide the experts; None is the default group. A mesh of one dimension, too.
+        process_group: The ranks that divide the experts; None is the default group. With a mesh of two dimensions,
+            (expert, tensor), those of the second divide the hidden features of each expert, and have the same tokens.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: It has no such modules, one that is divided already, or the ranks differ in theirs. Nothing has
-            been changed then.
+        ValueError: It has no such modules, one that is divided already, or whose hidden features can't be divided; or
+            the ranks differ in theirs. Nothing has been changed then.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained("mistralai/Mixtral-8x7B-v0.1")
         parallelize_experts(model, mesh["expert"])
     """
-    group = group_of(process_group)
+    mesh = resolve_expert_mesh(process_group)
     found = {path: module for path, module in model.named_modules() if _holds_experts(module)}
     _check(model, found)
-    plans = [_plan(path, module, group) for path, module in found.items()]
-    check_same_call("parallelize_experts", "; ".join(map(str, plans)), group, each_time=True)
-    if group.size > 1:
+    plans = [_plan(path, module, mesh) for path, module in found.items()]
+    check_same_call("parallelize_experts", "; ".join(map(str, plans)), mesh.whole, each_time=True)
+    if mesh.whole.size > 1:
         for plan in plans:
-            _divide(found[plan.path], plan, group)
+            _divide(found[plan.path], plan, mesh)
             parent = model.get_submodule(plan.path.rpartition(".")[0])
             object.__setattr__(found[plan.path], "parent", ref(parent))
-    if group.rank == 0:
+    if mesh.whole.rank == 0:
         sizes = sorted({plan.num_experts for plan in plans})
-        words = (type(model).__name__, len(plans), ", ".join(map(str, sizes)), group.size)
-        _logger.info("parallelize_experts of %s: %d modules of %s experts over %d ranks", *words)
+        words = (type(model).__name__, len(plans), ", ".join(map(str, sizes)), mesh.shape)
+        _logger.info("parallelize_experts of %s: %d modules of %s experts over %s ranks", *words)
     return model
 
 
@@ -80,15 +83,19 @@ class ParallelExperts(ShardedModule):
 
     num_experts: int
     path: str
+    mesh: ExpertMesh
     shardings: dict[str, ExpertSharding]
     parent: ReferenceType[nn.Module] | None  # Of which the router is a part; a copy has none.
 
     @compat.untraced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns [T, dim] for tokens [T, dim] of this rank, whose experts and weights are [T, k]."""
-        where = (self.num_experts, self.group, f"the experts '{self.path}'")
-        plan = plan_dispatch(hidden_states, top_k_index, top_k_weights, *where, router=self._router_weight())
-        rows = dispatch(hidden_states, plan)
+        tensor, name = self.mesh.tensor, f"the experts '{self.path}'"
+        where: Any = (self.num_experts, self.mesh.expert, name)
+        checks: Any = {"router": self._router_weight(), "tensor_parallel_group": tensor}
+        plan = plan_dispatch(hidden_states, top_k_index, top_k_weights, *where, **checks)
+        tokens, weights = (copy_to_tensor_ranks(each, tensor, name) for each in (hidden_states, top_k_weights))
+        rows = dispatch(tokens, plan)
         with self._as_local() as params:
             if len(rows):
                 counts = torch.tensor(plan.counts, device=rows.device)
@@ -97,7 +104,7 @@ class ParallelExperts(ShardedModule):
                 output: Tensor = super().forward(rows, index[:, None], ones)  # of the module's own class
             else:  # Own forwards may leave out what has no tokens; the backward pass of other ranks waits for this one.
                 output = rows + sum(param[:0].sum() for param in params)
-        return combine(output, top_k_weights, plan)
+        return sum_over_tensor_ranks(combine(output, weights, plan), tensor, name)
 
     def _router_weight(self) -> Tensor | None:
         """The weight [E, ...] of a module beside this one, as of all routers of transformers; None where none is."""
@@ -114,9 +121,10 @@ class ParallelExperts(ShardedModule):
     @contextmanager
     def _as_local(self) -> Iterator[list[Tensor]]:
         """Inside, the module is one of this rank's experts alone; gradients of its parameters are averages."""
-        local: dict[str, Any] = {name: divide_gradient(getattr(self, name), self.group.size) for name in self.shardings}
+        num_ranks, here = self.mesh.expert.size, self.mesh.expert.rank
+        local: dict[str, Any] = {name: divide_gradient(getattr(self, name), num_ranks) for name in self.shardings}
         params = list(local.values())
-        local["num_experts"] = next(iter(self.shardings.values())).sizes[self.group.rank]
+        local["num_experts"] = next(iter(self.shardings.values())).sizes[here]
         before = {name: self.__dict__[name] for name in local if name in self.__dict__}
         self.__dict__.update(local)  # They are found before parameters are.
         try:
@@ -127,8 +135,9 @@ class ParallelExperts(ShardedModule):
             self.__dict__.update(before)
 
     def extra_repr(self) -> str:
-        sizes = next(iter(self.shardings.values())).sizes
-        return f"{super().extra_repr()}{sizes[self.group.rank]} of {self.num_experts} experts"
+        sizes, (_, tensor, _) = next(iter(self.shardings.values())).sizes, self.mesh
+        part = f", part {tensor.rank} of {tensor.size} of their features" if tensor.size > 1 else ""
+        return f"{super().extra_repr()}{sizes[self.mesh.expert.rank]} of {self.num_experts} experts{part}"
 
 
 class _Plan(NamedTuple):
@@ -194,21 +203,48 @@ def _check(model: nn.Module, found: dict[str, nn.Module]) -> None:
                 raise ValueError(f"parallelize_experts: '{path}.{name}' is tied to '{first}': untie them first")
 
 
-def _plan(path: str, module: nn.Module, group: Group) -> _Plan:
+def _plan(path: str, module: nn.Module, mesh: ExpertMesh) -> _Plan:
     number = cast(int, module.num_experts)
-    sizes = tuple(experts_per_rank(number, group.size))
     params = dict(module.named_parameters(recurse=False))
-    shardings = {name: ExpertSharding(tuple(param.shape), sizes) for name, param in params.items()}
+    dims = dict.fromkeys(params, (1, 1)) if mesh.tensor.size == 1 else _hidden_features(path, module, mesh)
+    shardings = {
+        name: ExpertSharding.over(mesh, param.shape, dims[name][0], stacked=dims[name][1])
+        for name, param in params.items()
+    }
     return _Plan(path, number, shardings, tuple(param.dtype for param in params.values()))
 
 
-def _divide(module: nn.Module, plan: _Plan, group: Group) -> None:
+def _hidden_features(path: str, module: nn.Module, mesh: ExpertMesh) -> dict[str, tuple[int, int]]:
+    """In which dimension of each parameter the hidden features stand, and of how many matrices one behind another.
+
+    Modules of transformers say how their parameters stand; all of its own kernels know no more of them.
+    """
+    up, stacked = ("gate_up_proj", 2) if getattr(module, "has_gate", True) else ("up_proj", 1)
+    known = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_post_expert_norm": False}
+    said = {name: getattr(module, name, None) for name in known}
+    shapes = {name: list(param.shape) for name, param in module.named_parameters(recurse=False)}
+    down = shapes.get("down_proj", [])
+    number, dim, width = down if len(down) == 3 else (0, 0, 0)
+    if said != known or shapes != {up: [number, stacked * width, dim], "down_proj": [number, dim, width]}:
+        told = ", ".join(f"{name}={value}" for name, value in said.items() if value != known[name])
+        raise ValueError(
+            f"parallelize_experts: '{path}' ({type(module).__name__}) has {shapes}{f' and {told}' if told else ''}, "
+            f"and hidden features can be divided where there are {up} [experts, {stacked} * hidden, dim] and down_proj "
+            "[experts, dim, hidden] alone, stacked one behind the other and without biases: give a mesh of one "
+            'dimension, mesh["expert"], which divides whole experts'
+        )
+    check_width(f"parallelize_experts: '{path}'", width, mesh)
+    return {up: (1, stacked), "down_proj": (2, 1)}
+
+
+def _divide(module: nn.Module, plan: _Plan, mesh: ExpertMesh) -> None:
     """Makes a module one of this rank's experts, in place; it keeps its object, names and hooks."""
     module.__class__ = mixed_class(ParallelExperts, type(module))
-    for name, value in {"group": group, "shardings": plan.shardings, "path": plan.path}.items():
+    added = {"group": mesh.whole, "mesh": mesh, "shardings": plan.shardings, "path": plan.path}
+    for name, value in added.items():
         object.__setattr__(module, name, value)
     for name, sharding in plan.shardings.items():
         whole = module.get_parameter(name)
         register_replaced(whole, _ReplacedParameter([f"{plan.path}.{name}"]), 0)
-        part = sharding.local_part(whole.detach(), group.rank).clone(memory_format=torch.contiguous_format)
+        part = sharding.local_part(whole.detach(), mesh.whole.rank).clone(memory_format=torch.contiguous_format)
         module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))

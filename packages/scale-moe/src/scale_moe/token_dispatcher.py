@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core import compat
-from scale_core.comm.collectives import all_to_all
+from scale_core.comm.collectives import all_to_all, exchange
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.consistency.same_call import check_same_call
@@ -83,6 +83,7 @@ def plan_dispatch(
     name: str = "the experts",
     *,
     router: Tensor | None = None,
+    tensor_parallel_group: Group | None = None,
 ) -> DispatchPlan:
     """Plans the dispatch of a layer's tokens; all ranks of the group call it together.
 
@@ -96,15 +97,19 @@ def plan_dispatch(
         group: The ranks that the experts are divided between.
         name: The layer's name in errors; the same on all ranks.
         router: Weights of the router, of which each rank has a copy: ranks compare a sum of their bits.
+        tensor_parallel_group: Ranks that divide the hidden features of the same experts, and so have the same tokens:
+            they compare sums of their bits.
 
     Raises:
         ValueError: The shapes do not fit each other. On all ranks alike: the layers or their routers differ, a weight
-            of some rank is not finite, or tokens need gradients on some ranks only.
+            of some rank is not finite, tokens need gradients on some ranks only, or ranks of a
+            `tensor_parallel_group` have other tokens.
         TransferError: A rank did not come.
     """
     _check_shapes(tokens, expert_index, weight, name)
     sizes = experts_per_rank(num_experts, group.size)
     dtypes = f"{tokens.dtype} tokens of {tokens.shape[1]}"
+    others = _with_other_tokens(tokens, expert_index, weight, router, tensor_parallel_group or Group())
     check_same_call("mixture of experts", f"{name}: {num_experts} experts, {dtypes}", group)
     num_tokens, top_k = expert_index.shape
     flat = expert_index.reshape(-1)
@@ -112,8 +117,9 @@ def plan_dispatch(
     own = count_assignments(key, num_experts)
     needs = own.new_tensor(_needs_gradients(tokens, weight))
     bits = own.new_zeros(()) if router is None or group.size == 1 else _sum_of_bits(router)
-    facts = torch.stack([(~weight.isfinite()).sum(), needs, bits])
+    facts = torch.stack([(~weight.isfinite()).sum(), needs, bits, own.new_tensor(len(others))])
     header = _exchange_header(own, facts, sizes, flat.numel(), group, name)
+    _check_same_tokens(header.facts, others, tensor_parallel_group, name)
     _check_facts(header.facts, group, name)
     num_rows = sum(header.own)
     order = key.argsort(stable=True)[:num_rows]
@@ -304,14 +310,43 @@ def _regrouping(received: list[list[int]], device: torch.device) -> Tensor | Non
     return expert.repeat_interleave(counts, output_size=total).argsort(stable=True)
 
 
+def _with_other_tokens(
+    tokens: Tensor, expert_index: Tensor, weight: Tensor, router: Tensor | None, group: Group
+) -> list[int]:
+    """Which ranks of a tensor axis have other tokens or routes than its first one; all of the axis learn the same."""
+    if group.size == 1 or group.backend == "fake":
+        return []
+    place = 2 * torch.arange(len(tokens), device=tokens.device) + 1  # Other orders of the same tokens differ, too.
+    rows = (_bits(tokens).sum(-1) * place, _bits(expert_index).sum(-1) * place, _bits(weight).sum(-1) * place)
+    sums = [row.sum() for row in rows] + ([] if router is None else [_sum_of_bits(router)])
+    record = [*tokens.shape, expert_index.shape[1], _needs_gradients(tokens, weight), *torch.stack(sums).tolist()]
+    found = exchange(record, group)
+    return [group.ranks[rank] for rank, row in enumerate(found) if row != found[0]]
+
+
+def _check_same_tokens(facts: list[list[int]], others: list[int], group: Group | None, name: str) -> None:
+    if any(row[3] for row in facts):
+        which = f"rank {others[0]} of {list(group.ranks)} has" if others and group else "some on another row have"
+        raise ValueError(
+            f"{name}: ranks that divide the hidden features of the same experts have to have the same tokens, routes "
+            f"and router, and {which} other ones: give them the same batch (as a DataLoader's sampler over the other "
+            "axes does), the same weights, and the same random state where dropout or noise draws"
+        )
+
+
 def _needs_gradients(tokens: Tensor, weight: Tensor) -> int:
     return int(tokens.requires_grad) + 2 * int(weight.requires_grad)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     """[] int64; equal for equal tensors."""
+    return _bits(tensor).sum()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Elements as integers, int64."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+    return tensor.detach().contiguous().view(integers).to(torch.int64)
 
 
 def _check_shapes(tokens: Tensor, expert_index: Tensor, weight: Tensor, name: str) -> None:

@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -198,6 +203,29 @@ def test_two_axes_train_as_one_process_and_their_snapshots_are_read_at_any_numbe
     run_ranks(_read, 1, str(tmp_path))
 
 
+def _compare_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, axes: tuple[Group, Group]) -> None:
+    """By torch's functions: whole on rank 0 as on one process after one step, and back into another model's."""
+    asked = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = [get_optimizer_state_dict(model, optimizer, options=asked)]
+    alone = Net().double()
+    plain_optimizer = torch.optim.AdamW(alone.parameters(), lr=LR)
+    for replica in range(2):
+        (loss_of(alone, 0, replica) / 2).backward()
+    plain_optimizer.step()
+    expected = get_optimizer_state_dict(alone, plain_optimizer)["state"]
+    if torch.distributed.get_rank():
+        assert whole == [{}]
+    else:
+        torch.testing.assert_close(whole[0]["state"], expected, rtol=1e-9, atol=1e-12)
+    torch.distributed.broadcast_object_list(whole)
+    _, other, _ = spread("fsdp", *axes)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.7)
+    set_optimizer_state_dict(other, fresh, whole[0], options=StateDictOptions(full_state_dict=True))
+    for mine, its in zip(other.parameters(), model.parameters(), strict=True):
+        for key, value in optimizer.state[its].items():
+            assert torch.equal(fresh.state[mine][key], value), key
+
+
 def _state_of_rank_0() -> str:
     """One rank's part of the optimizer's state is given to all: of those that hold other elements, some share none."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -206,6 +234,7 @@ def _state_of_rank_0() -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     loss_of(called, 0, data.rank).backward()
     optimizer.step()
+    _compare_whole_state(model, optimizer, (data, tensor))
     states = [optimizer.state_dict()]
     torch.distributed.broadcast_object_list(states)
     with pytest.raises(ValueError, match="is the part of rank 0 of 4") as error:

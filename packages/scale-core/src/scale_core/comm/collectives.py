@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import buffer_pool, compat, fault_points
 from scale_core.comm.group import Group, group_of
@@ -425,6 +426,20 @@ def subgroup_of(group: Group, ranks: Sequence[int]) -> Group:
     if group.ranks[group.rank] not in ranks:
         return Group()
     return _new_group_among(ranks, max(counts[rank] for rank in ranks), group)
+
+
+def mesh_group(mesh: DeviceMesh) -> Group:
+    """Returns the group of all ranks of a mesh of two dimensions, in row-major order; they all call it together."""
+    if compat.spans_world(mesh):
+        return group_of(compat.flatten_mesh(mesh))
+    axes = tuple(group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
+    return _mesh_group(axes, tuple(mesh.mesh.flatten().tolist()))
+
+
+@cache
+def _mesh_group(axes: tuple[Group, ...], ranks: tuple[int, ...]) -> Group:
+    """The group of all ranks of a mesh that ranks outside of it know nothing of: torch would mix it with theirs."""
+    return group_over(axes, ranks)
 
 
 def group_over(axes: Sequence[Group], ranks: Sequence[int]) -> Group:

@@ -95,7 +95,7 @@ class CollectiveWork:
         op: str,
         works: Sequence[tuple[int | None, Work]],
         result: Tensor,
-        finish: Callable[[], Tensor] | None = None,
+        finish: Callable[[], Tensor | CollectiveWork] | None = None,
         keep: Sequence[Tensor] = (),
         rank: int | None = None,
     ) -> None:
@@ -106,6 +106,18 @@ class CollectiveWork:
         self._finish = finish
         self._keep = list(keep)
         self._open = True
+
+    def then(self, follow: Callable[[Tensor], Tensor | CollectiveWork]) -> CollectiveWork:
+        """Returns this handle; its result is what `follow` makes of it: a tensor, or that of another collective."""
+        result, finish = self._result, self._finish
+
+        def finish_and_follow() -> Tensor | CollectiveWork:
+            value = result if finish is None else finish()
+            assert isinstance(value, Tensor), "a collective that is followed by another has no other follower"
+            return follow(value)
+
+        self._finish = finish_and_follow
+        return self
 
     def wait(self, limit_seconds: float | None = None) -> Tensor:
         """Returns the result once it is complete (on CUDA: in the order of the current stream).
@@ -137,7 +149,8 @@ class CollectiveWork:
                     raise
             finish, self._finish = self._finish, None
             works, self._keep = [], []  # What was sent is free before `finish` takes memory of its own.
-            self._result = result if finish is None else finish()
+            made = result if finish is None else finish()
+            self._result = made.wait(limit_seconds) if isinstance(made, CollectiveWork) else made
         if self._result is None:
             raise TransferError(self.op, None, "it was cancelled, or has failed before")
         return self._result

@@ -22,13 +22,22 @@ from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.reduction import FlatReduced, copy_stream, view_of
-from scale_core.flat.shard_storage import DevicePolicy, DtypePolicy, HostToDeviceCopy, ShardGroups, copy_attributes
+from scale_core.flat.shard_storage import (
+    DevicePolicy,
+    DtypePolicy,
+    HostToDeviceCopy,
+    NodeGroups,
+    ShardGroups,
+    copy_attributes,
+)
 from scale_core.optim.step_checks import (
     invalidate_cache,
     refuse_step_while_unreduced,
     register_unsharded,
     watch_optimizers,
 )
+from scale_core.quantization.blocks import BlockFormat, dequantize
+from scale_core.quantization.collectives import WireFormats, all_gather_quantized, new_messages
 from scale_core.streams import Stream
 
 
@@ -43,7 +52,16 @@ class UnshardedParameter(nn.Parameter):
         return f"<a released parameter of shape {tuple(self.shape)}, {self.dtype}: it has values while its unit runs>"
 
 
-__all__ = ["DevicePolicy", "DtypePolicy", "FlatBuffer", "ShardGroups", "State", "live_buffers", "wait_sent"]
+__all__ = [
+    "DevicePolicy",
+    "DtypePolicy",
+    "FlatBuffer",
+    "NodeGroups",
+    "ShardGroups",
+    "State",
+    "live_buffers",
+    "wait_sent",
+]
 
 
 class State(enum.Enum):
@@ -66,6 +84,7 @@ _KEPT = (
     "_counted_over",
     "_outer_shards",
     "gradient_divisor",
+    "wire",
 )
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
@@ -101,6 +120,7 @@ class FlatBuffer(FlatReduced):
         dtypes: In which dtypes they are computed with and reduced.
         flatten: Expose one flat parameter [S] in place of one local shard per parameter.
         devices: Where shard, full buffer and reduced gradients live.
+        wire: In which formats parameters and gradients are sent; None is as they are.
 
     Attributes:
         unsharded_params: Per parameter, a view of the full buffer in the full shape.
@@ -121,8 +141,10 @@ class FlatBuffer(FlatReduced):
         dtypes: DtypePolicy = _AS_GIVEN[0],
         flatten: bool = False,
         devices: DevicePolicy = _AS_GIVEN[1],
+        wire: WireFormats | None = None,
     ) -> None:
         super().__init__(names, dtypes, flatten)
+        self.wire = wire
         device = params[0].device
         self._plan(layout, groups if isinstance(groups, ShardGroups) else ShardGroups(groups), devices.resolved(device))
         self._set_shard(self._new_shard(params[0].dtype))
@@ -210,6 +232,12 @@ class FlatBuffer(FlatReduced):
                 self.full.untyped_storage().resize_(0)
         self.state = State.SHARDED
 
+    @property
+    def awaits_next_stage(self) -> bool:
+        """Whether its gather goes on inside nodes once it is waited for: all ranks have to wait in one order."""
+        staged = self.groups.nodes is not None and self.wire is not None and self.wire.gather is not None
+        return staged and self.state is State.GATHERING
+
     def wait_sent(self) -> None:
         """Waits until the shard may be written to: no gather reads it any more."""
         if self._moves:
@@ -277,7 +305,7 @@ class FlatBuffer(FlatReduced):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles the shard and its metadata; nothing gathered, in flight or reduced."""
-        layout, groups = self.layout, replace(self.groups, part=None)
+        layout, groups = self.layout, replace(self.groups, part=None, nodes=None)
         state = {"layout": layout, "groups": groups, "devices": self.devices, "shard": self.shard}
         return state | {name: getattr(self, name) for name in _KEPT}
 
@@ -335,10 +363,46 @@ class FlatBuffer(FlatReduced):
     def _all_gather(self, tag: int) -> CollectiveWork:
         if self.part is not None and self.groups.part is not None:
             return all_gather(self.full, self.part, self.groups.part, tag=tag)
+        if self.wire is not None and self.wire.gather is not None and self.groups.quantised.size > 1:
+            return self._all_gather_quantized(self.wire.gather, tag)
         if not self._moves:
             return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
         with self._stream.run():  # The collective starts there, when the shard has arrived.
             return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
+
+    def _all_gather_quantized(self, block_format: BlockFormat, tag: int) -> CollectiveWork:
+        """As `_all_gather`, of messages that become the full buffer when they are waited for."""
+        nodes, group, numel = self.groups.nodes, self.groups.quantised, self.layout.shard_numel
+        messages = new_messages(group.size, numel, block_format, self.full.device)
+        if self._moves:
+            with self._stream.run():
+                local = torch.empty(numel, dtype=self.dtype, device=self.full.device)
+                self._sending.start(self.shard.data, local)
+                work = all_gather_quantized(messages, local, group, block_format, tag=tag)
+        else:
+            work = all_gather_quantized(messages, self.shard.data, group, block_format, tag=tag)
+        if nodes is None:
+
+            def fill(_: Tensor) -> Tensor:
+                dequantize(messages, numel, block_format, out=self.full.view(group.size, numel))
+                return self.full
+
+            return work.then(fill)
+        inside = nodes.inside
+
+        def gather_inside(_: Tensor) -> CollectiveWork:
+            # All shards of this rank's place in its node, then those of the others from them, in the order of nodes.
+            by_place = torch.empty_like(self.full).view(inside.size, group.size * numel)
+            dequantize(messages, numel, block_format, out=by_place[inside.rank].view(group.size, numel))
+
+            def fill(_: Tensor) -> Tensor:
+                by_node = self.full.view(group.size, inside.size, numel)
+                by_node.copy_(by_place.view(inside.size, group.size, numel).transpose(0, 1))
+                return self.full
+
+            return all_gather(by_place.view(-1), by_place[inside.rank], inside, tag=tag).then(fill)
+
+        return work.then(gather_inside)
 
     def _new_full(self, dtype: torch.dtype) -> Tensor:
         return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)

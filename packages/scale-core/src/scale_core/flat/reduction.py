@@ -23,7 +23,9 @@ from scale_core.autograd_hooks import call_local_grad_hooks, local_grad_hooks
 from scale_core.comm.collectives import CollectiveWork, all_reduce, reduce_scatter
 from scale_core.comm.group import Group
 from scale_core.flat.layout import FlatLayout, LayoutEntry
-from scale_core.flat.shard_storage import DevicePolicy, FlatShard, ShardGroups
+from scale_core.flat.shard_storage import DevicePolicy, FlatShard, NodeGroups, ShardGroups
+from scale_core.quantization.collectives import WireFormats, all_reduce_quantized, reduce_scatter_quantized
+from scale_core.quantization.error_feedback import ErrorFeedback
 from scale_core.streams import Stream, StreamEvent, copy_over, copy_to, stream_for
 
 # From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
@@ -286,7 +288,11 @@ def _add(target: Tensor, grad: Tensor, has: bool) -> None:
 
 
 class Reduction:
-    """Averages flat gradients of W * S elements over the ranks; keeps this rank's S elements of the results."""
+    """Averages flat gradients of W * S elements over the ranks; keeps this rank's S elements of the results.
+
+    With `wire` formats some of it is quantised. With `NodeGroups` the ranks of a node come first, in the gradient's own
+    dtype; only their averages are quantised and go on between nodes, beside the backward of the next unit.
+    """
 
     def __init__(
         self,
@@ -296,8 +302,12 @@ class Reduction:
         device: torch.device,
         stream: Stream,
         sizes: Sequence[int] | None = None,
+        wire: WireFormats | None = None,
     ) -> None:
-        self._sizes = sizes
+        self._sizes, self._wire = sizes, wire or WireFormats()
+        self._feedback = [ErrorFeedback() for _ in range(3)] if self._wire.error_feedback else []
+        self._between: tuple[Group, float | None, int] | None = None  # What is to follow inside of nodes
+        self._tag = 0
         self._group, self._replicas = group, replicas
         self._dtype, self._device, self._stream = dtype, device, stream
         self._scattering: CollectiveWork | None = None
@@ -306,14 +316,24 @@ class Reduction:
         self._copies = replicas.size  # what the sum over the replicas is still to be divided by
         self._reduced: list[tuple[Tensor, StreamEvent | None]] = []  # [S] each; the copy that brings it to its device
 
-    def start(self, gradient: Tensor, tag: int = 0, divisor: float | None = None) -> None:
+    def start(
+        self, gradient: Tensor, tag: int = 0, divisor: float | None = None, nodes: NodeGroups | None = None
+    ) -> None:
         """Starts to average a flat gradient [W * S] in its own dtype; the reduction owns it from now on."""
         assert self._scattering is None, "a reduction is under way already"
         self._copies = self._replicas.size if divisor is None else 1
-        self._scattering = reduce_scatter(
-            gradient, self._group, dtype=self._dtype, divisor=divisor, sizes=self._sizes, tag=tag
-        )
-        self._flat = gradient
+        group = self._group if nodes is None else nodes.between
+        if self._wire.reduce is None or group.size == 1 or not gradient.numel():
+            self._scattering = reduce_scatter(
+                gradient, self._group, dtype=self._dtype, divisor=divisor, sizes=self._sizes, tag=tag
+            )
+        elif nodes is None:
+            self._scattering = self._scatter_quantized(gradient, group, divisor, tag)
+        else:
+            gradient = self._by_places(gradient, nodes)
+            self._between = group, None if divisor is None else divisor / nodes.inside.size, tag
+            self._scattering = reduce_scatter(gradient, nodes.inside, dtype=torch.float32, tag=tag)
+        self._flat, self._tag = gradient, tag
 
     def wait(self, limit_seconds: float | None = None) -> None:
         """Waits for the reduce-scatter, if one was started, and frees its flat gradient."""
@@ -324,9 +344,13 @@ class Reduction:
         reduced = pending.wait(limit_seconds)
         if flat is not None and flat.nbytes >= buffer_pool.SMALLEST_BYTES:
             buffer_pool.free_unshared(flat)
-        if self._replicas.size > 1:
+        if self._between is not None:
             self._wait_replicated(limit_seconds)
-            self._replicating = all_reduce(reduced, self._replicas)
+            (group, divisor, tag), self._between = self._between, None
+            self._replicating = self._scatter_quantized(reduced, group, divisor, tag)
+        elif self._replicas.size > 1:
+            self._wait_replicated(limit_seconds)
+            self._replicating = self._all_reduce(reduced)
         else:
             self._keep(reduced)
 
@@ -345,13 +369,42 @@ class Reduction:
         for pending in (self._scattering, self._replicating):
             if pending is not None:
                 pending.cancel()
-        self._scattering = self._replicating = self._flat = None
+        self._scattering = self._replicating = self._flat = self._between = None
         self._reduced = []
+        for feedback in self._feedback:
+            feedback.rollback()
+
+    def commit(self) -> None:
+        """The pass has succeeded: the errors of its messages wait for the next one."""
+        for feedback in self._feedback:
+            feedback.commit()
+
+    def _scatter_quantized(self, full: Tensor, group: Group, divisor: float | None, tag: int) -> CollectiveWork:
+        assert self._wire.reduce is not None
+        feedback = self._feedback[0] if self._feedback else None
+        return reduce_scatter_quantized(
+            full, group, self._wire.reduce, dtype=self._dtype, divisor=divisor, feedback=feedback, tag=tag
+        )
+
+    def _all_reduce(self, reduced: Tensor) -> CollectiveWork:
+        copies = self._copies
+        if self._wire.replicate is None or not reduced.numel():
+            return all_reduce(reduced, self._replicas).then(lambda total: total.div_(copies))
+        feedback = (self._feedback[1], self._feedback[2]) if self._feedback else None
+        return all_reduce_quantized(
+            reduced, self._replicas, self._wire.replicate, divisor=copies, feedback=feedback, tag=self._tag
+        )
+
+    @staticmethod
+    def _by_places(gradient: Tensor, nodes: NodeGroups) -> Tensor:
+        """The parts of a flat gradient for all ranks of one place in their node, one after another."""
+        by_node = gradient.view(nodes.between.size, nodes.inside.size, -1)
+        return by_node.transpose(0, 1).reshape(-1)
 
     def _wait_replicated(self, limit_seconds: float | None) -> None:
         if self._replicating is not None:
             pending, self._replicating = self._replicating, None
-            self._keep(pending.wait(limit_seconds).div_(self._copies))
+            self._keep(pending.wait(limit_seconds))
 
     def _keep(self, reduced: Tensor) -> None:
         """Keeps a result, on the device of the results."""
@@ -373,6 +426,7 @@ class FlatReduced(FlatShard):
 
     gradient: FlatGradient  # This rank's own gradients, before they are reduced
     reduction: Reduction  # What they have become, until `commit`
+    wire: WireFormats | None  # In which formats they and the parameters are sent
     gradient_divisor: float | None = None  # What their sum is divided by; None is the number of ranks
     _unpublished: list[tuple[nn.Parameter, Tensor]]
 
@@ -401,7 +455,7 @@ class FlatReduced(FlatShard):
         if self.gradient_divisor is not None:
             num_ranks = self.group.size * self.groups.replicas.size
             divisor = self.gradient_divisor * ((divisor or num_ranks) / num_ranks)
-        self.reduction.start(gradient.to(self.reduce_dtype), tag, divisor)
+        self.reduction.start(gradient.to(self.reduce_dtype), tag, divisor, self.groups.nodes)
 
     def wait_reduced(self, limit_seconds: float | None = None) -> None:
         """Waits for the reduction, if there is one; its result is kept until `commit`."""
@@ -449,6 +503,7 @@ class FlatReduced(FlatShard):
         if local_grad_hooks and self.gradient.has_begun:
             self._report_local_grads()
         self.gradient.commit_pass()
+        self.reduction.commit()
 
     # What these are made of.
 
@@ -476,4 +531,5 @@ class FlatReduced(FlatShard):
         self.gradient.names = self.names
         self._unpublished = []
         device = self.devices.reduced or self.shard.device
-        self.reduction = Reduction(self.group, self.groups.replicas, self.dtype, device, self._grad_stream)
+        stream = self._grad_stream
+        self.reduction = Reduction(self.group, self.groups.replicas, self.dtype, device, stream, wire=self.wire)

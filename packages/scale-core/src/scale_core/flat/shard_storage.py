@@ -49,6 +49,14 @@ class DevicePolicy:
 
 
 @dataclass(frozen=True)
+class NodeGroups:
+    """The ranks of a group by nodes of L neighbours each: place l in node n is rank n * L + l of N * L."""
+
+    inside: Group  # The L ranks of this rank's node
+    between: Group  # The N ranks that have this rank's place l in their nodes
+
+
+@dataclass(frozen=True)
 class ShardGroups:
     """The ranks that share a flat buffer."""
 
@@ -58,6 +66,13 @@ class ShardGroups:
     # Some of the ranks of `shard`, neighbours in it, between which `release(keep_part=True)` leaves the full buffer, so
     # that the next gather stays among them. Its size divides W.
     part: Group | None = None
+    # The ranks of `shard` by nodes, where what is quantised is so between nodes alone.
+    nodes: NodeGroups | None = None
+
+    @property
+    def quantised(self) -> Group:
+        """The ranks of `shard` between which quantised values are sent; of size 1 where there is but one node."""
+        return self.shard if self.nodes is None else self.nodes.between
 
 
 def copy_attributes(param: Tensor, other: Tensor) -> None:
@@ -127,8 +142,9 @@ class FlatShard:
 
     @property
     def needs_transfer_after_reduce(self) -> bool:
-        """Whether reduced gradients still have to be sent to replicas or to another device."""
-        return self.groups.replicas.size > 1 or self.devices.reduced != self.compute_device
+        """Whether reduced gradients still have to be sent to replicas, between nodes or to another device."""
+        goes_on = self.groups.replicas.size > 1 or self.groups.nodes is not None
+        return goes_on or self.devices.reduced != self.compute_device
 
     @property
     def keeps_reduced(self) -> bool:

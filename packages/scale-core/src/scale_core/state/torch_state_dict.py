@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +34,10 @@ from scale_core.state.param_ownership import (
     not_elementwise,
     param_slices,
 )
+from scale_core.tree import map_tensors
+
+if TYPE_CHECKING:
+    from scale_core.state.full_tensor import Part
 
 SHARDS = "shards"
 """The key of a `state_dict()` that is one rank's part: its "rank", "world_size" and, in the order of the parameters,
@@ -77,6 +82,10 @@ class StateDictRequest(NamedTuple):
     def keeps(self) -> bool:
         """Whether this rank gets the tensors."""
         return not (self.whole and self.on_host and dist.is_initialized()) or dist.get_rank() == 0
+
+    def keeps_with(self, group: Group) -> bool:
+        """Whether a rank of this one's group gets them."""
+        return not (self.whole and self.on_host and dist.is_initialized()) or 0 in group.ranks
 
 
 def torch_request() -> StateDictRequest | None:
@@ -147,38 +156,86 @@ def _made_whole(
     from scale_core.state.full_optim_state import ParamState, gather_optim_states
     from scale_core.state.full_tensor import Part, gather_parts
 
-    by_group: dict[Group, dict[Any, ParamSlice]] = {}
+    by_axes: dict[_Axes, dict[Any, ParamSlice]] = {}
     for number, param in _params_by_key(optimizer, state_dict):
         for holding in () if shard_of(param) is None else param_slices(param, ""):
-            by_group.setdefault(_group_of_slice(holding), {})[number] = holding
+            by_axes.setdefault(_axes_of(holding), {})[number] = holding
     state = dict(labelled["state"])
-    for group, held in by_group.items():
+    for (group, other), held in by_axes.items():
         contract = Contract(group)
         mine = [(holding.name, Part(holding.start, holding.stop, holding.ranges)) for holding in held.values()]
         parts = gather_parts(mine, contract, Event("optimizer state", ""))
-        states = [
-            ParamState(holding, group, its_parts, holding.owner.device, state_dict["state"].get(number, {}))
-            for (number, holding), its_parts in zip(held.items(), parts, strict=True)
-        ]
+        keeps = asked.keeps if other is None else asked.keeps_with(other)
+        states = []
+        for (number, holding), its_parts in zip(held.items(), parts, strict=True):
+            values = state_dict["state"].get(number, {})
+            its = (holding, its_parts) if other is None else _within_piece(holding, its_parts)
+            states.append(ParamState(its[0], group, its[1], holding.owner.device, values))
+        device = HOST if asked.on_host and other is None else None
         for run in group_in_buckets([math.prod(each.held.shape) for each in states], _BUCKET_NUMEL):
-            bucket, device = [states[place] for place in run], HOST if asked.on_host else None
-            whole = gather_optim_states(bucket, contract, keeps=asked.keeps, device=device)
-            state.update((list(held)[place], values) for place, values in zip(run, whole, strict=False) if values)
+            bucket = [states[place] for place in run]
+            whole = gather_optim_states(bucket, contract, keeps=keeps, device=device)
+            for place, values in zip(run, whole, strict=False):
+                number = list(held)[place]
+                if other is not None:
+                    its_piece = _Piece(held[number], tuple(states[place].held.shape), parts[place], other)
+                    values = {key: map_tensors(its_piece.whole, value) for key, value in values.items()}
+                if values and asked.keeps:
+                    state[number] = map_tensors(Tensor.cpu, values) if asked.on_host else values
     return {**labelled, "state": state}
 
 
-def _group_of_slice(holding: ParamSlice) -> Group:
-    """The ranks between which a parameter is cut; of one rank where it is not."""
+class _Axes(NamedTuple):
+    """The ranks between which a parameter is cut: of a unit, and along another axis those of a layer."""
+
+    group: Group
+    other: Group | None
+
+
+def _axes_of(holding: ParamSlice) -> _Axes:
     shard = shard_of(holding.owner)
     assert shard is not None
     groups = [axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1]
-    if len(groups) > 1:
+    if len(groups) > 2:
         raise RuntimeError(
-            f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and can't be made "
-            "whole here: call scale_fsdp.full_optim_state_dict(model, optimizer) for whole tensors, or take "
-            "scale_core.state.sharded_state_dict(model, optimizer) for torch.distributed.checkpoint.save"
+            f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and made whole "
+            "along 2 at most: take scale_core.state.sharded_state_dict(model, optimizer) for "
+            "torch.distributed.checkpoint.save"
         )
-    return groups[0] if groups else Group()
+    return _Axes(groups[0] if groups else Group(), groups[1] if len(groups) > 1 else None)
+
+
+def _within_piece(holding: ParamSlice, parts: Sequence[Part]) -> tuple[ParamSlice, list[Part]]:
+    """What a rank holds, and the others of its unit, of the flat piece that they have together."""
+    first = _first_of(parts)
+    within = [part._replace(start=part.start - first, stop=part.stop - first, ranges=()) for part in parts]
+    shape = (max(part.stop for part in within),)
+    start, stop = holding.start - first, holding.stop - first
+    return replace(holding, shape=shape, start=start, stop=stop, ranges=()), within
+
+
+def _first_of(parts: Sequence[Part]) -> int:
+    return min((part.start for part in parts if part.numel), default=0)
+
+
+class _Piece(NamedTuple):
+    """What the ranks of a unit have together of a parameter that ranks along another axis divide."""
+
+    holding: ParamSlice
+    shape: tuple[int, ...]  # Flat
+    parts: Sequence[Part]  # Of its ranks
+    other: Group
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The whole tensor of a state that is this piece of it; numbers are as they are."""
+        from scale_core.state.full_tensor import gather_full_param
+
+        if tuple(tensor.shape) != self.shape:
+            return tensor
+        shard = shard_of(self.holding.owner)
+        assert shard is not None
+        first = _first_of(self.parts)
+        return gather_full_param(tensor, replace(shard, start=first, stop=first + tensor.numel()), self.other)
 
 
 def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:

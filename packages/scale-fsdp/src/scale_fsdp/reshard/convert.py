@@ -111,7 +111,7 @@ def _convert_flat_buffer(unit: Unit, buffer: FlatBuffer, fn: Conversion) -> bool
     devices = _devices_after(unit, buffer, shard.device)
     if shard.device != devices.shard:  # Asked for where it computes, but its shards are on the host.
         shard = torch.empty_like(shard, device=devices.shard)
-    groups = unit.options.mesh_info.buffer_groups(unit.options.reshard_after_forward) if was_meta else None
+    groups = unit.options.buffer_groups() if was_meta else None
     buffer.set_storage(shard, groups=groups, devices=devices)
     for param, grad in zip(buffer.sharded_params, grads, strict=True):
         param.grad = grad

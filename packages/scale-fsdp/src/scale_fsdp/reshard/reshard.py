@@ -87,7 +87,7 @@ def check_idle(model: nn.Module, units: Sequence[Unit]) -> None:
 def _model_signature(unit: Unit, path: str) -> list[str]:
     """All of a unit that must be alike on all ranks, line by line."""
     title = path or "root"
-    lines = [f"{title}: flatten={unit.options.flatten}, {unit.precision}"]
+    lines = [f"{title}: flatten={unit.options.flatten}, {unit.precision}, {unit.options.communication}"]
     for buffer in unit.buffers:
         lines += [
             f"{title}: {name} {entry.shape} {buffer.dtype} trains={buffer.sharded_param(index).requires_grad}"
@@ -195,6 +195,8 @@ def reshard_to(
         for unit in units:
             if (ranks := new_ranks(unit, process_group)) is not None:
                 ranks.check_reshard_after_forward(strategy_of(unit))
+                if unit.options.communication is not None:
+                    unit.options.communication.check(ranks)
         new = new_ranks(units[0], process_group)
         return ReshardRequest(
             has_values=not any(buffer.is_meta for buffer in buffers),
@@ -226,7 +228,7 @@ def reshard_to(
                     run.move_buffer(unit, buffer, ranks)
                 elif not buffer.is_meta and ranks is not None:
                     buffer.release()
-                    buffer.groups = ranks.buffer_groups(unit.options.reshard_after_forward)
+                    buffer.groups = unit.options.buffer_groups()
             if run.any_joins:
                 run.send_module_buffers(unit)
         if ranks is None:
@@ -310,7 +312,7 @@ class _Reshard:
         full = gather(buffer.dtype)
         if ranks is not None:
             shard = _cut_shard(full, old, layout, ranks, devices)
-            groups = ranks.buffer_groups(unit.options.reshard_after_forward)
+            groups = unit.options.buffer_groups()
             buffer.set_storage(shard, layout=layout, groups=groups, devices=devices)
         elif had_values:
             buffer.set_storage(torch.empty_like(buffer.shard, device="meta"))

@@ -263,8 +263,9 @@ def check_units(units: Sequence[Unit], group: Group) -> None:
 
 def _is_on_an_axis(unit: Unit, group: Group) -> bool:
     """Whether a unit is over some of the model's ranks, and its layer has divided all of it between the others."""
-    ranks = unit.options.mesh_info.whole.ranks
-    return set(ranks) < set(group.ranks) and all(buffer.holds_pieces for buffer in unit.buffers)
+    own = unit.options.mesh_info.whole  # `Group()` is this rank alone, whatever its number.
+    is_part = own.size == 1 < group.size or set(own.ranks) < set(group.ranks)
+    return is_part and all(buffer.holds_pieces for buffer in unit.buffers)
 
 
 def describe_units(units: Sequence[Unit], group: Group) -> list[str]:
@@ -284,12 +285,12 @@ def describe_units(units: Sequence[Unit], group: Group) -> list[str]:
             ]
             lines.append(
                 f"{title}: computes in {buffer.compute_dtype}, reduces in {buffer.reduce_dtype}, "
-                f"flatten={buffer.flatten}, layout {buffer.layout.digest()}"
+                f"flatten={buffer.flatten}, layout {buffer.layout.digest()}, sent in {buffer.wire}"
             )
         lines.append(
             f"{title}: over {unit.options.mesh_info.replicas.size} x {unit.options.mesh_info.shard.size} ranks, "
             f"reshard_after_forward={unit.options.reshard_after_forward}, {len(unit.modules)} modules, "
-            f"check_replicas_every={unit.options.check_replicas_every}, "
+            f"check_replicas_every={unit.options.check_replicas_every}, {unit.options.communication}, "
             f"shares with {[owner.name for owner in unit.shared_owners]}"
         )
     return lines

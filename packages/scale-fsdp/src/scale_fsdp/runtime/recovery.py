@@ -15,9 +15,9 @@ from typing import NamedTuple, NoReturn
 
 from scale_core.autograd_hooks import is_consumed_in_backward
 from scale_core.consistency.all_ranks import all_gather_failures, format_abort, format_traceback
-from scale_core.consistency.execution_order import END, Pass
+from scale_core.consistency.execution_order import END, Event, Pass
 from scale_core.errors import ScaleDistributedError, StepError
-from scale_fsdp.runtime.unit import UnitContext
+from scale_fsdp.runtime.unit import GATHERING_PHASES, UnitContext
 
 
 class PassStatus(NamedTuple):
@@ -55,7 +55,7 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
         return True
     for unit in root.units:
         unit.wait_reduced()
-        unit.release(keep_part=True)
+        unit.release_unstaged()
     for number, left in enumerate(rest):
         if number:
             contract.begin(left.kind, new_step=left.new_step)
@@ -91,16 +91,33 @@ def _start_last_event(root: UnitContext) -> None:
         root.by_name[event.unit].start_remaining("reduction")
     for unit in root.starting_gathers:
         unit.start_remaining("gather")
+    if event is not None:
+        _finish_stages(root, event, keep_part=False)
 
 
 def _replay(root: UnitContext, left: Pass) -> None:
     """Runs the collectives of the rest of a pass, and computes nothing."""
     between = left.kind.phase.startswith("forward") and left.kind.grad
+    last: Event | None = None
     for event, is_transfer in left.log:
         if is_transfer:
             root.by_name[event.unit.rpartition("#")[0]].replay(event, keep_part=between)
-        elif event != END:
+            continue
+        if last is not None:  # Its transfers have started.
+            _finish_stages(root, last, keep_part=between)
+        last = event
+        if event != END:
             root.contract.record(event)
+    if last is not None:
+        _finish_stages(root, last, keep_part=between)
+
+
+def _finish_stages(root: UnitContext, event: Event, *, keep_part: bool) -> None:
+    """Takes part in the second stage of gathers for which the others wait after this event."""
+    if event.phase in GATHERING_PHASES and event.unit in root.by_name:
+        unit = root.by_name[event.unit]
+        for each in (*unit.shared_owners, unit):
+            each.finish_stages(keep_part=keep_part)
 
 
 def abort_message(root: UnitContext, reasons: Sequence[str]) -> str:

@@ -165,7 +165,7 @@ class Unit:
         for name in _COPIED:
             setattr(self, name, state[name])
         if not any(buffer.is_meta for buffer in self.buffers):
-            groups = self.options.mesh_info.buffer_groups(self.options.reshard_after_forward)
+            groups = self.options.buffer_groups()
             for buffer in self.buffers:
                 buffer.groups = groups
         RemovableHandle.next_id = max(RemovableHandle.next_id, state["next hook"])
@@ -307,6 +307,16 @@ class Unit:
             for buffer in self.buffers:
                 buffer.release(self.contract.limit_seconds, keep_part=keep_part)
 
+    def release_unstaged(self) -> None:
+        """Frees what was gathered, but for a part of it and for gathers that go on in a second stage."""
+        if not any(buffer.awaits_next_stage for buffer in self.buffers):
+            self.release(keep_part=True)
+
+    def finish_stages(self, *, keep_part: bool) -> None:
+        """Waits, where the other ranks do, for gathers that go on in a second stage, and frees them."""
+        if any(buffer.awaits_next_stage for buffer in self.buffers):
+            self.release(keep_part=keep_part)
+
     def gather_full_params(self, buffer: FlatBuffer) -> list[Tensor]:
         """Returns a buffer's parameters whole, in the dtype they are trained in; all ranks call it together."""
         if self.root is not None:
@@ -363,7 +373,8 @@ class Unit:
             if transfer.phase == "gather":
                 if buffer.state is State.SHARDED:
                     self._start("gather", number)
-                buffer.release(limit, keep_part=keep_part)
+                if not buffer.awaits_next_stage:
+                    buffer.release(limit, keep_part=keep_part)
             else:
                 self._start("reduction", number)
                 buffer.wait_reduced(limit)

@@ -95,10 +95,25 @@ def _check(options: PlanOptions) -> None:
     ):
         if not rate > 0:
             raise InputError(f"{flag} {rate:g}: a number above 0 is needed")
+    _check_experts(options)
     if not 0 <= options.margin < 1:
         raise InputError(f"--margin {options.margin:g}: a part from 0 to below 1 is needed")
     parse_bytes("--device-memory", options.device_memory)
     parse_bytes("--host-memory", options.host_memory)
+
+
+def _check_experts(options: PlanOptions) -> None:
+    experts, over = options.experts, options.expert_parallel
+    if experts < 0:
+        raise InputError(f"--experts {experts}: 0 or more is needed")
+    if not experts and (over != 1 or options.top_k != PlanOptions.top_k):
+        raise InputError("--expert-parallel and --top-k are for mixtures: say of how many, as --experts 8")
+    if experts and not 1 <= options.top_k <= experts:
+        raise InputError(f"--top-k {options.top_k}: from 1 to the {experts} of --experts is needed")
+    if over < 1 or options.ranks % over or over > max(1, experts):
+        raise InputError(
+            f"--expert-parallel {over}: a divisor of --ranks {options.ranks} up to --experts {experts} is needed"
+        )
 
 
 def _num_layers(options: PlanOptions) -> int | None:

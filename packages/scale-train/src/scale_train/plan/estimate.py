@@ -25,7 +25,8 @@ from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_numel
 from scale_core.simulate import Simulation, simulate
 from scale_core.tree import map_tensors, tensors_in
-from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard_modules, plan_units
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, fully_shard_modules, plan_units
+from scale_moe import Experts
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import split
 from scale_pipe.schedules.action import Kind
@@ -34,7 +35,7 @@ from scale_pipe.schedules.simulation import simulate as simulate_schedule
 from scale_tp import parallelize
 from scale_train.errors import InputError
 from scale_train.options import ParallelOptions
-from scale_train.plan.model import PlannedModel
+from scale_train.plan.model import Built, PlannedModel
 from scale_train.plan.options import PlanOptions
 from scale_train.plan.step_time import StepWork
 from scale_train.plan.strategies import Strategy
@@ -130,10 +131,11 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
     """Every technique but the pipeline: this rank has a part of the batch and calls the whole model."""
     offloads, bf16 = strategy.parallel in _COPIED, options.precision == "bf16"
     with simulate(world_size=strategy.ranks, device="sim" if offloads else "cpu") as simulation:
-        model, loss = planned.build()  # On the host, where shards that are offloaded stay.
-        _recompute(planned, strategy, model)
         with simulation.aside():
             axes = mesh_axes(group_of(), strategy.model_ranks)
+        # On the host, where shards that are offloaded stay.
+        model, loss = _build(planned, strategy)
+        _recompute(planned, strategy, model)
         if axes.model.size > 1:
             parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
         called, optimizer, sharded = _sharded(planned, strategy, model, axes.data, simulation.device, bf16)
@@ -156,6 +158,13 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
         return _read(strategy, simulation, flops, updated, axes.model)
 
 
+def _build(planned: PlannedModel, strategy: Strategy) -> Built:
+    if strategy.expert_ranks == 1:
+        return planned.build()
+    assert planned.build_over is not None, "a strategy that divides experts is of a model that has some"
+    return planned.build_over(group_of(dist.new_group(list(range(strategy.expert_ranks)))))
+
+
 def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
     """Runs a step whose operations are counted, and one whose memory and traffic are; returns the operations."""
     with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
@@ -173,6 +182,10 @@ def _sharded(
     arguments: dict[str, Any] = {"lr": 1e-3, "foreach": False}
     if strategy.parallel in ("fsdp", "fsdp-offload") or (strategy.parallel == "tensor-parallel" and data.size > 1):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+        if strategy.expert_ranks > 1:
+            replicas = dist.new_group(list(range(0, strategy.ranks, strategy.expert_ranks)))
+            for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+                fully_shard(experts, replicas, mp_policy=policy)
         fully_shard_modules(
             model,
             planned.blocks(model),
@@ -325,7 +338,7 @@ def _read(strategy: Strategy, simulation: Simulation, flops: int, updated: int, 
     offloads = strategy.parallel in _COPIED
     inside = overlapped = after = 0
     for collective in simulation.collectives:
-        if model.size > 1 and collective.ranks == model.ranks:
+        if collective.op == "all_to_all" or (model.size > 1 and collective.ranks == model.ranks):
             inside += collective.bytes_sent
         elif collective.phase == "step":
             after += collective.bytes_sent

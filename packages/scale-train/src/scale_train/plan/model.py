@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from scale_core.comm.group import Group
 from scale_fsdp import class_policy, no_split_policy
 from scale_fsdp.wrapping.policy import Policy
+from scale_moe import MoE
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.styles import Plan
 from scale_train.errors import InputError
@@ -45,6 +48,7 @@ class PlannedModel:
         tensor_plan: How tensor parallelism divides it; None is the plan that a model of transformers carries.
         attention_rules: What tensor parallelism has to know of its attention.
         size: The name by which `scale-train lm` knows it; None for other models.
+        build_over: Makes it with experts that the ranks of a group divide; None where it has none.
     """
 
     title: str
@@ -53,10 +57,27 @@ class PlannedModel:
     tensor_plan: Plan | None
     attention_rules: tuple[AttentionRule, ...] = ()
     size: str | None = None
+    build_over: Callable[[Group], Built] | None = None
 
     def cuts(self, model: nn.Module, num_stages: int) -> list[str] | None:
         """Returns the names of the modules at which stages of a pipeline begin; None where nothing says so."""
         return stage_boundaries(len(model.blocks), num_stages) if isinstance(model, GPT) else None
+
+
+class ExpertBlock(Block):
+    """A block with a mixture of experts, as wide as its feed-forward layer, in place of that."""
+
+    def __init__(self, config: ModelConfig, num_experts: int, top_k: int, group: Group) -> None:
+        super().__init__(config)
+        del self.feed_in, self.feed_out
+        options: Any = {"gated": False, "activation": functional.gelu, "process_group": group}
+        self.moe = MoE(config.width, 4 * config.width, num_experts, top_k, **options)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """As that of a `Block`."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions))
+        y: Tensor = x + self.dropout(self.moe(self.feed_norm(x)))
+        return y
 
 
 def planned_model(options: PlanOptions) -> PlannedModel:
@@ -74,6 +95,23 @@ def planned_model(options: PlanOptions) -> PlannedModel:
     config = ModelConfig(
         shape.layers, shape.width, shape.heads, vocabulary=options.vocabulary, loss_chunk=options.loss_chunk
     )
+
+    def build_over(group: Group) -> Built:
+        model = GPT(replace(config, layers=1))
+        blocks = (ExpertBlock(config, options.experts, options.top_k, group) for _ in range(config.layers))
+        model.blocks = nn.ModuleList(blocks)
+        return Built(model, _returned_loss)
+
+    if options.experts:
+        return PlannedModel(
+            f"GPT of {config.layers} blocks, width {config.width}, {config.heads} heads, {config.vocabulary} tokens, "
+            f"{options.experts} experts of which a token has {options.top_k}",
+            lambda: build_over(Group()),
+            lambda _: class_policy(ExpertBlock),
+            None,
+            size=None,
+            build_over=build_over,
+        )
     title = f"GPT of {config.layers} blocks, width {config.width}, {config.heads} heads, {config.vocabulary} tokens"
     return PlannedModel(
         title,
@@ -88,7 +126,7 @@ def planned_model(options: PlanOptions) -> PlannedModel:
 def _check_no_sizes(options: PlanOptions) -> None:
     """Refuses options of models by name beside another model, where they would have no effect."""
     defaults, source = PlanOptions(), "--config" if options.config is not None else "--factory"
-    for name in ("size", "layers", "width", "heads", "vocabulary", "loss_chunk"):
+    for name in ("size", "layers", "width", "heads", "vocabulary", "loss_chunk", "experts", "top_k", "expert_parallel"):
         if getattr(options, name) != getattr(defaults, name):
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{flag} is for models by name, and {source} gives another one; leave one of them out")

@@ -24,6 +24,12 @@ class PlanOptions:
     """Attention heads, if not the size's."""
     vocabulary: int = 256
     """Different tokens of a model by name; scale-train lm has the 256 bytes."""
+    experts: int = 0
+    """Experts of a mixture in place of each feed-forward layer, of a model by name; 0 for none."""
+    top_k: int = 2
+    """How many experts a token goes to."""
+    expert_parallel: int = 1
+    """Ranks that divide the experts of a block: fsdp is planned so as well, beside experts that each rank gathers."""
     config: Path | None = None
     """In place of --size: config.json of a model of transformers, or its folder."""
     factory: str | None = None

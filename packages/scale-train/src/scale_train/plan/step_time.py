@@ -6,7 +6,7 @@
     bubble        the share of a pipeline's step in which a rank waits for others; 0 without one
     exchange      bytes that overlap with computing: gathers and reductions of gradients and of sharded parameters
     copies        bytes between device and host, which overlap as well
-    inside layers bytes that layers wait for: tensor parallelism
+    inside layers bytes that layers wait for: tensor parallelism, tokens on the way to experts and back
     after         bytes that are sent after the optimizer's step, such as the parameters that OSS has updated
     optimizer     bytes that AdamW reads and writes, 28 for each fp32 parameter that it updates, at the bandwidth of the
                   memory where its state is

@@ -26,6 +26,7 @@ class Strategy:
         model_ranks: Ranks that divide layers, or have the stages of one pipeline.
         chunks: Micro-batches of a pipeline.
         recompute: Whether blocks are checkpointed.
+        expert_ranks: Ranks that divide the experts of a block; each expert is sharded over the others.
         tensor_ranks: Of a pipeline, ranks that divide the layers of each stage.
         shards_stages: Of several pipelines, whether they shard each stage, as fsdp, or have it whole, as ddp.
     """
@@ -35,6 +36,7 @@ class Strategy:
     model_ranks: int = 1
     chunks: int = 1
     recompute: bool = False
+    expert_ranks: int = 1
     tensor_ranks: int = 1
     shards_stages: bool = False
 
@@ -55,11 +57,12 @@ class Strategy:
             name += f"pipe of {self.model_ranks}"
             kind = "fsdp of " if self.shards_stages else ""
             name += f" x {kind}{self.data_ranks}" if self.data_ranks > 1 else ""
+        name += f", experts over {self.expert_ranks}" if self.expert_ranks > 1 else ""
         return f"{name}, checkpointed" if self.recompute else name
 
     def command(self, options: PlanOptions, size: str | None) -> str | None:
         """What to type; None where `scale-train lm` has no such model."""
-        if size is None:
+        if size is None or options.experts:
             return None
         words = ["scale-train lm", f"--size {size}"]
         for flag, value in (("--layers", options.layers), ("--width", options.width), ("--heads", options.heads)):
@@ -127,6 +130,14 @@ class Strategy:
                     return [*lines, adamw, *autocast]
             case "fsdp-offload":
                 sharding += ["offload_policy=CPUOffloadPolicy()"]
+        if self.expert_ranks > 1:
+            experts = ", ".join(["block.moe.experts", "mesh['replica']", *[policy] * bf16])
+            sizes = f"({self.ranks // self.expert_ranks}, {self.expert_ranks})"
+            lines += [
+                f"mesh = init_device_mesh(device.type, {sizes}, mesh_dim_names=('replica', 'expert'))",
+                "model = build()  # its layers with MoE(..., process_group=mesh['expert'])",
+                f"for block in blocks: scale_fsdp.fully_shard({experts})",
+            ]
         units = ", ".join(["model", "scale_fsdp.class_policy(Block)", *sharding])
         return [*lines, f"scale_fsdp.fully_shard_modules({units})", adamw]
 
@@ -164,11 +175,18 @@ def _all(options: PlanOptions, num_layers: int | None) -> Iterator[Strategy]:
     for recompute in (False, True):
         if ranks == 1:
             yield Strategy("none", 1, recompute=recompute)
-            yield Strategy("fsdp-offload", 1, recompute=recompute)
+            if not options.experts:
+                yield Strategy("fsdp-offload", 1, recompute=recompute)
             continue
         if batch % ranks == 0:
             for parallel in ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload"):
+                if parallel == "fsdp-offload" and options.experts:
+                    continue  # Grouped products have no kernel for what stands in for a device beside the host.
                 yield Strategy(parallel, ranks, recompute=recompute)
+            if options.expert_parallel > 1:
+                yield Strategy("fsdp", ranks, recompute=recompute, expert_ranks=options.expert_parallel)
+        if options.experts:
+            continue  # What divides layers, and cuts models, knows no experts here.
         inside = ranks_per_host(options)
         for model_ranks in sorted({2, min(inside, MAX_MODEL_RANKS)}):
             if model_ranks > 1 and ranks % model_ranks == 0 and batch % (ranks // model_ranks) == 0:
@@ -189,11 +207,14 @@ def _pipelines(options: PlanOptions, num_layers: int, recompute: bool) -> Iterat
             continue
         chunks = largest_divisor(options.batch * stages // ranks, 4 * stages)
         for shards_stages in (False, True) if ranks > stages else (False,):
-            yield Strategy("pipe", options.ranks, stages, chunks, recompute, tensor_ranks, shards_stages)
+            yield Strategy(
+                "pipe", options.ranks, stages, chunks, recompute, tensor_ranks=tensor_ranks, shards_stages=shards_stages
+            )
     # The three axes of eight ranks and more.
     ranks = options.ranks // 4
     if options.ranks % 8 == 0 and options.ranks <= MAX_MODEL_RANKS and num_layers > 1 and options.batch % ranks == 0:
-        yield Strategy("pipe", options.ranks, 2, largest_divisor(options.batch // ranks, 8), recompute, 2, True)
+        chunks = largest_divisor(options.batch // ranks, 8)
+        yield Strategy("pipe", options.ranks, 2, chunks, recompute, tensor_ranks=2, shards_stages=True)
 
 
 def ranks_per_host(options: PlanOptions) -> int:

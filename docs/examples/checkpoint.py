@@ -1,0 +1,58 @@
+"""Activations of some blocks computed again, or kept on the host, by scale-checkpoint.
+
+    torchrun --nproc-per-node 2 docs/examples/checkpoint.py
+
+It prints the same losses on any number of ranks, but for rounding; `python docs/examples/checkpoint.py` runs it on one.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_checkpoint import checkpoint_modules
+from scale_core.launch import init_distributed
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def batch_of(step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns inputs [32 / size, 8] and targets [32 / size, 1] of a rank: its part of the step's batch."""
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+    part = inputs.chunk(size)[rank].to(DEVICE)
+    return part, part.sum(1, keepdim=True)
+
+
+def main() -> list[float]:
+    """Trains for ten steps and returns the losses of the whole batches."""
+    group = init_distributed()
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.0), nn.Linear(64, 16)) for _ in range(4)]
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 1)).to(DEVICE)
+    # The modules stay the same objects with the same names.
+    checkpoint_modules(model, [r"[12]"])  # keep their inputs, and compute the rest again in the backward pass
+    checkpoint_modules(model, [r"[34]"], "offload")  # move what they save to the host, and fetch it back ahead
+    if group.size > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    losses = []
+    for step in range(10):
+        inputs, targets = batch_of(step, group.rank, group.size)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach() / group.size
+        if group.size > 1:
+            dist.all_reduce(loss)  # only to print the loss of the whole batch
+        losses.append(float(loss))
+        if group.rank == 0:
+            print(f"step {step}: loss {losses[-1]:.4f}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,69 @@
+"""A mixture of experts: experts divided between ranks, each with tokens of its own, by scale-moe.
+
+    torchrun --nproc-per-node 2 docs/examples/moe.py
+
+It prints the same losses on any number of ranks, but for rounding; `python docs/examples/moe.py` runs it on one.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scale_core import clip_grad_norm_
+from scale_core.launch import init_distributed
+from scale_moe import Balance, MoE, average_replicated_gradients
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def batch_of(step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns inputs [32 / size, 8] and targets [32 / size, 1] of a rank: its part of the step's batch."""
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+    part = inputs.chunk(size)[rank].to(DEVICE)
+    return part, part.sum(1, keepdim=True)
+
+
+class Block(nn.Module):
+    """A mixture of five experts, of which each token takes two, beside the residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.moe = MoE(16, 32, num_experts=5, routing=2, balance=Balance(aux_loss_coef=0.01))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [tokens, 16] for [tokens, 16]."""
+        y: torch.Tensor = x + self.moe(self.norm(x))
+        return y
+
+
+def main() -> list[float]:
+    """Trains for ten steps and returns the losses of the whole batches."""
+    group = init_distributed()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), Block(), Block(), nn.Linear(16, 1)).to(DEVICE)
+    if group.size > 1:
+        average_replicated_gradients(model)  # of all that is not an expert, in every backward pass
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    losses = []
+    for step in range(10):
+        inputs, targets = batch_of(step, group.rank, group.size)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        clip_grad_norm_(list(model.parameters()), 1.0)  # counts each expert once
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach() / group.size
+        if group.size > 1:
+            dist.all_reduce(loss)  # only to print the loss of the whole batch
+        losses.append(float(loss))
+        if group.rank == 0:
+            print(f"step {step}: loss {losses[-1]:.4f}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,4 @@
+"""Fewer bits for what ranks send: blocks of numbers with one scale each, and collectives that send these.
+
+Begin with `blocks`, the arithmetic; `collectives` sends its messages, `error_feedback` keeps what rounding has lost.
+"""

@@ -1,0 +1,138 @@
+"""quantization/collectives.py: what ranks receive is what one process computes, at the stated bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_core.comm.group import Group, group_of
+from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
+from scale_core.quantization.collectives import (
+    all_gather_quantized,
+    all_reduce_quantized,
+    new_messages,
+    reduce_scatter_quantized,
+)
+from scale_core.quantization.error_feedback import ErrorFeedback
+from scale_core.simulate import simulate
+from scale_core.testing import run_ranks
+
+NAMES: tuple[Any, ...] = ("int8", "float8_e4m3", "int4")
+TAG = 1 << 22
+
+
+def rounded(values: Tensor, block_format: BlockFormat) -> Tensor:
+    rows = values.reshape(-1, values.shape[-1])
+    return dequantize(quantize(rows, block_format), rows.shape[1], block_format).view(values.shape)
+
+
+def of_rank(rank: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
+
+
+def average(parts: list[Tensor], block_format: BlockFormat, errors: list[Tensor], divisor: float) -> list[Tensor]:
+    """What each rank gets of everybody's [W, n]; `errors` are those of all ranks, and become those of this call."""
+    given = [part + error for part, error in zip(parts, errors, strict=True)]
+    sent = [rounded(part, block_format) for part in given]
+    means = []
+    for rank in range(len(parts)):
+        sent[rank][rank] = given[rank][rank]
+        total = torch.zeros_like(given[rank][rank])
+        for part in sent:
+            total += part[rank] if part is not sent[rank] else given[rank][rank]
+        means.append(total / divisor)
+    for rank, error in enumerate(errors):
+        error.copy_(given[rank] - sent[rank])
+    return means
+
+
+def every_collective() -> None:
+    group = group_of()
+    for name in NAMES:
+        for numel in (1, 21):
+            block_format = BlockFormat(name, 8)
+            check_gather(group, block_format, numel)
+            check_reduce_scatter(group, block_format, numel)
+            check_all_reduce(group, block_format, numel)
+
+
+def check_gather(group: Group, block_format: BlockFormat, numel: int) -> None:
+    messages = new_messages(group.size, numel, block_format, torch.device("cpu"))
+    shard = of_rank(group.rank, numel)
+    work = all_gather_quantized(messages, shard, group, block_format, tag=TAG)
+    shard.zero_()
+    work.wait()
+    expected = torch.stack([rounded(of_rank(rank, numel), block_format) for rank in range(group.size)])
+    assert torch.equal(dequantize(messages, numel, block_format), expected)
+
+
+def check_reduce_scatter(group: Group, block_format: BlockFormat, numel: int) -> None:
+    feedback, errors = ErrorFeedback(), [torch.zeros(group.size, numel) for _ in range(group.size)]
+    for step in range(3):
+        parts = [of_rank(10 * step + rank, group.size, numel) for rank in range(group.size)]
+        full = parts[group.rank].clone().view(-1)
+        if step == 1:  # A pass that fails leaves no trace.
+            reduce_scatter_quantized(full.clone() * 5, group, block_format, feedback=feedback, tag=TAG).wait()
+            feedback.rollback()
+        work = reduce_scatter_quantized(full, group, block_format, divisor=1.5, feedback=feedback, tag=TAG)
+        mean = work.wait()
+        feedback.commit()
+        assert torch.equal(mean, average(parts, block_format, errors, 1.5)[group.rank])
+        assert feedback.error is not None and torch.equal(feedback.error, errors[group.rank])
+    parts = [of_rank(rank, group.size, numel).bfloat16() for rank in range(group.size)]
+    mean = reduce_scatter_quantized(parts[group.rank].clone().view(-1), group, block_format, tag=TAG).wait()
+    exact = average(
+        [part.float() for part in parts], block_format, [torch.zeros_like(part.float()) for part in parts], group.size
+    )
+    assert torch.equal(mean, exact[group.rank].bfloat16())
+
+
+def check_all_reduce(group: Group, block_format: BlockFormat, numel: int) -> None:
+    feedback = ErrorFeedback(), ErrorFeedback()
+    size = -(-numel // group.size)
+    errors = [torch.zeros(group.size, size) for _ in range(group.size)]
+    later = torch.zeros(group.size, size)
+    for step in range(2):
+        given = [of_rank(10 * step + rank, numel) for rank in range(group.size)]
+        parts = [torch.nn.functional.pad(one, (0, size * group.size - numel)).view(-1, size) for one in given]
+        means = torch.stack(average(parts, block_format, errors, group.size)) + later
+        expected = rounded(means, block_format)
+        later = means - expected
+        values = given[group.rank].clone()
+        assert all_reduce_quantized(values, group, block_format, feedback=feedback, tag=TAG).wait() is values
+        for each in feedback:
+            each.commit()
+        assert torch.equal(values, expected.view(-1)[:numel])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_get_what_one_process_computes(world: int) -> None:
+    run_ranks(every_collective, world)
+
+
+def test_the_error_of_a_sum_that_is_not_finite_does_not_wait() -> None:
+    feedback = ErrorFeedback()
+    values = torch.tensor([1.0, torch.inf, 3.0])
+    feedback.keep(values, torch.tensor([0.75, torch.nan, torch.nan]))
+    feedback.commit()
+    assert torch.equal(feedback.add_to(torch.zeros(3)), torch.tensor([0.25, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize(("name", "world"), [("int8", 2), ("int4", 64)])
+def test_the_bytes_are_those_of_the_formula(name: Any, world: int) -> None:
+    block_format, numel = BlockFormat(name), 1000
+    with simulate(rank=1, world_size=world) as simulation:
+        group = group_of()
+        messages = new_messages(world, numel, block_format, torch.device("cpu"))
+        all_gather_quantized(messages, torch.zeros(numel), group, block_format).wait()
+        reduce_scatter_quantized(torch.zeros(world * numel), group, block_format).wait()
+        assert simulation.bytes_sent == dict.fromkeys(
+            ("all_gather", "all_to_all"), (world - 1) * block_format.num_bytes(numel)
+        )
+        simulation.restart()
+        all_reduce_quantized(torch.zeros(numel), group, block_format).wait()
+        one = (world - 1) * block_format.num_bytes(-(-numel // world))
+        assert simulation.bytes_sent == {"all_to_all": one, "all_gather": one}

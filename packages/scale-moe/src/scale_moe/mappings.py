@@ -1,0 +1,84 @@
+"""Sums over ranks, as regions of the forward: of experts whose hidden features are divided.
+
+What goes in is the same on all these ranks, what comes out is summed.
+
+    tokens, weights  -> identity    -> dispatch, experts, combine -> all-reduce -> outputs
+    their gradients  <- all-reduce  <-       summands             <- identity   <-
+
+Outputs are summed where each token has added up its experts' rows already: T rows, where the experts have k * T.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from scale_core.comm.collectives import all_gather, all_reduce, peer_to_peer, reduce_scatter
+from scale_core.comm.group import Group
+from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.errors import TransferError
+
+
+def copy_to_tensor_ranks(tensor: Tensor, group: Group, name: str) -> Tensor:
+    """Returns the same; its gradient is the sum over the ranks, each of which computes with features of its own."""
+    if group.size == 1:
+        return tensor
+    return cast(Tensor, _Copy.apply(tensor, group, name))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def sum_over_tensor_ranks(tensor: Tensor, group: Group, name: str) -> Tensor:
+    """Returns the sum over the ranks; its gradient goes to each summand as it is."""
+    if group.size == 1:
+        return tensor
+    return cast(Tensor, _Sum.apply(tensor, group, name))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, name: str) -> Tensor:
+        ctx.group, ctx.name = group, name
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_reduced(grad, ctx.group, "gradients of tokens", ctx.name), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, name: str) -> Tensor:
+        return all_reduced(tensor, group, "outputs", name)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+def all_reduced(tensor: Tensor, group: Group, what: str, name: str, *, average: bool = False) -> Tensor:
+    """Returns the sum or average over the ranks, the same bits on all of them; `name` is whose it is, in errors.
+
+    On the host it goes in halves, whose messages have tags: ranks at different tensors of one shape never read each
+    other's data. There, summands are added in rank order, in fp32 at least.
+    """
+    flat = tensor.clone(memory_format=torch.contiguous_format).view(-1)  # Others hold the one that came.
+    if not peer_to_peer(group, flat.device):
+        total = all_reduce(flat, group).wait()
+        return (total.div_(group.size) if average else total).view_as(tensor)
+    size = -(-flat.numel() // group.size)
+    sizes = [min(size, max(0, flat.numel() - rank * size)) for rank in range(group.size)]
+    tag = message_tag(Event(f"{what} {flat.dtype} {flat.numel()}", name))
+    try:
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        part = reduce_scatter(flat, group, dtype=wide, average=average, sizes=sizes, tag=tag).wait().to(flat.dtype)
+        return all_gather(flat, part, group, sizes=sizes, tag=tag).wait().view_as(tensor)
+    except TransferError as error:
+        error.add_note(
+            f"in the {'average' if average else 'sum'} of the {what} of '{name}' over the ranks {list(group.ranks)}: "
+            "has each of them computed them, in the same order?"
+        )
+        raise

@@ -1,0 +1,51 @@
+"""The ranks of a layer of experts: those that divide the experts, and those that divide the width of each one.
+
+With a mesh of two axes, (expert, tensor), an expert is on the ranks of one row: each has some of its hidden features,
+and their partial outputs are summed (Megatron's expert tensor parallelism). These ranks have the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from scale_core.comm.collectives import mesh_group
+from scale_core.comm.group import Group, GroupLike, group_of
+
+
+class ExpertMesh(NamedTuple):
+    """The ranks of one layer of experts."""
+
+    expert: Group  # have other experts, and tokens of their own
+    tensor: Group  # have other features of the same experts, and the same tokens; of size 1 without a second axis
+    whole: Group  # all of them, in row-major order
+
+    @property
+    def shape(self) -> str:
+        """Its sizes, for messages."""
+        return f"{self.expert.size}" if self.tensor.size == 1 else f"{self.expert.size} x {self.tensor.size}"
+
+
+def resolve_expert_mesh(process_group: GroupLike) -> ExpertMesh:
+    """Returns the ranks of a group, or of a mesh of one dimension (expert) or two (expert, tensor).
+
+    Raises:
+        ValueError: The mesh has more dimensions, or its ranks stand in another order.
+    """
+    if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
+        group = group_of(process_group)
+        return ExpertMesh(group, Group(), group)
+    if process_group.ndim != 2:
+        raise ValueError(
+            f"expected a DeviceMesh of one dimension (expert) or two (expert, tensor), got {process_group.ndim} "
+            f"dimensions {process_group.mesh_dim_names}: pass a part of it, such as mesh['expert', 'tensor']"
+        )
+    expert, tensor = (group_of(process_group.get_group(axis)) for axis in (0, 1))
+    whole = mesh_group(process_group)
+    if whole.ranks != tuple(process_group.mesh.flatten().tolist()):
+        raise ValueError(
+            f"expected a DeviceMesh whose ranks stand in row-major order, got {process_group.mesh.tolist()}: build it "
+            'by init_device_mesh(device, (expert, tensor), mesh_dim_names=("expert", "tensor"))'
+        )
+    return ExpertMesh(expert, tensor, whole)
