@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ def share_bytecode(session: nox.Session, *, keep: bool) -> None:
             place = target / compiled.relative_to(source)
             if not place.exists() and (keep or place.parent.parent.exists()):
                 place.parent.mkdir(parents=True, exist_ok=True)
-                os.link(compiled, place)
+                with suppress(FileExistsError):  # by a session beside this one
+                    os.link(compiled, place)
 
 
 def install_everything(session: nox.Session, *tools: str) -> None:
@@ -179,10 +181,19 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session(allow_parallel=True)
 def docs(session: nox.Session) -> None:
-    """Build the site, with warnings as errors; `nox -s docs -- serve` shows it while you write."""
+    """Build the site, with warnings as errors, and ask its search; `nox -s docs -- serve` shows it while you write."""
     session.install("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2", "ruff")  # the last formats signatures
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
+    if not session.posargs:
+        session.install("pytest>=8", "lunr>=0.8")
+        session.run("pytest", "packages/test_site.py")
+
+
+@nox.session
+def screenshots(session: nox.Session) -> None:
+    """Look at pages of the built site, on a desk and on a phone, into docs-screenshots; needs a Chromium."""
+    session.run("python", "benchmarks/screenshots.py", *session.posargs)
 
 
 @nox.session(allow_parallel=True)
