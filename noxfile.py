@@ -181,10 +181,19 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session(allow_parallel=True)
 def docs(session: nox.Session) -> None:
-    """Build the site, with warnings as errors; `nox -s docs -- serve` shows it while you write."""
+    """Build the site, with warnings as errors, and ask its search; `nox -s docs -- serve` shows it while you write."""
     session.install("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2", "ruff")  # the last formats signatures
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
+    if not session.posargs:
+        session.install("pytest>=8", "lunr>=0.8")
+        session.run("pytest", "packages/test_site.py")
+
+
+@nox.session
+def screenshots(session: nox.Session) -> None:
+    """Look at pages of the built site, on a desk and on a phone, into docs-screenshots; needs a Chromium."""
+    session.run("python", "benchmarks/screenshots.py", *session.posargs)
 
 
 @nox.session(allow_parallel=True)

@@ -1,5 +1,6 @@
-"""Trains one small model by several packages at once: `torchrun --nproc-per-node 4 together.py`, or 1, 2 or 8.
+"""Trains one small model by several packages at once.
 
+`torchrun --nproc-per-node 4 together.py`, or 1, 2 or 8.
 It prints the same losses and gains on any number of ranks, but for rounding.
 """
 
@@ -23,7 +24,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 60), nn.Linear(60, 16)
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 60), nn.Linear(60, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [batch, 16] for [batch, 16]."""
@@ -34,13 +36,21 @@ def main() -> list[tuple[float, float]]:
     """Trains for five steps, and returns the loss and the gain of each."""
     world = int(os.environ["WORLD_SIZE"])
     tensor = 2 if world % 2 == 0 else 1
-    mesh = init_device_mesh("cpu", (world // tensor, tensor), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(
+        "cpu", (world // tensor, tensor), mesh_dim_names=("data", "tensor")
+    )
     data, rank = mesh["data"].get_group(), mesh["data"].get_local_rank()
 
     torch.manual_seed(0)  # on all ranks: each keeps its part of the same weights
-    model = nn.Sequential(nn.Linear(8, 16), *(Block() for _ in range(4)), nn.Linear(16, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 16), *(Block() for _ in range(4)), nn.Linear(16, 1)
+    )
     # 1. Layers are divided along the tensor axis,
-    parallelize(model, {"*.norm": "replicate", "*.up": "colwise", "*.down": "rowwise"}, mesh["tensor"])
+    parallelize(
+        model,
+        {"*.norm": "replicate", "*.up": "colwise", "*.down": "rowwise"},
+        mesh["tensor"],
+    )
     # 2. blocks keep their inputs alone,
     checkpoint_modules(model, Block)
     # 3. and what is left of them is sharded along the data axis, block by block.
@@ -50,19 +60,24 @@ def main() -> list[tuple[float, float]]:
     # 4. Any optimizer steps on the shards; AdaScale measures what its steps are worth.
     accumulate = MICRO_BATCHES * tensor // world
     optimizer = AdaScale(
-        torch.optim.AdamW(model.parameters(), lr=0.005), num_gradients_to_accumulate=accumulate, process_group=data
+        torch.optim.AdamW(model.parameters(), lr=0.005),
+        num_gradients_to_accumulate=accumulate,
+        process_group=data,
     )
 
     seen = []
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
-        batches = torch.randn(MICRO_BATCHES, 32, 8, generator=generator)  # the same on all ranks, each takes its part
+        # The same on all ranks, each takes its part.
+        batches = torch.randn(MICRO_BATCHES, 32, 8, generator=generator)
         total = torch.zeros(())
         for batch in batches[rank * accumulate :][:accumulate]:
             loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
             (loss / accumulate).backward()
             total += loss.detach() / MICRO_BATCHES
-        clip_grad_norm_(list(model.parameters()), 1.0)  # over both axes, each element once
+        clip_grad_norm_(
+            list(model.parameters()), 1.0
+        )  # over both axes, each element once
         optimizer.step()
         optimizer.zero_grad()
         torch.distributed.all_reduce(total, group=data)

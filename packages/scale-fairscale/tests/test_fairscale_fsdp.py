@@ -71,6 +71,72 @@ def test_attributes_are_read_as_in_fairscale() -> None:
     assert "world_size=1, flatten_parameters=True, mixed_precision=False" in repr(model)
 
 
+class Shifted(nn.Module):
+    """Adds a buffer to its input, as positions are added, and normalises by running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("shift", torch.full((4,), 1 / 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x + self.shift))
+
+
+def test_buffers_take_the_compute_dtype_and_are_saved_in_their_own() -> None:
+    model = FullyShardedDataParallel(Shifted(), mixed_precision=True).eval()
+    assert model(torch.ones(2, 4)).dtype == model.module.shift.dtype == torch.float16
+    assert model.module.norm.num_batches_tracked.dtype == torch.int64
+    saved = model.state_dict()
+    assert saved["shift"].dtype == saved["norm.running_mean"].dtype == torch.float32
+    assert (
+        FullyShardedDataParallel(Shifted(), mixed_precision=True, compute_dtype=torch.float32).module.shift[0] == 1 / 3
+    )
+    kept = FullyShardedDataParallel(Shifted(), mixed_precision=True, buffer_dtype=torch.float32)
+    assert kept.module.shift.dtype == torch.float32
+    assert FullyShardedDataParallel(Shifted().half(), compute_dtype=torch.float16).module.shift.dtype == torch.float16
+
+
+def test_a_module_is_wrapped_anew_as_it_was() -> None:
+    module = plain_model()
+    first = FullyShardedDataParallel(module)
+    first(torch.ones(2, 4)).sum().backward()
+    again = FullyShardedDataParallel(module)
+    assert torch.equal(again(torch.ones(2, 4)), first(torch.ones(2, 4)))
+    assert again.params[0] is first.params[0]
+    with pytest.raises(ValueError, match="is sharded already"):
+        FullyShardedDataParallel(module, reshard_after_forward=False)
+
+
+def test_a_weight_that_two_wrappers_share_gets_both_gradients() -> None:
+    module, plain = plain_model(), plain_model()
+    for each in (module, plain):
+        each[0].weight = each[2].weight
+    for place in (0, 2):
+        module[place] = FullyShardedDataParallel(module[place], flatten_parameters=False)
+    with pytest.warns(FairScaleWarning, match="append_shared_param.* has no effect"):
+        module[2].append_shared_param(module[0].module.weight)
+    with pytest.raises(ValueError, match="is not in it: share it before the modules are wrapped"):
+        module[2].append_shared_param(nn.Parameter(torch.ones(4, 4)))
+    model = FullyShardedDataParallel(module)
+    for each in (model, plain):
+        each(torch.ones(2, 4)).square().sum().backward()
+    torch.testing.assert_close(model[0].module.weight.grad, plain[0].weight.grad)
+    assert model[0].module.weight is model[2].module.weight
+
+
+def test_parameters_are_reset_inside_of_summon_full_params_and_outside() -> None:
+    linear = FullyShardedDataParallel(nn.Linear(4, 4), allow_reset_parameters=True)
+    assert linear.process_group_reduce_scatter is linear.process_group
+    values = [linear.state_dict()["weight"].clone()]
+    with linear.summon_full_params():
+        linear.reset_parameters()
+    values.append(linear.state_dict()["weight"].clone())
+    linear.reset_parameters()
+    values.append(linear.state_dict()["weight"].clone())
+    assert len({value.sum().item() for value in values}) == 3
+
+
 def test_errors_have_fairscales_types_and_texts() -> None:
     model = nested_model()
     model(torch.ones(2, 4)).sum().backward()

@@ -67,9 +67,6 @@ def test_an_older_path_has_the_names_of_the_newer_one(older: str, path: str) -> 
 @pytest.mark.parametrize(
     "path, name, instead",
     [
-        ("fairscale.nn", "MOELayer", "scale_moe"),
-        ("fairscale.nn", "Top2Gate", "scale_moe"),
-        ("fairscale.nn.moe.top2gate", "top2gating", "scale_moe"),
         ("fairscale.experimental.nn", "MEVO", "vocab_parallel_cross_entropy"),
         ("fairscale.experimental.nn.ampnet_pipe.pipe", "AMPnetPipe", "DistributedPipe"),
         ("fairscale.experimental.wgit", "Repo", "scale_core.snapshot"),

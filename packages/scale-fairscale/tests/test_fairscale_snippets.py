@@ -136,6 +136,22 @@ def test_documented_programs_equal_plain_pytorch_on_two_ranks() -> None:
             )
 
 
+def test_the_tutorial_of_pipe_equals_plain_pytorch() -> None:
+    model, plain = (nn.Sequential(*list(plain_model())[:3]) for _ in range(2))
+    model = fairscale.nn.Pipe(model, balance=[2, 1], chunks=4)
+    device = model.devices[0]
+    for each in (model, plain):
+        optimizer = sgd(each.parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            outputs = each(inputs_of(0, step).to(device))
+            loss = nn.functional.mse_loss(outputs.to(device), torch.ones(6, 8, device=device))
+            loss.backward()
+            optimizer.step()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_the_version_is_read_as_programs_read_it() -> None:
     assert fairscale.__version_tuple__ >= (0, 4, 6)
     assert copy.copy(fairscale.__version__).startswith("0.4.")

@@ -146,6 +146,7 @@ def test_each_optimizer_of_torch_is_either_elementwise_or_refused() -> None:
     assert set(every_optimizer()) <= {*ELEMENTWISE, *REFUSED}
 
 
+@pytest.mark.composition("scale-fsdp", "torch.optim")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_elementwise_optimizers_train_the_weights_of_the_plain_model(world: int) -> None:
     assert not any(run_ranks(train_unfused, world))

@@ -24,7 +24,7 @@ from scale_core import full_numel, full_shape, num_parameters
 from scale_core.testing import run_ranks
 from scale_fsdp import describe, fully_shard
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "fsdp.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "fsdp-errors.md"
 
 
 @dataclass

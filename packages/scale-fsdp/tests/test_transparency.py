@@ -65,6 +65,7 @@ def test_training_is_bitwise_that_of_the_reference(world):
     assert not any(run_ranks(run_cases, world, cases))
 
 
+@pytest.mark.composition("scale-fsdp", "torch.utils.checkpoint")
 @pytest.mark.parametrize("world", [2, 3])
 def test_checkpointed_activations_change_nothing(world):
     cases = [case_of(choice) for number, choice in enumerate(CHECKPOINTING) if number % 2 == world % 2]

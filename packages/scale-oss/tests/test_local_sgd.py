@@ -299,6 +299,7 @@ def replicas_in_nodes() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.composition("LocalSGD", "DistributedDataParallel")
 def test_data_parallel_inside_of_nodes() -> None:
     run_ranks(replicas_in_nodes, 4)
 

@@ -316,6 +316,9 @@ def clipped_weights(sharded: bool) -> float:
     return max(float((mine - theirs).detach().abs().max()) for theirs, mine in pairs)
 
 
+@pytest.mark.composition("OSS", "DistributedDataParallel")
+@pytest.mark.composition("OSS", "torch.optim")
+@pytest.mark.composition("ShardedDataParallel", "torch.optim")
 def test_at_two_ranks_all_is_equal_to_ddp_to_the_bit() -> None:
     assert run_ranks(run_cases, 2, CASES) == [[], []]
 

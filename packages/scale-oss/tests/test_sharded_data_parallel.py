@@ -541,6 +541,7 @@ def test_a_training_in_a_reference_cycle_ends_without_a_word() -> None:
     run_ranks(trainings_that_are_dropped_in_cycles, 2)
 
 
+@pytest.mark.composition("ShardedDataParallel", "torch.utils.checkpoint")
 def test_sparse_mixed_and_late_parameters_and_recomputed_layers_train_as_plain_replicas_do() -> None:
     run_ranks(as_plain_replicas, 2)
 

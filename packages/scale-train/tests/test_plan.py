@@ -136,6 +136,27 @@ def test_pipelines_and_divided_layers_hold_their_part_and_say_what_they_send() -
 
 
 @pytest.mark.simulation
+def test_pipelines_that_shard_or_divide_their_stages_hold_less_and_send_what_that_takes() -> None:
+    whole, sharded = found_for("pipe", 2), found_for("pipe", 2, shards_stages=True)
+    assert sharded.problem == "" and sharded.work is not None
+    stage = whole.peak_by_kind["parameters"]
+    assert sharded.peak_by_kind["parameters"] == pytest.approx(stage / 2, rel=0.02)
+    assert sharded.peak_by_kind["optimizer state"] == pytest.approx(stage, rel=0.02)
+    # Gradients are reduced once per step, parameters gathered for the passes of each of the four micro-batches.
+    assert sharded.bytes_sent["reduce_scatter"] == pytest.approx(stage / 2, rel=0.02)
+    assert 4 * stage / 2 <= sharded.bytes_sent["all_gather"] <= 2.05 * 4 * stage / 2
+    assert sharded.bytes_sent["send"] == whole.bytes_sent["send"] and sharded.work.after_step_bytes == 0
+    divided = found_for("pipe", 2, tensor_ranks=2)
+    assert divided.problem == "" and divided.work is not None
+    activations = 8 * 16 * 32 * 4  # of the one pipeline's batch
+    assert divided.work.layer_bytes == 4 * activations  # four all-reduces in the block of the stage
+    assert divided.bytes_sent["send"] == activations
+    table = 4 * 256 * 32
+    assert stage / 2 < divided.peak_by_kind["parameters"] < (stage - table) / 2 * 1.05 + table
+    assert least_bytes(sharded.strategy, 1000) == least_bytes(divided.strategy, 1000) == 4000
+
+
+@pytest.mark.simulation
 def test_what_is_kept_on_the_host_is_not_on_the_device() -> None:
     found = found_for("fsdp-offload")
     assert found.problem == "" and found.work is not None and found.work.updates_on_host
@@ -175,6 +196,13 @@ def test_the_suggested_command_is_one_that_the_training_program_takes(
     assert not any("DistributedDataParallel" in line or "autocast" in line for line in alone)
     several = Strategy("pipe", 4, 2, 4).python("bf16")
     assert any("DistributedDataParallel" in line for line in several) and "autocast" in several[-1]
+    three = Strategy("pipe", 8, 2, 4, tensor_ranks=2, shards_stages=True)
+    assert "--stages 2 --chunks 4 --tensor-parallel 2 --data-parallel fsdp" in (three.command(TINY, "tiny") or "")
+    compile("\n".join(three.python("bf16")), "<plan>", "exec")
+    assert [line.split("(")[0] for line in three.python("bf16")[:2]] == [
+        "scale_tp.parallelize",
+        "pipe = scale_pipe.DistributedPipe",
+    ]
     fitting = [each for each in found["strategies"] if each["fits"]]
     assert min(fitting, key=lambda each: each["step_seconds"])["title"] == found["suggested"]
 
@@ -250,11 +278,17 @@ def test_techniques_are_compared_where_the_batch_divides_among_their_ranks() -> 
         ("tensor-parallel", 2, 1),
         ("tensor-parallel", 8, 1),
         ("pipe", 8, 4),
+        ("pipe", 4, 4),
     }
     assert {each.title for each in found if not each.recompute} == {
         "tensor-parallel 2 x fsdp",
         "tensor-parallel 8 x fsdp",
         "pipe of 8 x 2",
+        "pipe of 8 x fsdp of 2",
+        "tensor-parallel 2 x pipe of 4 x 2",
+        "tensor-parallel 2 x pipe of 4 x fsdp of 2",
     }
+    eight = [each.title for each in strategies(PlanOptions(ranks=8, batch=8, only=("pipe",)), num_layers=12)]
+    assert "tensor-parallel 2 x pipe of 2 x fsdp of 2" in eight and len(eight) == len(set(eight))
     with pytest.raises(InputError, match="nothing to compare"):
         strategies(PlanOptions(ranks=9, batch=2), num_layers=None)

@@ -164,7 +164,7 @@ def test_a_checkpoint_says_what_it_is_in_plain_json(text):
         ({"width": 32}, r"embedding.weight is \[256, 16\] there, \[256, 32\] here"),
         ({"layers": 2}, r"it has no blocks.1.attention_norm.weight, which is \[16\] here"),
         ({"heads": 4}, "heads is 2 there, 4 here"),
-        ({"tied": False}, r"it has no head.weight, which is \[256, 16\] here"),
+        ({"untied_embeddings": True}, r"it has no head.weight, which is \[256, 16\] here"),
     ],
 )
 def test_a_checkpoint_of_another_model_names_the_first_parameter_that_differs(text, point, changes, message):

@@ -13,7 +13,7 @@ from scale_train.memory import (
     replicated_bytes,
     state_tensors,
 )
-from scale_train.options import ModelOptions, Options, ParallelOptions
+from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
 
 
 def stepped(param: torch.nn.Parameter) -> torch.optim.Optimizer:
@@ -52,14 +52,18 @@ def test_a_parameter_that_others_update_needs_as_much_state_as_one_that_this_ran
 
 def test_a_model_that_the_machine_cannot_hold_once_for_each_rank_is_refused(monkeypatch):
     model = ModelOptions(layers=1, width=64, heads=2)  # 65 thousand parameters or so
-    options = Options(model=model, parallel=ParallelOptions(parallel="ddp"))
+    data = DataOptions(batch=4, sequence=8)
+    options = Options(data, model, ParallelOptions(parallel="ddp"))
     monkeypatch.setattr(memory, "machine_bytes", lambda: 500_000)
     check_fits(options, 1)
     message = r"--size tiny: 0 M parameters x 4 bytes x 2 local ranks are 5\d\d kB, and this machine has 500 kB"
     with pytest.raises(InputError, match=message):
         check_fits(options, 2)
-    sharded = Options(model=model)
+    sharded = Options(data, model)
     check_fits(sharded, 2)
+    large = Options(DataOptions(batch=40, sequence=64), model)
+    with pytest.raises(InputError, match=r"--batch 40 x --sequence 64: the input of one block .* is 655 kB"):
+        check_fits(large, 2)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 200_000)
     check_fits(sharded, 2, world_size=4)
     message = r"4 bytes divided among the ranks x 2 local ranks are 2\d\d kB, and .* 200 kB; take a smaller --size$"

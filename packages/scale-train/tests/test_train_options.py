@@ -101,7 +101,6 @@ def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
         ({"tensor_parallel": 0}, 2, "--tensor-parallel 0: at least 1 is needed"),
         ({"tensor_parallel": 8}, 8, "--tensor-parallel 8: the model has 4 heads to divide; take at most 4"),
         ({"tensor_parallel": 2, "parallel": "none"}, 4, "--parallel none is one process, but there are 4 ranks"),
-        ({"tensor_parallel": 2, "parallel": "pipe"}, 4, "--tensor-parallel 2: layers of a pipeline's stages are not"),
         (
             {"tensor_parallel": 2, "parallel": "ddp", "checkpoint_activations": "budget:1GiB"},
             4,

@@ -116,7 +116,7 @@ def replicated(options: Options, folder: Path) -> tuple:
     point = save(training, folder)
     train(training, STEPS)
     bits = evaluate(training)
-    where = (pipeline.replica, pipeline.group.rank)
+    where = (training.engine.axes.data_rank, training.engine.axes.stages.rank)
     params = {name: param.detach() for name, param in pipeline.named_parameters()}
     return where, first, (recorder.losses, recorder.norms), training.reporter.losses, bits, params, point
 
@@ -143,6 +143,40 @@ def test_pipelines_beside_each_other_train_as_one_and_each_rank_makes_its_stages
     assert go_on(plain, by_rank[0][-1], Group()) == pytest.approx(losses[STEPS // 2 :], rel=1e-5)
 
 
+def check_as_one_process(text: Path, folder: Path, ranks: int, ways: list[Options], resumed: list[Options]) -> None:
+    [(losses, norms, bits, sample, _, _)] = trained([options_for(text, "none", accumulate=3)], folder / "plain", [])
+    by_rank = run_ranks(trained, ranks, ways, folder / "pipe", resumed)
+    for rank, results in enumerate(by_rank):
+        for options, (own, own_norms, own_bits, own_sample, others, _) in zip(ways, results, strict=True):
+            assert own == pytest.approx(losses, rel=1e-5), (rank, options.parallel)
+            assert own_norms == pytest.approx(norms, rel=1e-4), (rank, options.parallel)
+            assert own_bits == pytest.approx(bits, rel=1e-5), (rank, options.parallel)
+            assert own_sample == sample
+            for other in others:
+                assert other == pytest.approx(losses[STEPS // 2 :], rel=1e-4), (rank, options.parallel)
+    for plain in (options_for(text, "none", accumulate=3), options_for(text, schedule="gpipe")):
+        assert go_on(plain, by_rank[0][0][5], Group()) == pytest.approx(losses[STEPS // 2 :], rel=1e-4)
+
+
+@pytest.mark.composition("scale-pipe", "scale-fsdp")
+@pytest.mark.composition("scale-checkpoint", "scale-pipe", "scale-tp")
+def test_layers_of_stages_are_divided_and_stages_sharded_and_all_train_as_one_process(text, tmp_path):
+    divided = options_for(text, tensor_parallel=2, sequence_parallel=True, checkpoint_activations="all")
+    sharded = options_for(text, stages=2, data_parallel="fsdp")
+    resumed = [sharded, options_for(text, "fsdp", tensor_parallel=2)]
+    check_as_one_process(text, tmp_path, 4, [divided, sharded], resumed)
+
+
+@pytest.mark.composition("scale-pipe", "scale-tp", "scale-fsdp")
+@pytest.mark.composition("scale-pipe", "scale-tp", "DistributedDataParallel")
+@pytest.mark.soak
+def test_three_axes_of_two_ranks_train_as_one_process(text, tmp_path):
+    three = {"tensor_parallel": 2, "stages": 2}
+    ways = [options_for(text, data_parallel=kind, **three) for kind in ("fsdp", "ddp")]
+    ways += [options_for(text, tensor_parallel=2, stages=4, schedule="zb_v", checkpoint_activations="all")]
+    check_as_one_process(text, tmp_path, 8, ways, [options_for(text, "fsdp", tensor_parallel=2)])
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "shape"),
     [
@@ -151,6 +185,8 @@ def test_pipelines_beside_each_other_train_as_one_and_each_rank_makes_its_stages
         (4, {"stages": 4}, (4, 1, 1)),
         (4, {"stages": 4, "schedule": "zb_v"}, (2, 2, 2)),
         (4, {"stages": 2}, (2, 2, 1)),
+        (4, {"tensor_parallel": 2}, (2, 1, 1)),
+        (8, {"tensor_parallel": 2, "stages": 2}, (2, 2, 1)),
         (6, {"stages": 3}, (3, 2, 1)),
         (6, {"stages": 4, "schedule": "gpipe"}, (2, 3, 2)),
         (1, {"stages": 2, "schedule": "gpipe"}, (1, 1, 2)),
@@ -184,6 +220,7 @@ def test_blocks_are_divided_evenly():
         ({"schedule": "gpipe", "stages": 6}, "has 6 stages, but the model has 4 blocks; take fewer --ranks"),
         ({"accumulate": 2}, "--accumulate 2: with --parallel pipe it is --chunks that cuts the batch; take --chunks 6"),
         ({"chunks": 0}, "--chunks 0: at least 1 is needed"),
+        ({"tensor_parallel": 3}, "--tensor-parallel 3 does not divide 2 ranks"),
         ({"checkpoint_activations": "budget:1GiB"}, "and pipe trains it whole nowhere"),
     ],
 )
@@ -192,11 +229,20 @@ def test_what_makes_no_pipeline_is_said_before_anything_starts(text, changes, me
         check_options(options_for(text, **changes), 2)
 
 
+def test_a_weight_of_two_stages_on_one_rank_is_not_sharded(text):
+    folded = options_for(text, stages=4, schedule="zb_v", data_parallel="fsdp")
+    with pytest.raises(InputError, match=r"--schedule zb_v: the first and the last stage share .*--data-parallel ddp"):
+        check_options(folded, 4)
+    check_options(replace(folded, model=replace(folded.model, untied_embeddings=True)), 4)
+    check_options(folded, 2)  # One pipeline: there is nothing to shard among.
+
+
 def test_any_batch_will_do_and_what_has_no_effect_is_said(text):
     options = options_for(text)
     check_options(replace(options, data=replace(options.data, batch=7)), 2)
     assert options_without_effect(options) == []
-    flags = options_for(text, "ddp", stages=2, schedule="zb_v")
+    flags = options_for(text, "ddp", stages=2, schedule="zb_v", data_parallel="fsdp")
     assert options_without_effect(flags) == [
-        f"{flag} has no effect with --parallel ddp" for flag in ("--stages", "--schedule", "--chunks")
+        f"{flag} has no effect with --parallel ddp"
+        for flag in ("--stages", "--schedule", "--chunks", "--data-parallel")
     ]

@@ -61,6 +61,7 @@ def text(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.composition("scale-checkpoint", "ShardedDataParallel")
 def test_two_sharded_ranks_train_as_two_replicas_bit_for_bit_whatever_saves_memory(text):
     sharded, *same = run_ranks(
         curves,
@@ -102,6 +103,8 @@ def test_any_number_of_ranks_trains_as_one_plain_process(text, ranks):
             assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
 
 
+@pytest.mark.composition("scale-tp", "OSS")
+@pytest.mark.composition("scale-checkpoint", "scale-tp", "ShardedDataParallel")
 def test_divided_layers_train_as_one_plain_process(text):
     plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())
     divided = [
@@ -119,6 +122,12 @@ def test_divided_layers_train_as_one_plain_process(text):
             assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
 
 
+@pytest.mark.composition("context parallel", "scale-fsdp")
+@pytest.mark.composition("context parallel", "ShardedDataParallel")
+@pytest.mark.composition("context parallel", "DistributedDataParallel")
+@pytest.mark.composition("context parallel", "OSS")
+@pytest.mark.composition("scale-checkpoint", "context parallel", "scale-fsdp")
+@pytest.mark.composition("scale-tp", "context parallel", "DistributedDataParallel")
 def test_divided_sequences_train_as_one_plain_process(text):
     plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())
     divided = [

@@ -15,7 +15,7 @@ _SAID: set[tuple[str, str]] = set()
 
 # Frames that are not the caller's: those of this distribution's own two modules, of the packages below it, and torch's.
 _NOT_THE_CALLER = re.compile(
-    r"(fairscale|torchgpipe|torch|contextlib|scale_(core|fsdp|oss|pipe|tp|adascale|checkpoint))(\.|$)"
+    r"(fairscale|torchgpipe|torch|contextlib|scale_(core|fsdp|oss|pipe|tp|adascale|checkpoint|moe))(\.|$)"
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.flat.packing import group_in_buckets
 from scale_core.shard import Placement, Shard, check_undivided, shard_of
-from scale_core.state.chunks import LocalShard
 from scale_oss.partition import cut_evenly
 from scale_oss.sharded_ddp import ShardedDataParallel
+
+if TYPE_CHECKING:
+    from scale_core.state.chunks import LocalShard  # It loads torch.distributed.checkpoint, for states alone.
 
 InnerState: TypeAlias = Literal["maintain", "reset", "average"]
 
@@ -231,7 +233,7 @@ class LocalSGD:
             )
         for key, part in own.items():
             loaded = state_dict[key]
-            part.tensor.copy_((loaded.tensor if isinstance(loaded, LocalShard) else loaded).view(part.tensor.shape))
+            part.tensor.copy_((loaded.tensor if isinstance(loaded, type(part)) else loaded).view(part.tensor.shape))
         self.num_syncs, self.steps_since_sync = int(state_dict["num_syncs"]), 0
 
     def _before_inner_step(self, *_: Any) -> None:
@@ -336,6 +338,8 @@ class _OuterBucket:
 
     def state(self) -> dict[str, LocalShard]:
         """This rank's parts of x and u, by the parameters' names."""
+        from scale_core.state.chunks import LocalShard
+
         state = {}
         for key, flat in (("slow", self.slow), ("momentum", self._momentum)):
             if flat is None:

@@ -1,7 +1,7 @@
 """The command `scale-train`. It loads torch when it is known which command needs it.
 
-Exit codes: 0 done; 1 the training failed, a snapshot is damaged, two checkpoints differ; 2 wrong input; 130 stopped by
-Ctrl-C, 143 stopped by SIGTERM. After the last two the last step of a training is saved.
+Exit codes: 0 done; 1 the training failed, a snapshot is damaged, two checkpoints differ, ranks do not work; 2 wrong
+input; 130 stopped by Ctrl-C, 143 stopped by SIGTERM. After the last two the last step of a training is saved.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from scale_train.configuration.command_line import PRINT_CONFIG, parse_command_l
 from scale_train.configuration.help import help_text
 from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.toml_file import to_toml
+from scale_train.doctor.options import DoctorOptions
 from scale_train.interrupts import leave_on_ctrl_c
 from scale_train.options import Options
+from scale_train.pipe.options import PipeOptions
 from scale_train.plan.options import PlanOptions
 from scale_train.snapshot.options import SnapshotOptions
 from scale_train.trained.options import ExportOptions, PplOptions
 from scale_train.why.options import WhyOptions
 
-Command = Options | PplOptions | ExportOptions | PlanOptions | SnapshotOptions | WhyOptions
+Command = (
+    Options | PplOptions | ExportOptions | PlanOptions | DoctorOptions | PipeOptions | SnapshotOptions | WhyOptions
+)
 
 DESCRIPTION = """The training program of scale.
 
@@ -31,6 +35,8 @@ lm        trains a language model on text and reports how well it predicts text 
 ppl       says how well a trained model predicts a text: loss, perplexity, bits per byte.
 export    writes the model of a run as a folder that transformers reads.
 plan      says which way of training a model fits into the memory of a machine, and what each costs.
+doctor    says whether training on several ranks works on this machine, and how fast its memory and links are.
+pipe      draws the schedule of a pipeline, planned beside measured.
 snapshot  lists, verifies, compares, converts and prunes checkpoints.
 why       says in one sentence why a training on several ranks ended, from what the ranks left behind."""
 
@@ -68,6 +74,8 @@ def parse(arguments: list[str]) -> Command:
             "ppl": PplOptions,
             "export": ExportOptions,
             "plan": PlanOptions,
+            "doctor": DoctorOptions,
+            "pipe": PipeOptions,
             "snapshot": SnapshotOptions,
             "why": WhyOptions,
         },
@@ -97,6 +105,14 @@ def _command_for(options: Command) -> Callable[[Any], int]:
             from scale_train.plan.command import plan
 
             return plan
+        if isinstance(options, DoctorOptions):
+            from scale_train.doctor.command import doctor
+
+            return doctor
+        if isinstance(options, PipeOptions):
+            from scale_train.pipe.command import pipe
+
+            return pipe
         if isinstance(options, SnapshotOptions):
             from scale_train.snapshot.commands import snapshot
 

@@ -78,8 +78,8 @@ class ParallelOptions:
     offload_activations: bool = False
     """Move the activations that blocks keep to the memory of the host until the backward pass."""
     tensor_parallel: int = 1
-    """Ranks that divide the layers of each block between them; --parallel says what the others do. With fsdp, a rank
-    then makes the whole model before it is divided."""
+    """Ranks that divide the layers of each block between them; --parallel says what the others do. With fsdp or pipe, a
+    rank then makes the whole model before it is divided."""
     sequence_parallel: bool = False
     """With --tensor-parallel: between the divided layers each rank has a part of the sequence. Less memory."""
     overlap_pieces: int | None = None
@@ -103,6 +103,9 @@ class ParallelOptions:
     which measures a step and finds one for it."""
     chunks: int = 8
     """pipe: micro-batches that the batch is cut into."""
+    data_parallel: Literal["ddp", "fsdp"] = "ddp"
+    """pipe: what pipelines beside each other do with the stage that they share. ddp keeps it whole on each rank; fsdp
+    shards its parameters, gradients and optimizer state among them."""
     reshard_after_forward: bool = True
     """fsdp: release each block's parameters between its forward and its backward pass. false keeps them: fewer bytes
     sent, more memory."""

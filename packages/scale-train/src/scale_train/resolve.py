@@ -66,7 +66,11 @@ class PipelineShape(NamedTuple):
 
 
 def pipeline_shape(options: ParallelOptions, num_ranks: int) -> PipelineShape:
-    """Returns how ranks form pipelines: as few as the stages and the schedule allow."""
+    """Returns how ranks form pipelines: of as many ranks as the stages and the schedule allow.
+
+    With tensor parallelism the ranks that divide a stage's layers count as one.
+    """
+    num_ranks //= options.tensor_parallel
     stages, refused = options.stages, None
     for ranks in range(num_ranks, min(num_ranks, 2) - 1, -1):
         if num_ranks % ranks or (stages is None and ranks < num_ranks) or (stages is not None and stages % ranks):
@@ -126,11 +130,6 @@ def _check_tensor_parallel(options: Options, num_ranks: int) -> int:
         )
     if number == 1:
         return num_ranks
-    if parallel.parallel == "pipe":
-        raise InputError(
-            f"--tensor-parallel {number}: layers of a pipeline's stages are not divided; take --parallel fsdp, or "
-            "--tensor-parallel 1"
-        )
     if budget_bytes(parallel.checkpoint_activations) is not None:
         raise InputError(
             f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on whole layers, and "
@@ -181,13 +180,28 @@ def _check_pipeline(options: Options, num_ranks: int) -> None:
     shape = pipeline_shape(parallel, num_ranks)
     if shape.stages > layers:
         raise InputError(
-            f"--schedule {parallel.schedule} on {num_ranks} ranks has {shape.stages} stages, but the model has "
+            f"--schedule {parallel.schedule} on {shape.ranks} ranks has {shape.stages} stages, but the model has "
             f"{layers} blocks; take fewer --ranks, or --layers {shape.stages}"
         )
+    _check_shared_weight(options, shape)
     if options.data.batch % shape.replicas:
         raise InputError(
             f"--batch {options.data.batch} does not divide among {shape.replicas} pipelines beside each other "
             f"({num_ranks} ranks, {shape.stages} stages); take a multiple of {shape.replicas}"
+        )
+
+
+def _check_shared_weight(options: Options, shape: PipelineShape) -> None:
+    """A weight of two stages on one rank would be sharded, and reduced, twice."""
+    parallel = options.parallel
+    if options.model.untied_embeddings or parallel.data_parallel != "fsdp" or shape.replicas == 1 or shape.stages == 1:
+        return
+    placement = get_schedule(parallel.schedule, shape.ranks, parallel.chunks, shape.stages_per_rank).placement
+    if placement.rank_of[0] == placement.rank_of[-1]:
+        raise InputError(
+            f"--data-parallel fsdp with --schedule {parallel.schedule}: the first and the last stage share the "
+            "embedding's weight and are on one rank, where it would be reduced twice; take --data-parallel ddp, or "
+            "--schedule 1f1b"
         )
 
 
@@ -210,6 +224,7 @@ def options_without_effect(options: Options) -> list[str]:
         ("--stages", parallel.stages is not None),
         ("--schedule", parallel.schedule != ParallelOptions.schedule),
         ("--chunks", parallel.chunks != ParallelOptions.chunks),
+        ("--data-parallel", parallel.data_parallel != ParallelOptions.data_parallel),
     ):
         if is_set and parallel.parallel != "pipe":
             lines.append(f"{flag} has no effect with --parallel {parallel.parallel}")

@@ -179,6 +179,10 @@ def hybrid_meshes() -> dict[str, list[float]]:
     return {"hybrid": errors("hybrid", 2), "hybrid of Adam": errors("hybrid", 2, True)}
 
 
+@pytest.mark.composition("scale-adascale", "scale-fsdp")
+@pytest.mark.composition("scale-adascale", "OSS")
+@pytest.mark.composition("scale-adascale", "ShardedDataParallel")
+@pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-fsdp")
 def test_the_gain_is_that_of_one_process_however_the_model_is_sharded():
     for found in run_ranks(all_ways, 2):
         assert {case: worst for case, each in found.items() if (worst := max(each)) > GAIN} == {}
@@ -201,6 +205,7 @@ def test_adam_on_flat_parameters_is_refused_unless_gradients_are_measured_as_the
     assert max(run_ranks(adam_on_flat_parameters, 2)) < GAIN
 
 
+@pytest.mark.composition("scale-adascale", "scale-tp", "scale-fsdp")
 def test_the_gain_is_that_of_one_process_on_hybrid_meshes_and_beside_tensor_parallelism():
     for found in run_ranks(all_of_tensor_parallel, 4):
         assert {case: worst for case, each in found.items() if (worst := max(each)) > GAIN} == {}
@@ -359,6 +364,7 @@ def by_layer(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
+@pytest.mark.composition("scale-adascale", "scale-checkpoint")
 def test_a_recomputed_model_has_the_same_gain_to_the_bit():
     """As a whole, layer by layer, and but for its linear layers; a backward pass then runs the forward again."""
     found: list[list[Any]] = []

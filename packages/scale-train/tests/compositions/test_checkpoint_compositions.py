@@ -130,6 +130,8 @@ def in_every_order() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.composition("scale-checkpoint", "scale-fsdp")
+@pytest.mark.composition("scale-checkpoint", "DistributedDataParallel")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_results_are_to_the_bit_and_nothing_is_gathered_twice(num_ranks: int) -> None:
     for found in run_ranks(in_every_order, num_ranks):

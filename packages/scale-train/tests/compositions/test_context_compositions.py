@@ -105,6 +105,9 @@ def all_ways() -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
     return {f"{kind}, {attention}": spread(kind, attention) for kind, attention in ways}
 
 
+@pytest.mark.composition("context parallel", "scale-fsdp")
+@pytest.mark.composition("context parallel", "ShardedDataParallel")
+@pytest.mark.composition("scale-tp", "context parallel", "scale-fsdp")
 @pytest.mark.soak  # test_train_transparency.py goes through the same axes with scale-train's own model
 def test_a_llama_with_divided_sequences_trains_as_one_process() -> None:
     losses, state = one_process()

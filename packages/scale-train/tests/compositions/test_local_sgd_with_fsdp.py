@@ -81,6 +81,7 @@ def in_one_process() -> dict[str, Tensor]:
     return models[0].state_dict()
 
 
+@pytest.mark.composition("LocalSGD", "scale-fsdp")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_diloco_between_nodes_that_are_fully_sharded(tmp_path: Path, reshard: bool) -> None:
     expected = in_one_process()

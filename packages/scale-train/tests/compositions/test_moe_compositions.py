@@ -239,5 +239,12 @@ def four_ranks(folder: str) -> None:
     inside_stages()
 
 
+@pytest.mark.composition("scale-moe", "scale-fsdp")
+@pytest.mark.composition("scale-moe", "DistributedDataParallel")
+@pytest.mark.composition("scale-moe", "ShardedDataParallel")
+@pytest.mark.composition("scale-checkpoint", "scale-moe")
+@pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
+@pytest.mark.composition("scale-pipe", "scale-moe")
+@pytest.mark.composition("scale-adascale", "scale-moe", refused=True)
 def test_experts_beside_replicas_train_as_one_process_does(tmp_path: Path) -> None:
     run_ranks(four_ranks, 4, str(tmp_path))

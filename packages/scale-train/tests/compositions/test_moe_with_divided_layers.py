@@ -120,6 +120,9 @@ def all_ways(folder: str) -> dict[str, Trained]:
     return found
 
 
+@pytest.mark.composition("scale-moe", "scale-tp")
+@pytest.mark.composition("scale-moe", "scale-tp", "scale-fsdp")
+@pytest.mark.composition("scale-moe", "context parallel")
 def test_a_mixtral_trains_as_one_process_does(tmp_path: Any) -> None:
     model = mixtral()
     expected = train(model, optimizer_of(model), batch_of(slice(4)))

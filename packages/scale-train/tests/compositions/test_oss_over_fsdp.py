@@ -164,6 +164,7 @@ def in_a_hybrid_mesh() -> list[str]:
 A_FEW = [name for name in ("Adafactor", "Muon", "AdamW") if name in OPTIMIZERS]
 
 
+@pytest.mark.composition("OSS", "scale-fsdp")
 def test_every_optimizer_of_torch_is_the_plain_one_to_the_bit() -> None:
     assert run_ranks(these_optimizers, 2, list(OPTIMIZERS)) == [[], []]
 

@@ -405,6 +405,7 @@ def check(cases: Sequence[Case], num_replicas: int) -> list[list[Any]]:
     return [more for _, more in results]
 
 
+@pytest.mark.composition("scale-adascale", "scale-pipe")
 def test_the_gain_is_that_of_one_process_with_every_schedule_and_whatever_happens_in_a_step() -> None:
     cases = [Case(schedule, adam, tied=not adam) for schedule in SCHEDULES for adam in (False, True)]
     cases += [
@@ -428,6 +429,9 @@ def test_the_gain_is_that_of_one_process_with_every_schedule_and_whatever_happen
         assert "expected 4 backward passes between two steps, but another step of the pipeline began" in twice
 
 
+@pytest.mark.composition("scale-adascale", "scale-pipe", "scale-fsdp")
+@pytest.mark.composition("scale-adascale", "scale-pipe", "ShardedDataParallel")
+@pytest.mark.composition("scale-adascale", "scale-pipe", "DistributedDataParallel")
 def test_so_it_is_where_stages_have_replicas_or_are_divided() -> None:
     cases = [
         Case(schedule, adam, tied, wrap=wrap)

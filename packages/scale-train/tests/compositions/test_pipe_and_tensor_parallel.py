@@ -185,6 +185,7 @@ def plain_words() -> list[float]:
     return found
 
 
+@pytest.mark.composition("scale-pipe", "scale-tp")
 def test_stages_that_two_ranks_compute_together_train_as_one_process() -> None:
     expected, expected_words = plain(), plain_words()
     for rank, found in enumerate(run_ranks(train, 4)):
@@ -298,6 +299,7 @@ def plain_steps(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     return numbers, model.state_dict()
 
 
+@pytest.mark.composition("scale-pipe", "scale-tp", "scale-fsdp")
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_a_model_that_a_plan_has_divided_is_cut_and_sharded_and_trains_as_one_process(ranks: int) -> None:
     expected = {kind: plain_steps(kind) for kind in ("sequence", "split")}

@@ -319,6 +319,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.composition("scale-pipe", "scale-fsdp")
+@pytest.mark.composition("scale-pipe", "ShardedDataParallel")
+@pytest.mark.composition("scale-pipe", "DistributedDataParallel")
+@pytest.mark.composition("scale-checkpoint", "scale-pipe")
+@pytest.mark.composition("scale-pipe", "ShardedGradScaler")
 @pytest.mark.usefixtures("one_thread")
 def test_stages_with_replicas_train_as_one_process() -> None:
     by_rank = run_ranks(train_replicas, 4)

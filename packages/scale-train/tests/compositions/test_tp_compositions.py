@@ -193,6 +193,10 @@ def _read(folder: str) -> None:
             torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-7)
 
 
+@pytest.mark.composition("scale-tp", "scale-fsdp")
+@pytest.mark.composition("scale-tp", "ShardedDataParallel")
+@pytest.mark.composition("scale-tp", "DistributedDataParallel")
+@pytest.mark.composition("scale-checkpoint", "scale-tp", "scale-fsdp")
 def test_two_axes_train_as_one_process_and_their_snapshots_are_read_at_any_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(_two_axes, 4, str(tmp_path))
     run_ranks(_read, 3, str(tmp_path))
@@ -272,6 +276,7 @@ def _stages_train(mesh: DeviceMesh, sequence_parallel: bool) -> None:
             torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-7)
 
 
+@pytest.mark.composition("scale-pipe", "scale-tp")
 def test_stages_of_a_pipeline_may_be_divided() -> None:
     run_ranks(_stages, 4)
 
@@ -297,6 +302,7 @@ def _gains() -> None:
     assert gains[1] == pytest.approx(gains[0], rel=1e-6)
 
 
+@pytest.mark.composition("scale-adascale", "scale-tp")
 def test_the_gain_of_adascale_is_that_of_the_whole_model() -> None:
     run_ranks(_gains, 4)
 

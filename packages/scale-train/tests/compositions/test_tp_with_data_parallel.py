@@ -285,6 +285,8 @@ def over_the_ranks_of_a_layer() -> None:
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
+@pytest.mark.composition("scale-tp", "scale-fsdp")
+@pytest.mark.composition("scale-tp", "ShardedDataParallel")
 @pytest.mark.parametrize("way", [fully_sharded, sharded_gradients], ids=["fsdp", "oss"])
 def test_layers_divided_along_one_axis_train_sharded_along_the_other(way: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -34,11 +34,12 @@ from scale_pipe.schedules.registry import get_schedule
 from scale_pipe.schedules.simulation import simulate as simulate_schedule
 from scale_tp import parallelize
 from scale_train.errors import InputError
+from scale_train.options import ParallelOptions
 from scale_train.plan.model import Built, PlannedModel
 from scale_train.plan.options import PlanOptions
 from scale_train.plan.step_time import StepWork
 from scale_train.plan.strategies import Strategy
-from scale_train.training.parallelize import mesh_axes
+from scale_train.training.parallelize import mesh_axes, pipeline_axes
 
 _COPIED = {"fsdp-offload"}
 
@@ -104,11 +105,13 @@ def least_bytes(strategy: Strategy, num_params: int) -> int:
             return 0
         case "fsdp" | "tensor-parallel":
             return 16 * num_params // strategy.ranks
+        case "pipe" if strategy.shards_stages:
+            return 16 * num_params // strategy.ranks
         case "sharded-ddp":
             return 4 * num_params + 12 * num_params // data
         case "oss":
             return 8 * num_params + 8 * num_params // data
-    return 16 * num_params // model
+    return 16 * num_params // (model * strategy.tensor_ranks)
 
 
 def estimate(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
@@ -220,26 +223,18 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
     schedule = get_schedule("1f1b", strategy.model_ranks, strategy.chunks, None)
     bf16, size = options.precision == "bf16", options.batch // strategy.data_ranks // strategy.chunks
     with simulate(world_size=strategy.ranks) as simulation:
-        with torch.device("meta"):
-            model, _ = planned.build()
-        cuts = planned.cuts(model, strategy.model_ranks)
-        if cuts is None:
-            raise ValueError(f"nothing says where {planned.title} is cut into stages: see scale_pipe.split")
-        _recompute(planned, strategy, model)
-        stages = split(model, cuts)
-        tokens = torch.zeros(size, options.sequence, dtype=torch.int64, device="meta")
-        passed: list[Any] = [(tokens, tokens)]  # What each stage is given.
-        with torch.no_grad():
-            for stage in stages[:-1]:
-                passed.append((stage(*passed[-1]),))
-        mine = stages[rank]
-        _materialize(mine)
+        with simulation.aside():
+            axes = pipeline_axes(group_of(), _pipe_options(strategy))
+        mine, passed = _stage(planned, strategy, axes.model, rank, (size, options.sequence))
+        if strategy.shards_stages:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+            fully_shard_modules(mine, planned.blocks(mine), mesh=axes.data.process_group, mp_policy=policy)
         optimizer = AdamW(mine.parameters(), lr=1e-3, foreach=False)
         live: dict[int, tuple[Any, Any]] = {}
 
         def forward(index: int) -> None:
             given = map_tensors(_stage_input, passed[rank])
-            with _autocast(bf16):
+            with _autocast(bf16 and not strategy.shards_stages):
                 live[index] = given, mine(*given)
 
         def backward(index: int) -> None:
@@ -248,28 +243,67 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 
         def step() -> None:
+            left = strategy.chunks  # Of the backward passes; gradients are reduced in the last one.
             for action in schedule.compute_actions()[rank]:
-                (forward if action.kind is Kind.FORWARD else backward)(action.micro_batch)
+                if action.kind is Kind.FORWARD:
+                    forward(action.micro_batch)
+                    continue
+                left -= 1
+                with mine.no_sync() if strategy.shards_stages and left else nullcontext():  # type: ignore[operator]
+                    backward(action.micro_batch)
             optimizer.step()
             optimizer.zero_grad()
 
         flops = _two_steps(step, simulation)
         params = sum(param.numel() for param in mine.parameters())
-        found = _read(strategy, simulation, flops, params, Group())
-        neighbours = [passed[place] for place in (rank, rank + 1) if 0 < place < len(stages)]
+        found = _read(strategy, simulation, flops, params, axes.model)
+        neighbours = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
         exchanged = strategy.chunks * sum(
             tensor.nbytes for given in neighbours for tensor in tensors_in(given) if tensor.is_floating_point()
         )
         replicas = strategy.data_ranks
-        reduced = 2 * (replicas - 1) * 4 * params // replicas
+        reduced = 0 if strategy.shards_stages else 2 * (replicas - 1) * 4 * params // replicas
         assert found.work is not None
         work = found.work._replace(
-            overlapped_bytes=exchanged,
-            after_step_bytes=reduced,
+            overlapped_bytes=found.work.overlapped_bytes + exchanged,
+            after_step_bytes=found.work.after_step_bytes + reduced,
             bubble=simulate_schedule(schedule).bubble,
         )
-        sent = {"send": exchanged} | ({"all_reduce": reduced} if reduced else {})
+        sent = {"send": exchanged, **found.bytes_sent}
+        if reduced:
+            sent["all_reduce"] = sent.get("all_reduce", 0) + reduced
         return Estimate(strategy, found.peak_by_kind, {}, sent, work)
+
+
+def _pipe_options(strategy: Strategy) -> ParallelOptions:
+    """The strategy as `scale-train lm` has it."""
+    return ParallelOptions(
+        parallel="pipe", stages=strategy.model_ranks, chunks=strategy.chunks, tensor_parallel=strategy.tensor_ranks
+    )
+
+
+def _stage(
+    planned: PlannedModel, strategy: Strategy, tensor: Group, rank: int, shape: tuple[int, int]
+) -> tuple[nn.Module, list[Any]]:
+    """The stage of a rank, with memory, and what each stage is given: tokens of the shape, then activations."""
+    # A model whose layers are divided has values, of which each rank keeps a part; another one gets them by stages.
+    with torch.device("meta") if tensor.size == 1 else nullcontext():
+        model, _ = planned.build()
+    cuts = planned.cuts(model, strategy.model_ranks)
+    if cuts is None:
+        raise ValueError(f"nothing says where {planned.title} is cut into stages: see scale_pipe.split")
+    _recompute(planned, strategy, model)
+    if tensor.size > 1:
+        parallelize(model, planned.tensor_plan, tensor, attention_rules=planned.attention_rules)
+    stages = split(model, cuts)
+    tokens = torch.zeros(shape, dtype=torch.int64, device="meta" if tensor.size == 1 else "cpu")
+    passed: list[Any] = [(tokens, tokens)]
+    with torch.no_grad():
+        for stage in stages[:-1]:
+            passed.append((stage(*passed[-1]),))
+    if tensor.size == 1:
+        _materialize(stages[rank])
+    return stages[rank], passed
 
 
 def _materialize(stage: nn.Module) -> None:

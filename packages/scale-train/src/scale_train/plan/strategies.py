@@ -27,6 +27,8 @@ class Strategy:
         chunks: Micro-batches of a pipeline.
         recompute: Whether blocks are checkpointed.
         expert_ranks: Ranks that divide the experts of a block; each expert is sharded over the others.
+        tensor_ranks: Of a pipeline, ranks that divide the layers of each stage.
+        shards_stages: Of several pipelines, whether they shard each stage, as fsdp, or have it whole, as ddp.
     """
 
     parallel: Parallel
@@ -35,11 +37,13 @@ class Strategy:
     chunks: int = 1
     recompute: bool = False
     expert_ranks: int = 1
+    tensor_ranks: int = 1
+    shards_stages: bool = False
 
     @property
     def data_ranks(self) -> int:
         """Ranks, or groups of them, that have a part of the batch each."""
-        return self.ranks // self.model_ranks
+        return self.ranks // (self.model_ranks * self.tensor_ranks)
 
     @property
     def title(self) -> str:
@@ -49,8 +53,10 @@ class Strategy:
         if self.parallel == "tensor-parallel" and self.data_ranks == 1:
             name = f"tensor-parallel {self.model_ranks}"
         if self.parallel == "pipe":
-            name = f"pipe of {self.model_ranks}"
-            name += f" x {self.data_ranks}" if self.data_ranks > 1 else ""
+            name = f"tensor-parallel {self.tensor_ranks} x " if self.tensor_ranks > 1 else ""
+            name += f"pipe of {self.model_ranks}"
+            kind = "fsdp of " if self.shards_stages else ""
+            name += f" x {kind}{self.data_ranks}" if self.data_ranks > 1 else ""
         name += f", experts over {self.expert_ranks}" if self.expert_ranks > 1 else ""
         return f"{name}, checkpointed" if self.recompute else name
 
@@ -67,6 +73,8 @@ class Strategy:
                 words += [f"--parallel fsdp --tensor-parallel {self.model_ranks}"]
             case "pipe":
                 words += [f"--parallel pipe --stages {self.model_ranks} --chunks {self.chunks}"]
+                words += [f"--tensor-parallel {self.tensor_ranks}"] if self.tensor_ranks > 1 else []
+                words += ["--data-parallel fsdp"] if self.shards_stages else []
             case "fsdp-offload":
                 words += ["--parallel fsdp --cpu-offload"]
             case _:
@@ -101,17 +109,20 @@ class Strategy:
             case "sharded-ddp":
                 return [*lines, oss, "model = scale_oss.ShardedDataParallel(model, optimizer)", *autocast]
             case "pipe":
-                pipe = (
+                lines += ["scale_tp.parallelize(model, plan, mesh['tensor'])"] * (self.tensor_ranks > 1)
+                lines += [
                     f"pipe = scale_pipe.DistributedPipe(scale_pipe.split(model, cuts), '1f1b', chunks={self.chunks}, "
                     "process_group=mesh['pipe'].get_group())"
-                )
-                group = "mesh['data'].get_group()"
-                replicas = f"DistributedDataParallel(pipe.stages[index], process_group={group})"
-                if self.data_ranks > 1:
-                    pipe += f"\nfor index in pipe.stages: pipe.stages[index] = {replicas}"
+                ]
                 call = "loss = pipe.step(tokens, targets)"
-                call = f"with torch.autocast(device.type, torch.bfloat16): {call}" if bf16 else call
-                return [*lines, *pipe.splitlines(), adamw.replace("model", "pipe"), call]
+                if self.shards_stages:
+                    units = ", ".join(["stage", "scale_fsdp.class_policy(Block)", "mesh=mesh['data']", *sharding])
+                    lines += [f"for stage in pipe.stages.values(): scale_fsdp.fully_shard_modules({units})"]
+                else:
+                    replica = "DistributedDataParallel(pipe.stages[index], process_group=mesh['data'].get_group())"
+                    lines += [f"for index in pipe.stages: pipe.stages[index] = {replica}"] * (self.data_ranks > 1)
+                    call = f"with torch.autocast(device.type, torch.bfloat16): {call}" if bf16 else call
+                return [*lines, adamw.replace("model", "pipe"), call]
             case "tensor-parallel":
                 lines += ["scale_tp.parallelize(model, plan, mesh['model'])"]
                 sharding = ["mesh=mesh['data']", *sharding]
@@ -181,10 +192,29 @@ def _all(options: PlanOptions, num_layers: int | None) -> Iterator[Strategy]:
             if model_ranks > 1 and ranks % model_ranks == 0 and batch % (ranks // model_ranks) == 0:
                 yield Strategy("tensor-parallel", ranks, model_ranks, recompute=recompute)
         if num_layers is not None:
-            stages = largest_divisor(ranks, min(MAX_MODEL_RANKS, num_layers))
-            if stages > 1 and batch % (ranks // stages) == 0:
-                chunks = largest_divisor(batch * stages // ranks, 4 * stages)
-                yield Strategy("pipe", ranks, stages, chunks, recompute)
+            yield from _pipelines(options, num_layers, recompute)
+
+
+def _pipelines(options: PlanOptions, num_layers: int, recompute: bool) -> Iterator[Strategy]:
+    """Pipelines of as many stages as a machine has room for, and of half as many with layers that two ranks divide.
+
+    Where there are several pipelines, stages are whole, or sharded among them.
+    """
+    for tensor_ranks in (1, 2):
+        ranks = options.ranks // tensor_ranks
+        stages = largest_divisor(ranks, min(MAX_MODEL_RANKS // tensor_ranks, num_layers))
+        if options.ranks % tensor_ranks or stages == 1 or options.batch % (ranks // stages):
+            continue
+        chunks = largest_divisor(options.batch * stages // ranks, 4 * stages)
+        for shards_stages in (False, True) if ranks > stages else (False,):
+            yield Strategy(
+                "pipe", options.ranks, stages, chunks, recompute, tensor_ranks=tensor_ranks, shards_stages=shards_stages
+            )
+    # The three axes of eight ranks and more.
+    ranks = options.ranks // 4
+    if options.ranks % 8 == 0 and options.ranks <= MAX_MODEL_RANKS and num_layers > 1 and options.batch % ranks == 0:
+        chunks = largest_divisor(options.batch // ranks, 8)
+        yield Strategy("pipe", options.ranks, 2, chunks, recompute, tensor_ranks=2, shards_stages=True)
 
 
 def ranks_per_host(options: PlanOptions) -> int:

@@ -23,14 +23,14 @@ def with_adascale(engine: Engine, options: Options, scaler: ShardedGradScaler) -
     """The engine's optimizer, with AdaScale around it if that was asked for."""
     if not options.optimizer.adascale:
         return engine.optimizer
-    pipeline, number = engine.pipeline, options.parallel.accumulate
+    pipeline, number, axes = engine.pipeline, options.parallel.accumulate, engine.axes
     if pipeline is not None:  # Of few sequences there are fewer micro-batches than chunks.
-        number = len(micro_batch_sizes(options.data.batch // pipeline.num_replicas, options.parallel.chunks))
+        number = len(micro_batch_sizes(options.data.batch // axes.num_data, options.parallel.chunks))
     return AdaScale(
         engine.optimizer,
         scale=options.optimizer.adascale_scale or None,
         num_gradients_to_accumulate=number,
-        process_group=engine.axes.data if pipeline is None else pipeline.replicas,
+        process_group=axes.data,
         model_parallel_group=None if pipeline is None else pipeline.group,
         grad_scaler=scaler,
     )

@@ -25,13 +25,14 @@ from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_shape
 from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, class_policy, fully_shard_modules, no_split_policy
-from scale_fsdp.wrapping.policy import Policy
+from scale_fsdp.wrapping.policy import Candidate, Policy
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
-from scale_tp import context_parallel, position_ids, split_sequence
+from scale_tp import context_parallel, position_ids, record_sequence_lengths, split_sequence
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import Plan, Style
+from scale_tp.split import even_sizes
 from scale_train.errors import InputError
 from scale_train.model import GPT, IGNORED, Block
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
@@ -59,8 +60,9 @@ class MeshAxes(NamedTuple):
     """The groups of a rank on the axes of a mesh: ranks next to each other share the batch of their data rank."""
 
     data: Group  # averages gradients; has the ranks of the context axis in it, next to each other
-    model: Group  # divides layers, or has the stages of one pipeline
+    model: Group  # divides layers
     context: Group = Group()  # divides sequences
+    stages: Group = Group()  # has the stages of one pipeline
 
     @property
     def num_data(self) -> int:
@@ -71,6 +73,16 @@ class MeshAxes(NamedTuple):
     def data_rank(self) -> int:
         """Which of these this rank sees."""
         return self.data.rank // self.context.size
+
+    @property
+    def dropout_rank(self) -> int:
+        """Differs between ranks that draw other numbers: those that divide layers need the same ones."""
+        return self.data.rank * self.stages.size + self.stages.rank
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the one that speaks for the batch of its data rank."""
+        return self.model.rank == 0 and self.stages.rank == 0
 
 
 def mesh_axes(group: Group, num_model: int, num_context: int = 1) -> MeshAxes:
@@ -89,7 +101,20 @@ def mesh_axes(group: Group, num_model: int, num_context: int = 1) -> MeshAxes:
     return MeshAxes(group_of(mesh["data"]), group_of(mesh["model"]))
 
 
-def _mesh(group: Group, ranks: Tensor, names: tuple[str, str]) -> DeviceMesh:
+def pipeline_axes(group: Group, options: ParallelOptions) -> MeshAxes:
+    """Returns the axes of this rank, data x stages x tensor, the last one of neighbours; called on all ranks."""
+    shape = pipeline_shape(options, group.size)
+    sizes = {"data": shape.replicas, "stages": shape.ranks, "model": options.tensor_parallel}
+    axes = dict.fromkeys(sizes, Group())
+    if group.size in sizes.values():
+        axes[next(name for name, size in sizes.items() if size == group.size)] = group
+    else:
+        mesh = _mesh(group, torch.tensor(group.ranks).view(*sizes.values()), tuple(sizes))
+        axes |= {name: group_of(mesh[name]) for name, size in sizes.items() if size > 1}
+    return MeshAxes(**axes)
+
+
+def _mesh(group: Group, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
     return DeviceMesh("cpu" if group.backend == "gloo" else "cuda", ranks, mesh_dim_names=names)
 
 
@@ -114,39 +139,40 @@ def parallelize_blocks(
 class PipelineEngine(nn.Module):
     """A GPT in stages on several ranks; methods are called on all ranks, those of a pipeline with the same batch.
 
-    The model is split at blocks, and each rank materializes its own stages. More ranks than stages form several
-    pipelines one after the other in `group`, each with its part of the batch, and every stage averages its gradients
-    over them once per step. Checkpoints have the names of the whole model, a tied weight its first one, so that any
-    number of stages, and any other --parallel, resumes from them.
+    The model is split at blocks, and each rank materializes its own stages; a model whose layers are divided is given
+    with values. Several pipelines have each their part of the batch, and the ranks that have the same stage in all of
+    them average its gradients once per step, or shard it. Checkpoints have the names of the whole model, a tied weight
+    its first one, so that any number of stages, and any other --parallel, resumes from them.
     """
 
-    def __init__(self, model: GPT, options: ParallelOptions, group: Group, device: torch.device) -> None:
+    def __init__(self, model: GPT, options: ParallelOptions, axes: MeshAxes, device: torch.device) -> None:
         super().__init__()
-        self.config, self.device = model.config, device
-        shape = pipeline_shape(options, group.size)
-        self.replica, self.num_replicas = group.rank // shape.ranks, shape.replicas
-        # The ranks with the same stages in all pipelines, and those of this pipeline.
-        axes = mesh_axes(group, shape.ranks) if shape.replicas > 1 else MeshAxes(Group(), group)
-        self.replicas, self.group = axes.data, axes.model
-        self.shapes = {name: list(param.shape) for name, param in model.named_parameters()}
+        self.config, self.device, self.group = model.config, device, axes.stages
+        self._divides_sequence = axes.model if options.sequence_parallel else Group()
+        stages_per_rank = pipeline_shape(options, axes.num_data * axes.stages.size * axes.model.size).stages_per_rank
+        self.shapes = {name: list(full_shape(param)) for name, param in model.named_parameters()}
         # In a checkpoint a tied parameter is there once.
         first = {param: name for name, param in model.named_parameters()}
         self._saved_names = {name: first[param] for name, param in model.named_parameters(remove_duplicate=False)}
         self.pipe = DistributedPipe(
-            split(model, stage_boundaries(len(model.blocks), shape.stages)),
+            split(model, stage_boundaries(len(model.blocks), stages_per_rank * self.group.size)),
             options.schedule,
             chunks=options.chunks,
-            stages_per_rank=shape.stages_per_rank,
+            stages_per_rank=stages_per_rank,
             process_group=self.group,
             device=device,
         )
         _materialize(model, self.pipe.stages.values(), device)
-        if self.replicas.process_group is not None:
-            for index, stage in self.pipe.stages.items():
-                self.pipe.stages[index] = DistributedDataParallel(stage, process_group=self.replicas.process_group)
+        for index, stage in self.pipe.stages.items() if axes.data.size > 1 else ():
+            if options.data_parallel == "fsdp":
+                units = _StageUnits((model.embedding, model.head))
+                fully_shard_modules(stage, units, mesh=axes.data.process_group, **_sharding(options))
+            else:
+                self.pipe.stages[index] = DistributedDataParallel(stage, process_group=axes.data.process_group)
 
     def step(self, tokens: Tensor, targets: Tensor, scaler: ShardedGradScaler) -> Tensor:
         """Adds the gradients of a batch's mean loss, scaled, to this rank's parameters; returns the loss, a scalar."""
+        self._record_lengths(tokens)
         batch = tokens.to(self.device), targets.to(self.device)
         if not scaler.is_enabled():
             return self.pipe.step(*batch)
@@ -156,6 +182,7 @@ class PipelineEngine(nn.Module):
         self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum"] = "mean"
     ) -> Tensor:
         """Logits or loss of a batch, without gradients, the same on all ranks of the pipeline; see `GPT.forward`."""
+        self._record_lengths(tokens)
         if targets is not None:
             of = tokens.to(self.device), targets.to(self.device)
             mean: Tensor = self.pipe.evaluate(*of, loss_fn=lambda loss: loss)
@@ -166,6 +193,12 @@ class PipelineEngine(nn.Module):
         if self.group.size > 1:
             broadcast(logits, self.group, source=self.pipe.schedule.placement.rank_of[-1]).wait()
         return logits
+
+    def _record_lengths(self, tokens: Tensor) -> None:
+        """The sequence is divided in the first stage; the ranks of the others do not see how."""
+        group = self._divides_sequence
+        if group.size > 1:
+            record_sequence_lengths(even_sizes(tokens.shape[1], group.size), group.process_group)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -186,6 +219,28 @@ def _materialize(model: GPT, stages: Iterable[nn.Module], device: torch.device) 
             module._parameters[name] = made[param]
         if on_meta:
             model.init_weights(module)
+
+
+@dataclass(frozen=True)
+class _StageUnits(Policy):
+    """Each block of a stage is a unit; and so are the layers of tokens.
+
+    These may share a weight, whose shards are then the same in the first and in the last stage.
+    """
+
+    layers_of_tokens: tuple[nn.Module, ...]
+
+    def selects(self, candidate: Candidate) -> bool:
+        is_one = isinstance(candidate.module, Block) or any(candidate.module is each for each in self.layers_of_tokens)
+        return is_one and candidate.num_params > 0  # Of what other stages have there are placeholders.
+
+
+def _sharding(options: ParallelOptions) -> dict[str, Any]:
+    """How `fully_shard` casts and releases."""
+    policy = None
+    if options.precision != "fp32":
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[options.precision], reduce_dtype=torch.float32)
+    return {"reshard_after_forward": options.reshard_after_forward, "mp_policy": policy}
 
 
 def stage_boundaries(num_blocks: int, num_stages: int) -> list[str]:
@@ -257,7 +312,7 @@ class Engine:
 
     @property
     def pipeline(self) -> PipelineEngine | None:
-        """The model, if it is a pipeline: then all ranks see the same batch."""
+        """The model, if it is a pipeline: then the ranks of each see the same batch."""
         return self.raw_model if isinstance(self.raw_model, PipelineEngine) else None
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", positions: Tensor | None = None) -> Tensor:
@@ -285,9 +340,15 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Around each forward: the precision, where the model does not cast itself."""
-        if self.options.precision != "fp32" and self.options.parallel != "fsdp":
+        if self.options.precision != "fp32" and not self._casts_itself:
             return torch.autocast(self.device.type, dtype=COMPUTE_DTYPES[self.options.precision])
         return nullcontext()
+
+    @property
+    def _casts_itself(self) -> bool:
+        if self.options.parallel == "pipe":
+            return self.options.data_parallel == "fsdp" and self.axes.data.size > 1
+        return self.options.parallel == "fsdp"
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """Around each micro-batch: reduces gradients at the last one only, where that costs no memory."""
@@ -327,13 +388,16 @@ def parallelize_gpt(
     """
     checkpoint_blocks(model, options.checkpoint_activations, offload=options.offload_activations)
     if options.parallel == "pipe":
-        assert isinstance(model, GPT)
-        pipeline = PipelineEngine(model, options, group, device)
-        optimizer = _make_optimizer(pipeline, options, optimizer_options, group)
-        return Engine(pipeline, pipeline, optimizer, options, device, MeshAxes(group, Group()))
-    axes = mesh_axes(group, options.tensor_parallel, options.context_parallel)
+        axes = pipeline_axes(group, options)
+    else:
+        axes = mesh_axes(group, options.tensor_parallel, options.context_parallel)
     pieces = options.overlap_pieces
     parallelize_blocks(model, axes, sequence_parallel=options.sequence_parallel, overlap_pieces=pieces)
+    if options.parallel == "pipe":
+        assert isinstance(model, GPT)
+        pipeline = PipelineEngine(model, options, axes, device)
+        optimizer = _make_optimizer(pipeline, options, optimizer_options, group)
+        return Engine(pipeline, pipeline, optimizer, options, device, axes)
     group = axes.data
     if options.parallel != "fsdp" or not next(model.parameters()).is_meta:
         model.to(device)
@@ -343,13 +407,10 @@ def parallelize_gpt(
             blocks_policy(model),
             progress=progress,
             mesh=group.process_group,
-            reshard_after_forward=options.reshard_after_forward,
-            mp_policy=None
-            if options.precision == "fp32"
-            else MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[options.precision], reduce_dtype=torch.float32),
             offload_policy=CPUOffloadPolicy() if options.cpu_offload else None,
             init=_init_of(model, source),
             compute_device=device,
+            **_sharding(options),
         )
     if source is not None:
         source.load(model, torch.device("cpu") if options.cpu_offload else device, group)

@@ -115,9 +115,10 @@ def summarize(training: TrainState, held_out: float, folder: Path) -> RunSummary
     params = training.engine.params()
     held = held_bytes(params, training.engine.params_with_gradients(), training.optimizer)
     rows = exchange([held, peak_bytes(training.engine.device), replicated_bytes(params, training.optimizer)], group)
-    replicated, pipeline = rows[group.rank][2], training.engine.pipeline
-    if pipeline is not None:  # Each stage of a pipeline has its own parameters alone; elsewhere a rank has all.
-        replicated = sum(row[2] for row in rows) // pipeline.num_replicas
+    replicated = rows[group.rank][2]
+    if training.engine.pipeline is not None:  # Each of its stages has its own parameters; elsewhere a rank has all.
+        axes = training.engine.axes
+        replicated = sum(row[2] for row in rows) // (axes.num_data * axes.model.size)
     sample = ""
     if options.run.sample_length:
         tokenizer = training.text.tokenizer

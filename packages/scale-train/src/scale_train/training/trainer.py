@@ -48,7 +48,7 @@ def train_step(training: TrainState) -> None:
     """One optimizer step of all ranks, on one global batch."""
     options, optimizer, engine, scaler = training.options, training.optimizer, training.engine, training.scaler
     # Tensor-parallel ranks compute the same between sharded layers, and need the same dropout.
-    seed_step(options.run.seed, training.step, engine.axes.data.rank)
+    seed_step(options.run.seed, training.step, engine.axes.dropout_rank)
     loss = forward_backward(training)
     norm, scale = None, scaler.get_scale()
     if options.optimizer.clip:
@@ -75,8 +75,7 @@ def forward_backward(training: TrainState) -> Tensor:
     """Computes gradients of the global batch's mean loss; returns this rank's part of the loss, a scalar."""
     data, engine, axes = training.options.data, training.engine, training.engine.axes
     if engine.pipeline is not None:
-        replica, replicas = engine.pipeline.replica, engine.pipeline.num_replicas
-        (starts,) = slice_of_rank(training.sampler.starts(data.batch), replica, replicas, 1)
+        (starts,) = slice_of_rank(training.sampler.starts(data.batch), axes.data_rank, axes.num_data, 1)
         with engine.autocast():
             batch = windows_at(training.text.train, starts, data.sequence)
             return engine.pipeline.step(*batch, training.scaler)
@@ -156,9 +155,7 @@ def evaluate(training: TrainState) -> float:
     """Reports and returns the bits per byte of the held-out text."""
     data, group = training.options.data, training.group
     starts = held_out_starts(len(training.text.held_out), data.sequence, data.held_out_tokens)
-    pipeline = training.engine.pipeline
-    parts = training.engine.axes.num_data if pipeline is None else pipeline.num_replicas
-    micro_batch = data.batch // (parts * training.options.parallel.accumulate)
+    micro_batch = data.batch // (training.engine.axes.num_data * training.options.parallel.accumulate)
     loss = held_out_loss(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
     bits = loss / math.log(2) * training.text.tokens_per_byte
     training.reporter.evaluation(EvaluationRecord(training.step, bits, loss))
@@ -182,10 +179,7 @@ def held_out_loss(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
     because a forward pass of a sharded model is one of all ranks.
     """
     engine.model.eval()
-    pipeline, axes = engine.pipeline, engine.axes
-    rank, size, counts = axes.data_rank, axes.num_data, axes.model.rank == 0
-    if pipeline is not None:
-        rank, size, counts = pipeline.replica, pipeline.num_replicas, pipeline.group.rank == 0
+    rank, size = engine.axes.data_rank, engine.axes.num_data
     rounds = math.ceil(len(starts) / (size * micro_batch))
     nats = 0.0
     for turn in range(rounds):
@@ -199,7 +193,7 @@ def held_out_loss(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
             loss = engine.loss(*batch, "sum", positions)
         nats += loss.item()
     engine.model.train()
-    return sum_over_ranks(nats if counts else 0.0, group) / (len(starts) * sequence)
+    return sum_over_ranks(nats if engine.axes.counts else 0.0, group) / (len(starts) * sequence)
 
 
 def sum_over_ranks(value: float, group: Group) -> float:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import scale_fsdp
-from fairscale._warnings import warn_argument
+from fairscale._warnings import warn_argument, warn_once
 from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number
 from fairscale.nn.data_parallel.param_metadata import param_metadata
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
@@ -23,6 +24,9 @@ from scale_core.shard import unit_shard_of
 from scale_fsdp.runtime.param_registry import managed_params
 from scale_fsdp.runtime.unit import Unit, unit_of, units_in
 from scale_fsdp.state_dict.local import consolidate_shards, shard_metadata
+
+# How each module was wrapped.
+_OPTIONS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 # Arguments that tuned FairScale's own machinery: their default there, and what holds here.
 _WITHOUT_EFFECT = {
@@ -104,12 +108,13 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         process_group_reduce_scatter: Without effect.
         reshard_after_forward: As in FairScale.
         disable_reshard_on_root: Without effect.
-        mixed_precision: As in FairScale, but buffers keep their dtype unless `buffer_dtype` is given.
+        mixed_precision: As in FairScale.
         fp32_reduce_scatter: As in FairScale; None is False.
         flatten_parameters: As in FairScale.
         move_params_to_cpu: As in FairScale; with it the module may also be on the device.
         compute_dtype: As in FairScale; `torch.bfloat16` works.
-        buffer_dtype: As in FairScale, but None leaves buffers alone.
+        buffer_dtype: As in FairScale: None is the compute dtype under `mixed_precision`, or else leaves buffers alone;
+            state dicts have them in their own dtype.
         move_grads_to_cpu: As in FairScale, in every combination.
         bucket_cap_mb: Without effect.
         compute_device: As in FairScale.
@@ -159,6 +164,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         computed_in = compute_dtype if mixed_precision else None  # Else it says only what outer wrappers cast to.
         if force_input_to_fp32 and not mixed_precision:
             computed_in = torch.float32
+        computes_in = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
         weights = _weights_of(module)
         options = {
             "process_group": getattr(process_group, "tracked_group", process_group),
@@ -171,17 +177,21 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
             "state_dict_device": state_dict_device,
             "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
             "compute_dtype": computed_in,
-            "buffer_dtype": buffer_dtype,
+            "buffer_dtype": buffer_dtype or (computes_in if mixed_precision else None),
             "fp32_reduce_scatter": fp32_reduce_scatter,
             "sync_module_states": False,
         }
-        super().__init__(module, **cast(Any, options))
+        if isinstance(module, scale_fsdp.FSDPModule) and _OPTIONS.get(module) == options:
+            super().__init__(module)  # Wrapped anew as it was, as for evaluation: its unit stays.
+        else:
+            super().__init__(module, **cast(Any, options))
+            _OPTIONS[module] = options
         self._weights: _Weights | None = _Weights.of(weights, self._unit)
         self._mixed_precision = mixed_precision
         # What programs read, as FairScale derives it.
         self.fp32_reduce_scatter = bool(fp32_reduce_scatter)
-        self.compute_dtype = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
-        self.buffer_dtype = buffer_dtype or self.compute_dtype
+        self.compute_dtype = computes_in
+        self.buffer_dtype = buffer_dtype or computes_in
         self.move_params_to_cpu = move_params_to_cpu
         self.move_grads_to_cpu = move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
         self.bucket_cap_mb = bucket_cap_mb
@@ -229,6 +239,11 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         """The wrapper inside, as in FairScale; its `.module` is the module that was given."""
         found: FlattenParamsWrapper = self._inner
         return found
+
+    @property
+    def process_group_reduce_scatter(self) -> Any:
+        """The group of all collectives, `process_group`."""
+        return self.process_group
 
     @property
     def cpu_offload(self) -> bool:
@@ -378,13 +393,25 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
                 "allow_reset_parameters=True"
             )
         plain = self.sharded_module
+        if self._unit.in_summon:  # They are whole already; what is written is kept as the context says.
+            cast(Any, plain).reset_parameters()
+            return
         plain.apply(lambda module: module.reset_parameters() if module is plain else None)
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Refuses: a parameter that two wrappers share is found when the model is wrapped."""
-        raise NotImplementedError(
-            "append_shared_param is not needed: scale-fsdp finds a parameter that two units share when they are made, "
-            "keeps it once and sums its gradients. Leave this call out"
+        """Without effect: a parameter that two wrappers share is found when they are made, and its gradients summed.
+
+        Raises:
+            ValueError: The module does not have it.
+        """
+        if all(param is not p for param in self.parameters()):
+            raise ValueError(
+                f"expected a parameter that the module of unit '{self._unit.name}' shares with another one, got one of "
+                f"shape {list(p.shape)} that is not in it: share it before the modules are wrapped, a.weight = b.weight"
+            )
+        warn_once(
+            "FullyShardedDataParallel.append_shared_param()",
+            "has no effect, leave it out: parameters that two units share are found when they are made",
         )
 
     # nn.Module's own.

@@ -1,4 +1,4 @@
-"""Mixture of experts: refused; scale_moe has the layer. Begin with `moe_layer.py`."""
+"""Mixture of experts by FairScale's names, on scale_moe's dispatch and combine. Begin with `moe_layer.py`."""
 
 from fairscale.nn.moe.moe_layer import MOELayer
 from fairscale.nn.moe.top2gate import Top2Gate

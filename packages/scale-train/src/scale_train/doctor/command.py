@@ -1,0 +1,135 @@
+"""`scale-train doctor`: looks, tests two ranks, prints a line for each thing and a verdict.
+
+Exit codes: 0 everything works; 1 something does not, and the line below it says what to do; 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from scale_core.launch import init_distributed, launch_local
+from scale_train.doctor.environment import Finding, look
+from scale_train.doctor.options import DoctorOptions
+from scale_train.doctor.self_test import MOST_DIFFERENCE, SelfTest, run_self_test
+from scale_train.errors import InputError, reported
+from scale_train.launch import is_under_torchrun
+
+FAILED = 1
+_RANKS = 2
+_PIPE_CHARACTERS = 600  # of an error: pipes write so much at once, so that messages of ranks do not mix
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Runs the command and returns its exit code."""
+    return reported(lambda: _doctor(options))
+
+
+def _doctor(options: DoctorOptions) -> int:
+    if not options.limit_seconds > 0:
+        raise InputError(f"--limit-seconds {options.limit_seconds:g}: a number above 0 is needed")
+    device, began = _device(options), time.monotonic()
+    findings = look()
+    speaks = os.environ.get("RANK", "0") == "0"
+    if not speaks:
+        findings = [each for each in findings if each.verdict == "failed"]
+    if not any(each.verdict == "failed" and each.name in ("backends", "network") for each in findings):
+        outcome = _as_rank(options, device) if is_under_torchrun(os.environ) else _on_new_ranks(options, device)
+        findings += judge(outcome, device)
+    failed = [each for each in findings if each.verdict == "failed"]
+    if speaks or failed:
+        _print(findings, options, time.monotonic() - began)
+    return FAILED if failed else 0
+
+
+def _device(options: DoctorOptions) -> str:
+    """What the ranks compute on."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: this machine has no CUDA device that torch can use; take --device cpu")
+    if is_under_torchrun(os.environ):
+        return "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if options.device == "cuda" and torch.cuda.device_count() < _RANKS:
+        raise InputError(f"--device cuda: {_RANKS} ranks need {_RANKS} GPUs, and there is one; take --device cpu")
+    return "cuda" if options.device != "cpu" and torch.cuda.device_count() >= _RANKS else "cpu"
+
+
+def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
+    """What the ranks of torchrun have found, or why they could not meet."""
+    try:
+        group = init_distributed(device=device, limit_seconds=options.limit_seconds)
+        place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        return run_self_test(group, place)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_PIPE_CHARACTERS]
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | str:
+    """Starts two ranks; what they have found, or why they have not."""
+    receiver, sender = Pipe(duplex=False)
+    outcomes: list[SelfTest | str] = []
+    with receiver:
+        with sender:
+            code = launch_local(_started_rank, _RANKS, options, device, sender, device=device, grace=2.0)
+        with suppress(EOFError, OSError):
+            while True:
+                outcomes.append(receiver.recv())
+    errors = [each for each in outcomes if isinstance(each, str)]
+    if errors or not outcomes:
+        return errors[0] if errors else f"the ranks ended with code {code} before they had a result"
+    return max((each for each in outcomes if isinstance(each, SelfTest)), key=lambda found: not found.is_right)
+
+
+def _started_rank(options: DoctorOptions, device: str, sender: Connection) -> None:
+    sender.send(_as_rank(options, device))
+
+
+def judge(outcome: SelfTest | str, device: str) -> list[Finding]:
+    """Returns the verdict on the ranks, and the speed of their link."""
+    if isinstance(outcome, str):
+        return [Finding("self-test", "failed", f"the ranks could not train together: {outcome}", _advice(device))]
+    where = f"{outcome.ranks} ranks ({outcome.backend})"
+    values = {"difference": outcome.difference, "ranks": outcome.ranks, "backend": outcome.backend}
+    if not outcome.is_right:
+        text = f"a step of fully_shard on {where} differs from one process by {outcome.difference:.2g}"
+        advice = f"at most {MOST_DIFFERENCE:g} is rounding: report it with the output of scale-train doctor --json"
+        findings = [Finding("self-test", "failed", text, advice, values)]
+    else:
+        text = f"a step of fully_shard on {where} equals one process (largest difference {outcome.difference:.1g})"
+        findings = [Finding("self-test", "ok", text, values=values)]
+    rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in outcome.bytes_per_second.items())
+    values = {"bytes_per_second": outcome.bytes_per_second}
+    return [*findings, Finding("link", "ok", f"each rank sends: {rates}", values=values)]
+
+
+def _advice(device: str) -> str:
+    if device == "cuda":
+        return "NCCL_DEBUG=INFO shows what NCCL tries; --device cpu tests the ranks without the GPUs"
+    return "GLOO_SOCKET_IFNAME names the interface that ranks use; a firewall may close ports between them"
+
+
+def _print(findings: list[Finding], options: DoctorOptions, seconds: float) -> None:
+    failed = [each.name for each in findings if each.verdict == "failed"]
+    if options.json:
+        found = {"verdict": "failed" if failed else "ok", "seconds": seconds}
+        print(json.dumps({**found, "findings": [asdict(each) for each in findings]}))
+        return
+    marks = {"ok": "ok", "note": "note", "failed": "FAILED"}
+    for each in findings:
+        print(f"{each.name:<10} {marks[each.verdict]:<7} {each.text}")
+        if each.advice:
+            print(f"{'':<18} {each.advice}")
+    verdict = f"does not work: {', '.join(failed)}" if failed else "training on several ranks works here"
+    print(f"{'verdict':<10} {'FAILED' if failed else 'ok':<7} {verdict} ({seconds:.0f} s)")
+    sys.stdout.flush()

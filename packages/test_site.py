@@ -1,0 +1,178 @@
+"""What holds for the documentation: its search, its length, its form. `nox -s docs` builds the site and runs this.
+
+Of a checkout alone; what reads the built index is skipped where there is no site, or no lunr.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SITE = Path(os.environ.get("SCALE_SITE", ROOT / "site"))
+MADE = {"guides/reliability-figures.md"}  # by benchmarks/figures.py
+MADE_WITH_THE_SITE = {"guides/error-texts", "release-notes"}  # by docs/hooks/generated_pages.py
+MAX_WORDS = 2500
+MAX_COLUMNS = 88
+
+pages = [
+    pytest.param(path, id=str(path.relative_to(DOCS)))
+    for path in sorted(DOCS.rglob("*.md"))
+    if "decisions" not in path.parts and "hooks" not in path.parts
+]
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+class SiteSearch:
+    """The search of the site: Material's, which is lunr's with boosts for titles and whole pages.
+
+    A word of a query stands for all words that begin with it. A section's score counts (1 + (p + m)²) times, with p 1
+    for a page and 0 for a section of one, and m the share of the query's words that it contains; sections of one page
+    stand together at the place of the best.
+    """
+
+    def __init__(self, index: dict[str, Any]) -> None:
+        from lunr import lunr
+
+        self.separator = re.compile(index["config"]["separator"])
+        self.sections = {section["location"]: section for section in index["docs"]}
+        documents = [
+            (
+                {
+                    "location": section["location"],
+                    "title": " ".join(self.words(section["title"])),
+                    "text": " ".join(self.words(section["text"])),
+                },
+                {"boost": section.get("boost", 1)},
+            )
+            for section in index["docs"]
+        ]
+        fields = [
+            {"field_name": name, "boost": options["boost"]}
+            for name, options in index["config"]["fields"].items()
+            if name != "tags"
+        ]
+        self.index = _built(lunr, documents, fields)
+
+    def words(self, text: str) -> list[str]:
+        plain = html.unescape(re.sub(r"<[^>]+>", " ", text))
+        return [word.lower() for word in self.separator.split(plain) if word]
+
+    def pages(self, query: str) -> list[str]:
+        """Returns the pages that a query finds, the best first, without their ending."""
+        words = self.words(query)
+        found: list[tuple[float, str]] = []
+        for result in self.index.search(" ".join(f"{word}*" for word in words)):
+            matched = result["match_data"].metadata.keys()
+            share = sum(any(term.startswith(word) for term in matched) for word in words) / len(words)
+            is_page = "#" not in result["ref"]
+            found.append((result["score"] * (1 + (is_page + share) ** 2), result["ref"]))
+        found.sort(key=lambda each: -each[0])
+        return list(dict.fromkeys(ref.split("#")[0].strip("/") for _, ref in found))
+
+
+def _built(lunr: Any, documents: list[Any], fields: list[Any]) -> Any:
+    """Returns an index that is scored as the site's: no stemmer, and lengths do not count."""
+    from lunr import get_default_builder, stop_word_filter
+
+    builder = get_default_builder()
+    builder.pipeline.reset()
+    builder.search_pipeline.reset()
+    builder.pipeline.add(stop_word_filter.stop_word_filter)
+    builder.b(0)
+    return lunr(ref="location", fields=fields, documents=documents, builder=builder)
+
+
+@cache
+def search() -> SiteSearch:
+    pytest.importorskip("lunr")
+    path = SITE / "search" / "search_index.json"
+    if not path.exists():
+        pytest.skip("the site is not built: nox -s docs")
+    return SiteSearch(json.loads(path.read_text(encoding="utf-8")))
+
+
+def queries() -> list[tuple[str, list[str]]]:
+    lines = (DOCS / "search-queries.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split(" -> ") for line in lines if line and not line.startswith("#")]
+    return [(query, [page.strip() for page in found.split("|")]) for query, found in pairs]
+
+
+@pytest.mark.parametrize("query, expected", [pytest.param(*pair, id=pair[0]) for pair in queries()])
+def test_a_search_shows_the_page_that_answers_it_first(query: str, expected: list[str]) -> None:
+    found = search().pages(query)
+    assert found, "nothing is found"
+    assert found[0] in expected, f"found {found[:4]}"
+
+
+def test_each_page_that_a_query_is_to_find_exists() -> None:
+    wanted = {page for _, expected in queries() for page in expected}
+    assert [
+        page for page in sorted(wanted) if not (DOCS / f"{page}.md").exists() and page not in MADE_WITH_THE_SITE
+    ] == []
+
+
+def test_decisions_and_copies_of_the_source_are_not_found() -> None:
+    left_out = [where for where in search().sections if re.match(r"decisions/\d|decisions/template|source/", where)]
+    assert left_out == []
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+def test_troubleshooting_quotes_errors_as_the_code_says_them() -> None:
+    page = (DOCS / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page[page.index("| the error says |") :]
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    source = ""
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                source += node.value
+    assert len(quoted) > 8
+    assert [text for text in quoted if text not in source] == []
+
+
+# ----------------------------------------------------------------------------------------------------------------- API
+def public_names(package: Path) -> list[str]:
+    """Returns what a package lists in `__all__`."""
+    for node in ast.parse(package.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
+            return list(ast.literal_eval(node.value)) if isinstance(node.value, ast.List) else []
+    return []
+
+
+@pytest.mark.parametrize("package", [path.stem for path in sorted((DOCS / "api").glob("scale_*.md"))])
+def test_the_api_page_has_every_public_name_once(package: str) -> None:
+    page = SITE / "api" / package / "index.html"
+    if not page.exists():
+        pytest.skip("the site is not built: nox -s docs")
+    source = (DOCS / "api" / f"{package}.md").read_text(encoding="utf-8")
+    headings = re.findall(r'<h\d id="(scale_[\w.]+)"', page.read_text(encoding="utf-8"))
+    found = [name.rsplit(".", 1)[-1] for name in headings if not re.search(r"\.[A-Z]\w*\.", name)]
+    init = next(ROOT.glob(f"packages/*/src/{package}/__init__.py"))
+    names = [name for name in public_names(init) if found.count(name) != 1 and f"`{name}`" not in source]
+    assert names == [], "missing, or there more than once; in backquotes where it is another's"
+
+
+# ---------------------------------------------------------------------------------------------------------------- form
+@pytest.mark.parametrize("page", pages)
+def test_a_page_is_short_its_code_is_narrow_and_its_tables_have_headers(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    wrong = []
+    if str(page.relative_to(DOCS)) not in MADE and len(text.split()) > MAX_WORDS:
+        wrong.append(f"{len(text.split())} words, of at most {MAX_WORDS}: split it by question")
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        wrong += [f"a line of {len(line)} columns: {line}" for line in block.splitlines() if len(line) > MAX_COLUMNS]
+    for head in re.findall(r"^(\|.*\|)\n\|[ :|-]+\|$", text, re.MULTILINE):
+        cells = [cell.strip() for cell in head.strip("|").split("|")]
+        if not any(cells):
+            wrong.append(f"a table without headers, after: {text[: text.index(head)].strip().splitlines()[-1][:60]}")
+    assert not wrong, "\n".join(wrong)
