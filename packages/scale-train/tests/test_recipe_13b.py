@@ -13,7 +13,7 @@ from scale_train.options import Options
 from scale_train.resolve import check_options
 from scale_train.training.reporters import read_metrics
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "scale-train.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "scale-train-tools.md"
 SMALL = "--layers 2 --width 16 --heads 2 --sequence 16 --loss-chunk 8 --steps 3 --warmup 1 --log-every 1 --device cpu "
 SMALL += "--batch 8 --sample-length 0 --evaluate-every 0 --log-format json"
 
