@@ -264,7 +264,16 @@ def test_what_cannot_be_planned_is_one_line_and_code_two(capsys: pytest.CaptureF
         (["--factory", "nowhere"], "--factory nowhere: expected package.module:function, which can be imported"),
         (["--factory", f"{__name__}:no_module"], "expected a torch.nn.Module, got int"),
         (["--size", "huge"], "--size huge: no such size"),
-        (["--layers", "1000000"], "--layers 1000000: no model has so many"),
+        (["--layers", "1000000"], "--layers 1000000: more than can be meant; at most 10000"),
+        (["--width", "0"], "--width 0: at least 1 is needed"),
+        (["--heads", "1000000"], "--heads 1000000: more than can be meant; at most 100000"),
+        (["--batch", "100000000"], "--batch 100000000: more than can be meant"),
+        (["--sequence", "100000000"], "--sequence 100000000: more than can be meant"),
+        (["--ranks", "10000000"], "--ranks 10000000: more than can be meant"),
+        (["--ranks-per-host", "0"], "--ranks-per-host 0: at least 1 is needed"),
+        (["--loss-chunk", "-1"], "--loss-chunk -1: 0 or more is needed"),
+        (["--vocabulary", "1000000000"], "--vocabulary 1000000000: more than can be meant"),
+        (["--experts", "1000000"], "--experts 1000000: more than can be meant"),
     ):
         is_named = words[0] not in ("--config", "--factory") or "Blocks" in words[1]
         assert main([*(COMMAND if is_named else OF_ANY), *words]) == 2

@@ -133,7 +133,7 @@ def test_a_text_that_is_no_unicode_is_in_no_file():
 
 
 def test_every_number_has_a_least_and_a_most():
-    assert {field.name for field in NUMERIC} == {*LIMITS, "lr", "dropout"}
+    assert {field.name for field in NUMERIC} == {*LIMITS, "lr", "dropout"} - {"vocabulary", "experts"}  # of plan
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,15 @@ def test_generating_again_with_the_same_seed_gives_the_same_text_and_leaves_the_
     assert first.shape == (13,) and first[0] == 0
     assert torch.equal(before, torch.get_rng_state())
     assert net.training
+
+
+def test_parameters_without_memory_are_passed_over_without_a_search(monkeypatch):
+    searches, named_modules = [], GPT.named_modules
+    monkeypatch.setattr(GPT, "named_modules", lambda self, *args: searches.append(1) or named_modules(self, *args))
+    with torch.device("meta"):
+        model = GPT(ModelConfig(layers=20, width=8, heads=2))
+    assert len(searches) == 1
+    for block in model.blocks:
+        for module in block.modules():
+            model.init_weights(module)
+    assert len(searches) == 1

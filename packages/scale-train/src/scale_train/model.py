@@ -105,8 +105,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self._seed = torch.initial_seed()
-        for module in self.modules():
-            self.init_weights(module)
+        for path, module in self.named_modules():
+            self._init_weights(path, module)
         if config.tied:
             self.head.weight = self.embedding.weight
 
@@ -117,9 +117,13 @@ class GPT(nn.Module):
         Normal weights; what ends in the residual stream is smaller, so that depth does not widen the stream. Each is
         drawn on the host from the seed and its name, so that values are the same in any order and on any device.
         """
+        if not all(param.is_meta for param in module.parameters(recurse=False)):
+            self._init_weights(next(path for path, each in self.named_modules() if each is module), module)
+
+    @torch.no_grad()
+    def _init_weights(self, path: str, module: nn.Module) -> None:
         std = math.sqrt(2 / (5 * self.config.width))
         residual_std = std / math.sqrt(2 * self.config.layers)
-        path = next(path for path, each in self.named_modules() if each is module)
         if module is self.head and self.config.tied:
             path = "embedding"  # One weight has one name.
         for attribute, param in module.named_parameters(recurse=False):

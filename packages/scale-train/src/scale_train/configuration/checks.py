@@ -43,9 +43,11 @@ LIMITS: dict[str, tuple[float, float]] = {
     "log_every": (1, 10**9),
     "sample_length": (0, 10**6),
     "peak_flops": (1, 10**18),
+    "vocabulary": (1, 10**8),
+    "experts": (0, 10**5),
 }
-"""The least and the most of each number. Above it nothing can be meant, and memory would fill before anything else is
-checked."""
+"""The least and the most of each number, of `lm` and of `plan`. Above it nothing can be meant, and memory would fill
+before anything else is checked."""
 
 
 def option_problems(options: Options) -> list[str]:
@@ -67,15 +69,20 @@ def _number_problems(options: Options) -> Iterator[str]:
         value = getattr(getattr(options, field.table), field.name)
         if field.name not in LIMITS or value is None:
             continue
-        least, most = LIMITS[field.name]
-        if not value >= least or value == math.inf:
-            yield f"{field.flag} {value}: {'0 or more' if least == 0 else f'at least {least:g}'} is needed"
-        elif value > most:
-            yield f"{field.flag} {value}: more than can be meant; at most {most:,.0f}".replace(",", "")
+        if problem := number_problem(field.name, value):
+            yield problem
     if not 0 < options.optimizer.lr < math.inf:
         yield f"--lr {options.optimizer.lr}: a number above 0 is needed"
     if not 0 <= options.model.dropout < 1:
         yield f"--dropout {options.model.dropout}: a number from 0 to below 1 is needed"
+
+
+def number_problem(name: str, value: float) -> str:
+    """Returns what is wrong with a number that has limits; "" where nothing is."""
+    flag, (least, most) = f"--{name.replace('_', '-')}", LIMITS[name]
+    if not value >= least or value == math.inf:
+        return f"{flag} {value}: {'0 or more' if least == 0 else f'at least {least:g}'} is needed"
+    return f"{flag} {value}: more than can be meant; at most {most:.0f}" if value > most else ""
 
 
 def _model_problems(options: Options) -> Iterator[str]:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from scale_train.configuration.checks import number_problem
 from scale_train.errors import InputError, reported
 from scale_train.plan.estimate import Estimate, count_parameters, estimate, least_bytes
 from scale_train.plan.model import PlannedModel, planned_model
@@ -77,15 +78,12 @@ def _plan(options: PlanOptions) -> int:
 
 
 def _check(options: PlanOptions) -> None:
-    for flag, number in (
-        ("--ranks", options.ranks),
-        ("--batch", options.batch),
-        ("--sequence", options.sequence),
-        ("--vocabulary", options.vocabulary),
-        ("--ranks-per-host", options.ranks_per_host or 1),
-    ):
-        if number < 1:
-            raise InputError(f"{flag} {number}: at least 1 is needed")
+    for name in ("layers", "width", "heads", "ranks", "batch", "sequence", "loss_chunk", "vocabulary", "experts"):
+        number = getattr(options, name)
+        if number is not None and (problem := number_problem(name, number)):
+            raise InputError(problem)
+    if options.ranks_per_host is not None and options.ranks_per_host < 1:
+        raise InputError(f"--ranks-per-host {options.ranks_per_host}: at least 1 is needed")
     for flag, rate in (
         ("--tflops", options.tflops),
         ("--link", options.link),
@@ -104,8 +102,6 @@ def _check(options: PlanOptions) -> None:
 
 def _check_experts(options: PlanOptions) -> None:
     experts, over = options.experts, options.expert_parallel
-    if experts < 0:
-        raise InputError(f"--experts {experts}: 0 or more is needed")
     if not experts and (over != 1 or options.top_k != PlanOptions.top_k):
         raise InputError("--expert-parallel and --top-k are for mixtures: say of how many, as --experts 8")
     if experts and not 1 <= options.top_k <= experts:
