@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from scale_pipe import simulate
 from scale_pipe.schedules.registry import get_schedule
 from scale_train.cli import main
 from scale_train.pipe.text_drawing import draw_text
+from scale_train.resolve import MAX_RANKS_PER_CORE
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -53,6 +55,12 @@ def test_schedules_are_listed_the_shortest_first(capsys: pytest.CaptureFixture[s
     assert [each["bubble"] for each in listed] == sorted(each["bubble"] for each in listed)
     assert {each["name"]: each["stages"] for each in listed}["zb_v"] == 4
     assert main(["pipe", "ls", "--chunks", "0"]) == 2
+
+
+def test_a_measurement_has_no_more_ranks_than_the_cores_can_take(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
+    assert main(["pipe", "show", "--ranks", str(asked), "--measure"]) == 2
+    assert f"--ranks {asked}: --measure starts as many here" in capsys.readouterr().err
 
 
 def _json(capsys: pytest.CaptureFixture[str], *words: str) -> str:

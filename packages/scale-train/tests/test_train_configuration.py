@@ -11,11 +11,12 @@ import pytest
 from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions, train
 from scale_train.cli import main, parse
 from scale_train.configuration.checks import LIMITS
+from scale_train.configuration.command_line import with_checked_types
 from scale_train.configuration.fields import option_fields
 from scale_train.configuration.help import help_text
 from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.reference import reference
-from scale_train.configuration.toml_file import read_toml, to_toml
+from scale_train.configuration.toml_file import read_toml, to_toml, value_of
 from scale_train.errors import InputError
 from scale_train.resolve import MAX_RANKS_PER_CORE  # noqa: F401  torch is loaded here, and not by what is tested
 
@@ -28,19 +29,26 @@ EVERYTHING_CHANGED = Options(
     parallel=ParallelOptions(
         ranks=3, parallel="oss", device="cpu", precision="bf16", accumulate=2, sync_each_micro_batch=False,
         checkpoint_activations="budget:2GiB", tensor_parallel=2, sequence_parallel=True, overlap_pieces=2,
-        context_attention="ulysses", stages=4, schedule="zb_v", chunks=3, reshard_after_forward=False,
-        cpu_offload=False,
+        context_parallel=2, context_attention="ulysses", stages=4, schedule="zb_v", chunks=3, data_parallel="fsdp",
+        reshard_after_forward=False,
     ),
     optimizer=OptimizerOptions(
         steps=7, lr=1e-30, warmup=0, weight_decay=0.25, clip=1.5, optimizer_kernel="foreach", adascale=True,
         adascale_scale=3.5,
     ),
     run=RunOptions(
-        seed=2**62, out=Path("~/ümlaut"), resume=Path("r"), save_every=0, async_save=True, log_format="json",
+        seed=2**62, out=Path("~/ümlaut"), resume=Path("r"), save_every=0, async_save=True, evaluate_every=0,
+        log_every=3, log_format="json",
         prompt='"quoted" \t\x7f\x01 ☃', sample_length=0,
-        peak_flops=1e12, log_to=(), export=None,
+        peak_flops=1e12, log_to=("wandb", "tensorboard"),
     ),
 )  # fmt: skip
+# What contradicts some of the above.
+THE_REST_CHANGED = Options(
+    model=ModelOptions(model=Path("llama.json")),
+    parallel=ParallelOptions(offload_activations=True, cpu_offload=True),
+    run=RunOptions(export=Path("e")),
+)
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "configuration.md"
 NUMERIC = [field for field in option_fields().values() if field.type in (int, float)]
@@ -57,8 +65,16 @@ def problems_of(*words: str) -> tuple[str, ...]:
     return told.value.problems
 
 
-@pytest.mark.parametrize("options", [Options(), EVERYTHING_CHANGED])
-def test_the_printed_file_repeats_the_run(options, capsys):
+def test_every_option_is_changed_in_what_is_printed_and_read_again():
+    for field in option_fields().values():
+        values = {value_of(options, field) for options in (EVERYTHING_CHANGED, THE_REST_CHANGED)}
+        assert values != {field.default}, field.key
+
+
+@pytest.mark.parametrize("options", [Options(), EVERYTHING_CHANGED, THE_REST_CHANGED])
+def test_the_printed_file_repeats_the_run(options, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Loggers need not be installed.
+    Path("llama.json").write_text('{"model_type": "llama"}')
     Path("run.toml").write_text(to_toml(options), encoding="utf-8")
     assert parse(["lm", "--config", "run.toml"]) == options
     assert main(["lm", "--config", "run.toml", "--print-config"]) == 0
@@ -147,6 +163,20 @@ def test_numbers_that_cannot_be_meant_are_told_before_torch_is_loaded(flag):
         assert "needed" in problem or "at most" in problem or "expected" in problem
 
 
+def test_no_word_is_dropped():
+    Path("a").write_text("")
+    for words, told in (
+        ("--text a --text b", "--text: given twice; name all after one"),
+        ("--config a b", "--config: expected one file, got a b"),
+        ("--config a --config b", "--config: expected one file, got b"),
+    ):
+        assert problems_of(*words.split())[0] == told
+    Path("run.toml").write_text('[run]\nlog_to = ["tensorboard"]\n[data]\ntext = ["a"]\n')
+    options = parse(["lm", "--config", "run.toml", "--log-to", "--text"])
+    assert options.run.log_to == () and options.data.text == ()
+    assert parse(["lm", "--steps", "1", "--steps=2"]).optimizer.steps == 2
+
+
 def test_no_flag_denies_what_its_text_says():
     assert [flag for flag in option_fields() if flag.startswith("--no-")] == []
     by_text = {flag: field.help for flag, field in option_fields().items()}
@@ -173,6 +203,8 @@ def test_a_printed_file_has_every_key():
     tables = tomllib.loads(to_toml(EVERYTHING_CHANGED))
     written = {f"{table}.{name}" for table, keys in tables.items() for name in keys}
     assert {field.key for field in option_fields().values()} - written == {"model.model", "run.export"}
+    rest = tomllib.loads(to_toml(THE_REST_CHANGED))
+    assert (rest["model"]["model"], rest["run"]["export"]) == ("llama.json", "e")
     assert list(tables) == [field.name for field in fields(Options)]
 
 
@@ -184,14 +216,17 @@ def test_the_reference_is_made_from_the_dataclasses():
 
 def test_python_trains_by_the_same_names_and_names_what_is_wrong():
     Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
-    options = Options(
-        data=DataOptions(text=(Path("text"),), sequence=16, batch=4),
+    given = Options(
+        data=DataOptions(text=["text"], sequence=16, batch=4),
         model=ModelOptions(layers=1, width=16, heads=2),
         parallel=ParallelOptions(parallel="none", device="cpu"),
-        optimizer=OptimizerOptions(steps=2),
-        run=RunOptions(out=Path("run"), log_format="plain", sample_length=0),
+        optimizer=OptimizerOptions(steps=2, clip=1),
+        run=RunOptions(out="run", log_format="plain", sample_length=0),
     )
-    summary = train(options)
+    options = with_checked_types(given)
+    assert options.data.text == (Path("text"),) and options.run.out == Path("run")
+    assert with_checked_types(Options(model=ModelOptions(model="llama"))).model.model == Path("llama")
+    summary = train(given)
     assert summary.steps == 2 and summary.held_out_bits_per_byte > 0
     kept = read_toml(Path("run/config.toml"))
     assert kept.problems == [] and parse(["lm", "--config", "run/config.toml"]) == replace(

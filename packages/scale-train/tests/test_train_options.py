@@ -190,3 +190,10 @@ def test_ranks_that_divide_layers_share_a_part_of_the_batch():
 )
 def test_what_has_no_effect_is_said(parallel, lines):
     assert options_without_effect(Options(parallel=parallel)) == lines
+
+
+def test_stages_that_are_sharded_may_keep_what_they_gathered():
+    parallel = ParallelOptions(parallel="pipe", data_parallel="fsdp", reshard_after_forward=False)
+    assert options_without_effect(Options(parallel=parallel)) == []
+    (line,) = options_without_effect(Options(parallel=replace(parallel, data_parallel="ddp")))
+    assert line == "--reshard-after-forward has no effect with --parallel pipe and --data-parallel ddp"

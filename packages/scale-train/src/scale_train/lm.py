@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from scale_train.configuration.command_line import type_problems
+from scale_train.configuration.command_line import with_checked_types
+from scale_train.configuration.problems import OptionsError
 from scale_train.data import check_length, read_data
 from scale_train.errors import InputError
 from scale_train.launch import RankExit, is_under_torchrun, start_ranks, train_rank
@@ -36,9 +37,10 @@ def train(options: Options) -> RunSummary:
         RanksLost: A rank ended early.
         Interrupted: A signal ended it, and the last step is saved.
     """
-    if problems := type_problems(options):
-        raise InputError("; ".join(problems))
-    ended = _outcome(options)
+    try:
+        ended = _outcome(with_checked_types(options))
+    except OptionsError as error:
+        raise InputError(str(error)) from error
     if isinstance(ended, RankExit):
         raise ended.to_error()
     return ended

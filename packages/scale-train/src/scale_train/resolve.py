@@ -212,8 +212,10 @@ def options_without_effect(options: Options) -> list[str]:
         lines.append(f"--sync-each-micro-batch has no effect with --parallel {parallel.parallel}")
     elif not parallel.sync_each_micro_batch and parallel.accumulate == 1:
         lines.append("--sync-each-micro-batch has no effect without --accumulate 2 or more")
-    if not parallel.reshard_after_forward and parallel.parallel != "fsdp":
-        lines.append(f"--reshard-after-forward has no effect with --parallel {parallel.parallel}")
+    shards = parallel.parallel == "fsdp" or (parallel.parallel == "pipe" and parallel.data_parallel == "fsdp")
+    if not parallel.reshard_after_forward and not shards:
+        beside = f" and --data-parallel {parallel.data_parallel}" if parallel.parallel == "pipe" else ""
+        lines.append(f"--reshard-after-forward has no effect with --parallel {parallel.parallel}{beside}")
     if parallel.sequence_parallel and parallel.tensor_parallel == 1:
         lines.append("--sequence-parallel has no effect without --tensor-parallel 2 or more")
     if parallel.context_attention != ParallelOptions.context_attention and parallel.context_parallel == 1:

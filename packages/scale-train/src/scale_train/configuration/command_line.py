@@ -22,7 +22,9 @@ def parse_command_line(words: Sequence[str]) -> Options:
     flags = Given({}, [])
     for flag, values in split_flags(words):
         if flag == CONFIG:
-            file = values[-1] if values else ""
+            if file is not None or len(values) != 1:
+                flags.problems.append(f"{CONFIG}: expected one file, got {' '.join(values) or 'nothing'}")
+            file = values[0] if values else file
         elif flag != PRINT_CONFIG or values:
             _take(flag, values, flags)
     in_file = Given({}, [])
@@ -66,8 +68,13 @@ def _take(flag: str, words: list[str], flags: Given) -> None:
         better = nearest(flag, [*option_fields(), CONFIG, PRINT_CONFIG, HELP]) if flag else ""
         flags.problems.append(told + (f"; write {positive.flag} false" if positive else better))
         return
+    if (
+        field.is_tuple and field in flags.values
+    ):  # Of a single value the last one counts, so that scripts can add flags.
+        flags.problems.append(f"{flag}: given twice; name all after one")
+        return
     given = words or ([field.bare] if field.bare is not None else [])
-    if not given or (len(given) > 1 and not field.is_tuple):
+    if not field.is_tuple and len(given) != 1:
         got = "nothing" if not given else " ".join(given)
         flags.problems.append(f"{flag}: expected {field.expected}, got {got}")
         return
@@ -87,13 +94,16 @@ def with_values(values: Values) -> Options:
     return options
 
 
-def type_problems(options: Options) -> list[str]:
-    """Returns what is wrong with the types of options that were made in Python."""
-    problems = []
+def with_checked_types(options: Options) -> Options:
+    """Returns options of a Python program with the types of their fields, as a path for a text; an OptionsError where
+    one is wrong."""
+    found = Given({}, [])
     for field in option_fields().values():
         value = value_of(options, field)
         try:
-            field.checked(value)
+            found.values[field] = field.checked(value)
         except ValueError as error:
-            problems.append(f"{field.key}={value!r}: expected {error}")
-    return problems
+            found.problems.append(f"{field.key}={value!r}: expected {error}")
+    if found.problems:
+        raise OptionsError(found.problems)
+    return with_values(found.values)

@@ -121,7 +121,7 @@ def _placeholder(kind: type, choices: tuple[str, ...], is_tuple: bool, default: 
     if sum(map(len, choices)) > 50:
         return "NAME"  # The text lists them.
     word = f"{{{','.join(choices)}}}" if choices else {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
-    return f"{word} [...]" if is_tuple else word
+    return f"[{word} ...]" if is_tuple else word
 
 
 def docstrings_of(options: type) -> dict[str, str]:

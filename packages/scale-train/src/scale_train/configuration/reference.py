@@ -29,6 +29,8 @@ scale-train lm --config run.toml --print-config # the file that repeats the run
 lr = 1e-3
 ```
 
+<!-- not run: takes minutes -->
+
 ```python
 from scale_train import OptimizerOptions, Options, train
 

@@ -18,6 +18,7 @@ from scale_train.errors import InputError, RanksLost, reason_of, reported
 from scale_train.pipe.measurement import measure
 from scale_train.pipe.options import ListOptions, PipeOptions, ShowOptions
 from scale_train.pipe.text_drawing import draw_text, legend
+from scale_train.resolve import MAX_RANKS_PER_CORE
 
 _LEAST_WIDTH, _MOST_RANKS, _MOST_CHUNKS = 40, 1024, 4096
 
@@ -91,6 +92,12 @@ def _schedule(options: ShowOptions) -> Schedule:
         raise InputError(
             f"--device cuda: {options.ranks} ranks need as many GPUs, and there are "
             f"{torch.cuda.device_count()}; take --device cpu"
+        )
+    most = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE
+    if options.measure and options.device == "cpu" and options.ranks > most:
+        raise InputError(
+            f"--ranks {options.ranks}: --measure starts as many here, and there are {os.cpu_count() or 1} cores, at "
+            f"most {MAX_RANKS_PER_CORE} ranks each; at most {most}"
         )
     if options.schedule.lower() == SOLVE and not options.measure:
         raise InputError("--schedule solve: it is found for measured times; add --measure")

@@ -206,7 +206,7 @@ def write_config(options: Options, num_ranks: int, path: Path) -> None:
     kept = replace(
         options,
         parallel=replace(options.parallel, ranks=ranks),
-        run=replace(options.run, out=None, resume=None),
+        run=replace(options.run, out=None, resume=None, export=None),
     )
     with suppress(OptionsError):  # A text that is no Unicode can be in no such file.
         path.write_text(to_toml(kept), encoding="utf-8")
