@@ -23,7 +23,7 @@ from scale_train.resolve import device_type, model_config
 from scale_train.training.adascale import with_adascale
 from scale_train.training.mfu import UtilizationModel, utilization_model
 from scale_train.training.parallelize import Engine, parallelize_gpt, plan_blocks
-from scale_train.training.reporters import Reporter, initialisation_bar, uses_progress_bar
+from scale_train.training.reporters import Reporter, initialization_bar, uses_progress_bar
 from scale_train.transformers_model import TransformersSource
 
 
@@ -190,7 +190,7 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
             gpt = model = GPT(model_config(options))
         if not on_meta:
             plan_blocks(gpt.to(device), options, group)
-    with initialisation_bar(
+    with initialization_bar(
         shown=sharded and group.rank == 0 and uses_progress_bar(options.run.log_format)
     ) as progress:
         engine = parallelize_gpt(model, options.parallel, options.optimizer, group, device, progress, source)
