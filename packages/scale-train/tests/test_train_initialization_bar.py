@@ -12,7 +12,7 @@ from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.training.parallelize import parallelize_gpt
+from scale_train.training.parallelize import make_engine
 from scale_train.training.reporters import initialization_bar
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def give_values_unit_by_unit() -> list[str]:
     found, told = [], []
     plain = build(False)
     group = group_of() if torch.distributed.is_initialized() else Group()
-    engine = parallelize_gpt(
+    engine = make_engine(
         build(True), ParallelOptions(), OptimizerOptions(), group, CPU, lambda done, total, name: told.append(name)
     )
     if told != ["blocks.0", "blocks.1", "blocks.2", ""]:

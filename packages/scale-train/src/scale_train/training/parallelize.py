@@ -80,8 +80,8 @@ class MeshAxes(NamedTuple):
         return self.data.rank * self.stages.size + self.stages.rank
 
     @property
-    def counts(self) -> bool:
-        """Whether this rank is the one that speaks for the batch of its data rank."""
+    def adds_loss(self) -> bool:
+        """Whether this rank's loss enters the sum over all ranks: one rank for each part of the batch."""
         return self.model.rank == 0 and self.stages.rank == 0
 
 
@@ -372,7 +372,7 @@ class Engine:
         return self.optimizer.params_with_gradients if isinstance(self.optimizer, OSS) else self.params()
 
 
-def parallelize_gpt(
+def make_engine(
     model: nn.Module,
     options: ParallelOptions,
     optimizer_options: OptimizerOptions,

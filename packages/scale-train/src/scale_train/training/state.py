@@ -22,7 +22,7 @@ from scale_train.options import Options
 from scale_train.resolve import device_type, model_config
 from scale_train.training.adascale import with_adascale
 from scale_train.training.mfu import UtilizationModel, utilization_model
-from scale_train.training.parallelize import Engine, parallelize_gpt, plan_blocks
+from scale_train.training.parallelize import Engine, make_engine, plan_blocks
 from scale_train.training.reporters import Reporter, initialization_bar, uses_progress_bar
 from scale_train.transformers_model import TransformersSource
 
@@ -193,7 +193,7 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
     with initialization_bar(
         shown=sharded and group.rank == 0 and uses_progress_bar(options.run.log_format)
     ) as progress:
-        engine = parallelize_gpt(model, options.parallel, options.optimizer, group, device, progress, source)
+        engine = make_engine(model, options.parallel, options.optimizer, group, device, progress, source)
     torch.manual_seed(options.run.seed)  # What was drawn so far depends on how it was built.
     scaler = ShardedGradScaler(enabled=options.parallel.precision == "fp16", process_group=group)
     return TrainState(
