@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from scale_pipe.schedules.registry import get_schedule
-from scale_train.configuration.checks import budget_bytes as budget_bytes
-from scale_train.configuration.checks import bytes_of, gpt_config, model_shape, option_problems
+from scale_train.configuration.checks import option_problems
+from scale_train.configuration.derived import budget_bytes, bytes_of, gpt_config, model_shape
 from scale_train.errors import InputError
+from scale_train.model_config import ModelConfig
 from scale_train.options import Options, ParallelOptions
-from scale_train.sizes import ModelConfig
 
 # Ranks can share a core, slowly; beyond this they mostly wait for each other.
 MAX_RANKS_PER_CORE = 4

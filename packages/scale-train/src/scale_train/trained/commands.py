@@ -24,11 +24,11 @@ from scale_core.snapshot.format.metadata import read_manifest
 from scale_train.data import read_text, windows_at
 from scale_train.errors import InputError, reported
 from scale_train.model import GPT
-from scale_train.model_folder import has_weights, number_in, read_config
-from scale_train.sizes import ModelConfig
+from scale_train.model_config import ModelConfig
 from scale_train.tokenizer import BYTE, open_tokenizer, tokenizer_file
 from scale_train.trained.options import ExportOptions, PplOptions
 from scale_train.training.checkpoint import CHECKPOINTS, PROGRAM
+from scale_train.transformers_config import has_weights, number_in, read_config
 from scale_train.transformers_model import build_on_meta, export_model
 
 _MOST_POSITIONS = 1024  # of a window, where nothing says how long one is

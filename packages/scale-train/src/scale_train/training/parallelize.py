@@ -33,10 +33,11 @@ from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import Plan, Style
 from scale_tp.split import even_sizes
+from scale_train.configuration.derived import budget_bytes
 from scale_train.errors import InputError
 from scale_train.model import GPT, IGNORED, Block
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
-from scale_train.resolve import budget_bytes, pipeline_shape
+from scale_train.resolve import pipeline_shape
 from scale_train.training.reporters import ProgressCallback
 from scale_train.transformers_model import TransformersSource
 
