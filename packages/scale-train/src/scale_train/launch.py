@@ -20,7 +20,7 @@ from scale_core.launch import LaunchError, init_distributed, launch_local
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
 from scale_train.memory import check_fits
 from scale_train.options import Options
-from scale_train.resolve import device_type
+from scale_train.resolve import resolve_device
 from scale_train.training.train import RunSummary, train_language_model
 
 # Long enough to finish a step and save it after a signal.
@@ -102,7 +102,7 @@ def shortened(message: str) -> str:
 def start_ranks(options: Options, num_ranks: int) -> RunSummary | RankExit:
     """Trains on ranks that it starts."""
     code, results = launch_and_collect(
-        _started_rank, num_ranks, options, device=device_type(options), grace=GRACE_SECONDS
+        _started_rank, num_ranks, options, device=resolve_device(options.parallel.device), grace=GRACE_SECONDS
     )
     exits = [each for each in results if isinstance(each, RankExit)]
     if exits:
@@ -127,7 +127,7 @@ def train_rank(options: Options) -> RunSummary | RankExit:
     scope, rank = "machine", 0
     try:
         _check_environment(options)
-        group = init_distributed(device=device_type(options))
+        group = init_distributed(device=resolve_device(options.parallel.device))
         scope, rank = "all", group.rank
         summary = train_language_model(options, group)
         if fault_points.active is not None:
@@ -164,7 +164,7 @@ def _check_environment(options: Options) -> None:
     if asked is not None and asked != started:
         raise InputError(f"--ranks {asked}: torchrun started {started} ranks; leave --ranks away under torchrun")
     here = _number_in("LOCAL_WORLD_SIZE")
-    if device_type(options) == "cuda" and here > torch.cuda.device_count():
+    if resolve_device(options.parallel.device) == "cuda" and here > torch.cuda.device_count():
         raise InputError(
             f"more ranks than this machine's devices: {here} ranks were started, and there are "
             f"{torch.cuda.device_count()} GPUs"

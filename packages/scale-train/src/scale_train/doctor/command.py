@@ -20,6 +20,7 @@ from scale_train.doctor.options import DoctorOptions
 from scale_train.doctor.self_test import MOST_DIFFERENCE, SelfTest, run_self_test
 from scale_train.errors import InputError, reported
 from scale_train.launch import is_under_torchrun, launch_and_collect, shortened
+from scale_train.resolve import resolve_device
 
 FAILED = 1
 _RANKS = 2
@@ -48,14 +49,13 @@ def _doctor(options: DoctorOptions) -> int:
 
 
 def _device(options: DoctorOptions) -> str:
-    """What the ranks compute on."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: this machine has no CUDA device that torch can use; take --device cpu")
-    if is_under_torchrun(os.environ):
-        return "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
-    if options.device == "cuda" and torch.cuda.device_count() < _RANKS:
+    """What the ranks compute on: cuda where each of them has a GPU."""
+    device = resolve_device(options.device)
+    if device == "cpu" or is_under_torchrun(os.environ) or torch.cuda.device_count() >= _RANKS:
+        return device
+    if options.device == "cuda":
         raise InputError(f"--device cuda: {_RANKS} ranks need {_RANKS} GPUs, and there is one; take --device cpu")
-    return "cuda" if options.device != "cpu" and torch.cuda.device_count() >= _RANKS else "cpu"
+    return "cpu"
 
 
 def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:

@@ -19,7 +19,7 @@ from scale_core.snapshot import AsyncSave
 from scale_train.data import Sampler, Text
 from scale_train.model import GPT
 from scale_train.options import Options
-from scale_train.resolve import device_type, model_config
+from scale_train.resolve import model_config, resolve_device
 from scale_train.training.adascale import with_adascale
 from scale_train.training.mfu import UtilizationModel, utilization_model
 from scale_train.training.parallelize import Engine, make_engine, plan_blocks
@@ -173,7 +173,7 @@ class TrainState:
 def build_state(options: Options, text: Text, group: Group) -> TrainState:
     """Builds a training before its first step; the same weights on all ranks and at any number of them."""
     device = torch.device("cpu")
-    if device_type(options) == "cuda":
+    if resolve_device(options.parallel.device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(options.run.seed)
     sharded = options.parallel.parallel == "fsdp"
