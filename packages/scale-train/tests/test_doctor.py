@@ -18,6 +18,7 @@ from scale_core.testing import run_ranks
 from scale_train.cli import main
 from scale_train.doctor import command, environment, self_test
 from scale_train.doctor.environment import Finding, backends, devices, interfaces, versions
+from scale_train.doctor.options import DoctorOptions
 from scale_train.doctor.self_test import SelfTest, link_rates, step_difference
 
 RIGHT = SelfTest("gloo", 2, 3e-8, {"all_reduce": 2e9, "all_gather": 1e9})
@@ -34,6 +35,12 @@ def found(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> dict[st
     assert main(["doctor", "--json", *words]) == code
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     return content
+
+
+def test_a_rank_that_fails_after_its_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, outcome in ((1, "the ranks ended with code 1"), (0, RIGHT)):
+        monkeypatch.setattr(command, "launch_and_collect", lambda *_, code=code, **__: (code, [RIGHT, RIGHT]))
+        assert command._on_new_ranks(DoctorOptions(), "cpu") == outcome
 
 
 def test_two_ranks_are_started_and_train_and_are_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,14 @@ from torch.nn import functional
 from scale_core import snapshot
 from scale_core.comm.group import Group
 from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
 from scale_train.configuration.derived import gpt_config
 from scale_train.data import check_length, read_data, read_text, windows_at
 from scale_train.errors import InputError
 from scale_train.model import GPT
 from scale_train.tokenizer import FileTokenizer, open_tokenizer
+from scale_train.trained_model.loading import TrainedModel
 from scale_train.training.train import train_language_model
 from scale_train.training.trainer import held_out_starts
 
@@ -92,6 +96,48 @@ def test_bits_per_byte_are_those_of_plain_pytorch_at_any_tokenizer(options, caps
     nats = functional.cross_entropy(weights(tokens).flatten(0, 1), targets.flatten()).item()
     assert summary.held_out_bits_per_byte == pytest.approx(nats / math.log(2) * text.tokens_per_byte, rel=1e-6)
     assert summary.sample.startswith("the quick") and torch.isfinite(weights(tokens)).all()
+
+
+def test_a_trained_model_is_judged_by_its_own_tokenizer_from_anywhere(options, tokenizer, monkeypatch, capsys):
+    shutil.copytree(tokenizer, "mine")
+    options = Options(
+        replace(options.data, tokenizer="mine"), ModelOptions(layers=1, width=16, heads=2), options.parallel,
+        OptimizerOptions(steps=2), RunOptions(out=Path("run"), sample_length=0),
+    )  # fmt: skip
+    train_language_model(options, Group())
+    home = Path.cwd()
+    weights = GPT(gpt_config(options))
+    snapshot.load(Path("run/checkpoints"), {"model": weights}, only_given=True)
+    content = read_text([Path("text.jsonl")], open_tokenizer("mine"), text_field="body", held_out_every=1)
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    words = ["ppl", str(home / "run"), "--text", str(home / "text.jsonl"), "--text-field", "body", "--device", "cpu"]
+    capsys.readouterr()
+    for _ in range(2):  # the second time with the tokens of the disk
+        assert main([*words, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        starts = torch.arange((len(content.held_out) - 1) // 8) * 8
+        tokens, targets = windows_at(content.held_out, starts, 8)
+        nats = functional.cross_entropy(weights(tokens).flatten(0, 1), targets.flatten()).item()
+        assert found["loss"] == pytest.approx(nats, rel=1e-5)
+    shutil.copy(home / "mine" / "tokenizer.json", "moved.json")
+    assert main([*words, "--tokenizer", "moved.json"]) == 0
+    Path("changed.json").write_bytes(Path("moved.json").read_bytes() + b"\n")
+    for asked in ("changed.json", "byte"):
+        assert main([*words, "--tokenizer", asked]) == 2
+        assert f"--tokenizer {asked}: " in (told := capsys.readouterr().err) and "trained with another one" in told
+    open_tokenizer.cache_clear()
+    shutil.rmtree(home / "mine")
+    assert main(words) == 2
+    assert "name the tokenizer of" in capsys.readouterr().err
+
+
+def test_tokens_that_a_model_does_not_know_are_refused(tokenizer):
+    trained = TrainedModel(torch.nn.Identity(), "byte", None, 8, 299, None, None, "a model")
+    with pytest.raises(InputError, match="it has 300 tokens, and a model knows 299"):
+        trained.open_tokenizer(str(tokenizer))
+    assert trained.open_tokenizer(None).vocabulary == 256
 
 
 def test_what_is_no_tokenizer_and_no_json_is_named(options, monkeypatch):

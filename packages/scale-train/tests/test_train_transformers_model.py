@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch.nn import functional
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -17,11 +18,12 @@ from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
 from scale_train.data import Sampler, read_text, windows_at
 from scale_train.errors import InputError
-from scale_train.training.checkpoint import load
+from scale_train.tokenizer import open_tokenizer
+from scale_train.training.checkpoint import check_same_fields, load
 from scale_train.training.state import LRSchedule, build_state
 from scale_train.training.train import train_language_model
 from scale_train.training.trainer import train_step
-from scale_train.transformers_model import TransformersSource
+from scale_train.transformers_model import TransformersSource, export_model
 
 STEPS = 3
 LLAMA = LlamaConfig(
@@ -83,13 +85,19 @@ def plain_weights(options: Options, model: torch.nn.Module) -> tuple[list[float]
 def test_a_folder_is_trained_as_by_a_plain_loop_to_the_bit_and_from_pretrained_reads_the_export(text, capsys):
     options = options_for(text, "llama", "none", "trained")
     _, expected = plain_weights(options, AutoModelForCausalLM.from_pretrained("llama", dtype=torch.float32).train())
-    (text.parent / "llama" / "tokenizer_config.json").write_text("{}")
+    generation = json.loads((text.parent / "llama" / "generation_config.json").read_text())
+    (text.parent / "llama" / "generation_config.json").write_text(json.dumps({**generation, "temperature": 0.25}))
+    (text.parent / "llama" / "chat_template.jinja").write_text("{{ messages }}")
     summary = train_language_model(options, Group())
     found = AutoModelForCausalLM.from_pretrained(summary.export).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     assert main(["export", "trained-run", "again"]) == 0
     again = AutoModelForCausalLM.from_pretrained("again").state_dict()
     assert all(torch.equal(again[name], expected[name]) for name in expected)
+    for folder in (Path(summary.export), Path("again")):
+        assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.25
+        assert json.loads((folder / "config.json").read_text()).get("use_cache", True) is True
     shown = capsys.readouterr().out
     assert "2 layers x 16" in shown and "export         " in shown
     assert main(["export", "trained-run", "again"]) == 2
@@ -184,6 +192,29 @@ def test_what_does_not_go_with_a_model_of_transformers_is_told_at_once(text):
     Path("full/file").write_text("")
     with pytest.raises(InputError, match="--export full: exists"):
         train_language_model(replace(options_for(text, "llama", "none"), run=RunOptions(export=Path("full"))), Group())
+
+
+def test_the_tokenizer_of_any_name_is_exported_as_transformers_reads_it(text):
+    vocabulary = {f"<{index}>": index for index in range(4)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="<0>")).save("own.json")
+    model = LlamaForCausalLM(LLAMA)
+    export_model(model, Path("exported"), open_tokenizer("own.json"), Path("llama.json"), Group())
+    assert (Path("exported") / "tokenizer.json").read_bytes() == Path("own.json").read_bytes()
+    assert not (Path("exported") / "own.json").exists()
+
+
+def test_fields_of_another_version_of_transformers_are_no_other_model():
+    own = {"model_type": "llama", "rope_theta": 1.0, "new": 1}
+    check_same_fields({"model_type": "llama", "rope_theta": 1.0, "old": 2}, own, Path("p"))
+    with pytest.raises(InputError, match=r"rope_theta is 2\.0 there, 1\.0 here"):
+        check_same_fields({"model_type": "llama", "rope_theta": 2.0}, own, Path("p"))
+    with pytest.raises(InputError, match="layers is 2 there, None here"):
+        check_same_fields({"layers": 2}, own, Path("p"))
+
+
+def test_a_window_is_no_longer_than_the_positions_of_the_model(text, capsys):
+    assert main(["ppl", "llama", "--text", str(text), "--sequence", "33", "--device", "cpu"]) == 2
+    assert "--sequence 33: llama has 32 positions; take at most 32" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_config_is_refused(text, capsys):

@@ -259,14 +259,20 @@ def _kept_tokens(
                 Path(partial).mkdir()  # which the context removes
         except OSError:  # A full or read-only disk, or another rank was faster.
             if not folder.is_dir():
-                train, held_out = (torch.frombuffer(each, dtype=torch.int32) for each in parts)
+                train, held_out = (
+                    torch.frombuffer(each, dtype=torch.int32) if each else torch.empty(0, dtype=torch.int32)
+                    for each in parts
+                )
                 return train, held_out
     train, held_out = (_mapped(folder / name) for name in PARTS)
     return train, held_out
 
 
 def _mapped(file: Path) -> Tensor:
-    return torch.from_file(str(file), shared=False, size=file.stat().st_size // 4, dtype=torch.int32)
+    size = file.stat().st_size // 4
+    if size == 0:
+        return torch.empty(0, dtype=torch.int32)
+    return torch.from_file(str(file), shared=False, size=size, dtype=torch.int32)
 
 
 def _encoded(tokenizer: FileTokenizer, pieces: list[_Piece]) -> array[int]:

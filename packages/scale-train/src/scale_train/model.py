@@ -10,6 +10,7 @@ arXiv 1910.05895, for the width of the initial weights.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -191,6 +192,11 @@ def num_parameters(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """Returns the arguments by which a model keeps no keys and values for a next token."""
+    return {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+
+
 @torch.no_grad()
 def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, seed: int, temperature: float) -> Tensor:
     """Continues a prompt, one token at a time.
@@ -214,7 +220,7 @@ def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, see
     model.eval()
     tokens = prompt
     for _ in range(length):
-        found = model(tokens[-context:].unsqueeze(0))
+        found = model(tokens[-context:].unsqueeze(0), **without_cache(model))
         logits = getattr(found, "logits", found)[0, -1].float().cpu()
         drawn = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.to(tokens.device)])

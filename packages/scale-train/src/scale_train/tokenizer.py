@@ -5,6 +5,7 @@ Long texts are encoded in pieces that end with a line, so that a piece fits into
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -29,6 +30,10 @@ class Tokenizer(Protocol):
     vocabulary: int
     separator: tuple[int, ...]
     """Stands before each document; empty where nothing is known that does."""
+    place: str
+    """The name by which it is opened from anywhere."""
+    sha256: str
+    """Of its file; empty for bytes."""
 
     def encode(self, texts: Sequence[bytes]) -> Iterator[list[int]]:
         """Yields the tokens of each text, without separators."""
@@ -43,6 +48,8 @@ class ByteTokenizer:
     name: str = BYTE
     vocabulary: int = NUM_BYTES
     separator: tuple[int, ...] = (0,)
+    place: str = BYTE
+    sha256: str = ""
 
     def encode(self, texts: Sequence[bytes]) -> Iterator[list[int]]:
         return map(list, texts)
@@ -75,6 +82,8 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name: str = str(path)
+        self.place: str = str(self.file.absolute())
+        self.sha256: str = hashlib.sha256(self.content).hexdigest()
         self.vocabulary: int = max(ids.values(), default=0) + 1
         ends = [ids[text] for text in (*_ends_beside(self.file), *_USUAL_ENDS) if text in ids]
         self.separator: tuple[int, ...] = tuple(ends[:1])

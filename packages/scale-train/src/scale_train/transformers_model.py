@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.errors import SnapshotError
 from scale_core.pretrained.materialize import materialize
 from scale_train.errors import InputError
-from scale_train.transformers_config import has_weights, read_config
+from scale_train.tokenizer import FileTokenizer, Tokenizer
+from scale_train.transformers_config import config_file, has_weights, read_config
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_SOURCE_FILES = ("generation_config.json", "chat_template.jinja")
+_BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 # What a config says beside the model itself.
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
 
@@ -91,7 +93,6 @@ def build_on_meta(content: Mapping[str, Any]) -> nn.Module:
     kind = content["model_type"]
     try:
         config = AutoConfig.for_model(kind, **{name: value for name, value in content.items() if name != "model_type"})
-        config.use_cache = False
         make: Any = AutoModelForCausalLM.from_config  # not annotated
         with torch.device("meta"):
             model: nn.Module = make(config, dtype=torch.float32)
@@ -107,20 +108,30 @@ def config_facts(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name not in _VOLATILE}
 
 
-def export_model(model: nn.Module, folder: Path, tokenizer: Path | None, group: Group) -> None:
+def export_model(model: nn.Module, folder: Path, tokenizer: Tokenizer, source: Path | None, group: Group) -> None:
     """Writes a folder that `from_pretrained` reads, the tokenizer beside it; called on all ranks, an InputError on all.
 
     Args:
         model: Of transformers; sharded, divided or plain.
         folder: New, or empty.
-        tokenizer: The folder whose tokenizer goes with it.
+        tokenizer: What the model was trained with; of bytes there is no file.
+        source: What `--model` named: how text is generated, and the template of a chat, go on from its folder.
         group: The ranks that hold the model.
     """
     try:
         save_pretrained(model, folder, process_group=group)
     except SnapshotError as error:
         raise InputError(f"--export {folder}: {error}") from error
-    if group.rank == 0 and tokenizer is not None:
-        for name in _TOKENIZER_FILES:
-            if (tokenizer / name).exists():
-                shutil.copyfile(tokenizer / name, folder / name)
+    if group.rank != 0:
+        return
+    if source is not None:
+        _copy(config_file(source).parent, _SOURCE_FILES, folder)
+    if isinstance(tokenizer, FileTokenizer):
+        (folder / "tokenizer.json").write_bytes(tokenizer.content)
+        _copy(tokenizer.file.parent, _BESIDE_TOKENIZER, folder)
+
+
+def _copy(source: Path, names: Iterable[str], target: Path) -> None:
+    for name in names:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)

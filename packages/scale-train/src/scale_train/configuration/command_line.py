@@ -95,7 +95,7 @@ def with_values(values: Values) -> Options:
 
 
 def with_checked_types(options: Options) -> Options:
-    """Returns options with the types of their fields, a path where a text was given; an OptionsError if one is wrong."""
+    """Returns options with the types of their fields, as a path for a text; an OptionsError where one is wrong."""
     found = Given({}, [])
     for field in option_fields().values():
         value = value_of(options, field)

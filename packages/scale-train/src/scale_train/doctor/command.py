@@ -75,8 +75,8 @@ def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | str:
     """Starts two ranks; what they have found, or why they have not."""
     code, outcomes = launch_and_collect(_as_rank, _RANKS, options, device, device=device, grace=2.0)
     errors = [each for each in outcomes if isinstance(each, str)]
-    if errors or not outcomes:
-        return errors[0] if errors else f"the ranks ended with code {code} before they had a result"
+    if errors or code or not outcomes:
+        return errors[0] if errors else f"the ranks ended with code {code}"
     results: list[SelfTest] = outcomes
     return next((each for each in results if not each.is_right), results[0])
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from scale_core.comm.group import Group
 from scale_train.errors import InputError, reported
 from scale_train.model import GPT
-from scale_train.tokenizer import BYTE, tokenizer_file
 from scale_train.trained_model.loading import open_trained_model
 from scale_train.trained_model.options import ExportOptions
 from scale_train.transformers_model import export_model
@@ -25,7 +22,7 @@ def _export(options: ExportOptions) -> int:
             f"{options.run}: the GPT of --size is no model of transformers; its tensors are written by "
             f"scale-train snapshot consolidate {options.run} model.safetensors"
         )
-    tokenizer = None if trained.tokenizer == BYTE else tokenizer_file(Path(trained.tokenizer)).parent
-    export_model(trained.model, options.folder, tokenizer, Group())
+    tokenizer = trained.open_tokenizer(options.tokenizer)
+    export_model(trained.model, options.folder, tokenizer, trained.source, Group())
     print(f"export         {options.folder}")
     return 0

@@ -18,7 +18,7 @@ from scale_core.snapshot.format.metadata import read_manifest
 from scale_train.errors import InputError
 from scale_train.model import GPT
 from scale_train.model_config import ModelConfig
-from scale_train.tokenizer import BYTE, tokenizer_file
+from scale_train.tokenizer import BYTE, Tokenizer, open_tokenizer, tokenizer_file
 from scale_train.training.checkpoint import CHECKPOINTS, PROGRAM
 from scale_train.transformers_config import has_weights, number_in, read_config
 from scale_train.transformers_model import build_on_meta
@@ -32,7 +32,37 @@ class TrainedModel:
 
     model: nn.Module  # in evaluation mode, on the host
     tokenizer: str
+    tokenizer_sha256: str | None  # "" for bytes; None where it is not known
     sequence: int  # tokens in a window, unless another number is asked for
+    vocabulary: int | None
+    positions: int | None  # None where the model has no last one
+    source: Path | None  # what --model named
+    title: str  # for messages
+
+    def open_tokenizer(self, asked: str | None) -> Tokenizer:
+        """Returns the tokenizer that was asked for, or the model's own; an InputError where it is not the model's."""
+        try:
+            tokenizer = open_tokenizer(asked or self.tokenizer)
+        except ValueError as error:
+            raise InputError(f"{error}; name the tokenizer of {self.title} with --tokenizer") from error
+        if self.tokenizer_sha256 is not None and tokenizer.sha256 != self.tokenizer_sha256:
+            raise InputError(
+                f"--tokenizer {tokenizer.name}: {self.title} was trained with another one: {self.tokenizer}, as it was "
+                "then (by its SHA-256)"
+            )
+        if self.vocabulary is not None and tokenizer.vocabulary > self.vocabulary:
+            raise InputError(
+                f"--tokenizer {tokenizer.name}: it has {tokenizer.vocabulary} tokens, and {self.title} knows "
+                f"{self.vocabulary}; name the tokenizer of the model"
+            )
+        return tokenizer
+
+    def check_sequence(self, sequence: int) -> None:
+        """Raises InputError where the model has fewer positions."""
+        if self.positions is not None and sequence > self.positions:
+            raise InputError(
+                f"--sequence {sequence}: {self.title} has {self.positions} positions; take at most {self.positions}"
+            )
 
 
 def open_trained_model(path: Path) -> TrainedModel:
@@ -57,8 +87,10 @@ def _of_folder(path: Path) -> TrainedModel:
     model = build_on_meta(config)
     load_pretrained(model, path, device="cpu", cast=True, process_group=Group())
     tokenizer = str(path) if tokenizer_file(path).exists() else BYTE
-    positions = number_in(config, "positions") or _MOST_POSITIONS
-    return TrainedModel(model.eval(), tokenizer, min(positions, _MOST_POSITIONS))
+    positions = number_in(config, "positions")
+    sequence = min(positions or _MOST_POSITIONS, _MOST_POSITIONS)
+    vocabulary = config.get("vocab_size")
+    return TrainedModel(model.eval(), tokenizer, None, sequence, vocabulary, positions, path, str(path))
 
 
 def _of_checkpoint(point: Path) -> TrainedModel:
@@ -66,12 +98,22 @@ def _of_checkpoint(point: Path) -> TrainedModel:
     if not isinstance(said, dict) or said.get("program") != PROGRAM:
         raise InputError(f"{point}: a checkpoint of another program than {PROGRAM}")
     model: nn.Module
-    if "model_type" in said["model"]:
-        model = build_on_meta(said["model"])
+    facts, positions = said["model"], None
+    if "model_type" in facts:
+        model, positions = build_on_meta(facts), number_in(facts, "positions")
         rule: Any = model._init_weights
         materialize(model, torch.device("cpu"), rule, set())
     else:
-        model = GPT(ModelConfig(**said["model"]))
+        model = GPT(ModelConfig(**facts))
     step = int(point.name.removeprefix("step-"))
     snapshot.load(point.parent, {"model": model}, step=step, only_given=True, process_group=Group())
-    return TrainedModel(model.eval(), said.get("tokenizer", BYTE), said["data"]["sequence"])
+    return TrainedModel(
+        model.eval(),
+        said.get("tokenizer", BYTE),
+        said.get("tokenizer_sha256"),
+        said["data"]["sequence"],
+        facts.get("vocab_size", facts.get("vocabulary")),
+        positions,
+        Path(said["model_source"]) if said.get("model_source") else None,
+        str(point),
+    )

@@ -39,3 +39,5 @@ class ExportOptions:
     """Folder of a run, or one of its checkpoints."""
     folder: Positional[Path]
     """New folder."""
+    tokenizer: str | None = None
+    """Where the tokenizer.json of the run lies now, if it is not where it was."""

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from scale_train.data import read_text, windows_at
 from scale_train.errors import InputError, reported
+from scale_train.model import without_cache
 from scale_train.resolve import resolve_device
-from scale_train.tokenizer import open_tokenizer
 from scale_train.trained_model.loading import open_trained_model
 from scale_train.trained_model.options import PplOptions
 
@@ -29,10 +29,8 @@ def _ppl(options: PplOptions) -> int:
     device = torch.device(resolve_device(options.device))
     trained = open_trained_model(options.model)
     sequence = options.sequence or trained.sequence
-    try:
-        tokenizer = open_tokenizer(options.tokenizer or trained.tokenizer)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    trained.check_sequence(sequence)
+    tokenizer = trained.open_tokenizer(options.tokenizer)
     text = read_text(options.text, tokenizer, text_field=options.text_field, held_out_every=1)
     if len(text.held_out) < sequence + 1:
         raise InputError(
@@ -63,7 +61,7 @@ def mean_loss(model: nn.Module, tokens: Tensor, sequence: int, batch: int, devic
     nats = 0.0
     for some in starts.split(batch):
         inputs, targets = windows_at(tokens, some, sequence)
-        found = model(inputs.to(device))
+        found = model(inputs.to(device), **without_cache(model))
         logits: Tensor = getattr(found, "logits", found)
         nats += functional.cross_entropy(
             logits.float().flatten(0, 1), targets.to(device).flatten(), reduction="sum"

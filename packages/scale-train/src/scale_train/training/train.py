@@ -21,7 +21,7 @@ from scale_train.memory import count_parameters, format_bytes, held_bytes, peak_
 from scale_train.model import generate
 from scale_train.options import Options
 from scale_train.resolve import check_options, options_without_effect
-from scale_train.tokenizer import BYTE, tokenizer_file, tokenizer_of
+from scale_train.tokenizer import BYTE, tokenizer_of
 from scale_train.training.checkpoint import (
     CHECKPOINTS,
     CONFIG,
@@ -93,9 +93,8 @@ def train_language_model(options: Options, group: Group) -> RunSummary:
             held_out = train(training, lambda state: save(state, checkpoints))
         summary = summarize(training, held_out, paths.folder)
         if options.run.export is not None:
-            name = tokenizer_of(options)
-            tokenizer = None if name == BYTE else tokenizer_file(Path(name)).parent
-            export_model(training.engine.raw_model, options.run.export, tokenizer, group)
+            tokenizer, source = training.text.tokenizer, options.model.model
+            export_model(training.engine.raw_model, options.run.export, tokenizer, source, group)
         training.reporter.end(summary.lines(), asdict(summary))
     except ContractError:
         raise  # the ranks do different things, a bug of the program: with its traceback
