@@ -340,3 +340,24 @@ def test_it_takes_a_device_first_as_torch_s_does():
         assert scaler.get_scale() == 1024.0
     with pytest.raises(TypeError, match=r"takes a device first.*ShardedGradScaler\(init_scale=1024.0\)"):
         ShardedGradScaler(1024.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [2.0, INF])
+def test_gradients_on_the_host_are_divided_after_the_scale_has_come(value: float) -> None:
+    """As with parameters that are offloaded: the device is still busy when the host divides."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    params = [nn.Parameter(torch.ones(3, device=place)) for place in ("cpu", device)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = ShardedGradScaler(init_scale=8.0)
+    scaler.scale(torch.ones((), device=device))
+    for param in params:
+        param.grad = torch.full_like(param, 2.0)
+    params[0].grad[1] = value
+    torch.cuda._sleep(10**8)
+    scaler.unscale_(optimizer)
+    assert params[0].grad.tolist() == [0.25, value / 8, 0.25] and params[1].grad.tolist() == [0.25] * 3
+    scaler.step(optimizer)
+    scaler.update()
+    assert params[0].tolist() == ([0.75] * 3 if value == 2.0 else [1.0] * 3)
+    assert scaler.get_scale() == (8.0 if value == 2.0 else 4.0)

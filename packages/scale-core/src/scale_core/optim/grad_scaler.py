@@ -170,9 +170,13 @@ class ShardedGradScaler(GradScaler):
         """torch's method, for fp16 too, followed by the agreement of all ranks in place of the devices' own."""
         group = group_of(self._process_group)
         self._check_covers(optimizer, group)
-        found = super()._unscale_grads_(_with_gradients(optimizer), inv_scale, found_inf, True)
+        having = _with_gradients(optimizer)
+        if any(_has_gradient_on_host(param) for each in having.param_groups for param in each["params"]):
+            # torch copies them to the host without waiting, and there divides before they have come.
+            inv_scale, found_inf = inv_scale.to("cpu"), found_inf.to("cpu")
+        found = super()._unscale_grads_(having, inv_scale, found_inf, True)
         scale, state = cast(Tensor, self._scale), self._per_optimizer_states[id(optimizer)]
-        infinite = torch.stack([found_inf, *(tensor.to(scale.device) for tensor in found.values())]).amax()
+        infinite = torch.stack([tensor.to(scale.device) for tensor in (found_inf, *found.values())]).amax()
         mine = torch.stack([infinite, torch.full_like(scale, float(state["scaled"])), scale, -scale])
         state["agreed"] = self._largest(mine, group)
         # Exactly 1 where any rank has found one: fused optimizers compare with that.
@@ -224,6 +228,10 @@ class ShardedGradScaler(GradScaler):
                         "ranks that share a parameter"
                     )
         self._covered[optimizer] = len(params)
+
+
+def _has_gradient_on_host(param: Tensor) -> bool:
+    return param.grad is not None and param.grad.device.type == "cpu"
 
 
 def _with_gradients(optimizer: Any) -> Any:
