@@ -12,9 +12,10 @@ from scale_train.cli import main, parse
 from scale_train.errors import InputError
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import Options
-from scale_train.plan.estimate import Estimate, count_parameters, estimate, least_bytes
+from scale_train.plan.estimate import Estimate, count_parameters, estimate, least_bytes, ranks_to_simulate
 from scale_train.plan.model import planned_model
 from scale_train.plan.options import PlanOptions
+from scale_train.plan.step_time import StepWork
 from scale_train.plan.strategies import Strategy, strategies
 from scale_train.resolve import check_options
 
@@ -154,6 +155,27 @@ def test_pipelines_that_shard_or_divide_their_stages_hold_less_and_send_what_tha
     table = 4 * 256 * 32
     assert stage / 2 < divided.peak_by_kind["parameters"] < (stage - table) / 2 * 1.05 + table
     assert least_bytes(sharded.strategy, 1000) == least_bytes(divided.strategy, 1000) == 4000
+
+
+def test_of_a_pipeline_the_ends_and_the_rank_that_keeps_most_are_simulated() -> None:
+    # 1, 2 and 2 blocks, of 3, 2 and 1 live micro-batches.
+    uneven = planned_model(PlanOptions(**{**vars(TINY), "layers": 5}))
+    assert ranks_to_simulate(uneven, Strategy("pipe", 3, 3, 4)) == [0, 1, 2]
+    even = planned_model(PlanOptions(**{**vars(TINY), "layers": 6}))
+    assert ranks_to_simulate(even, Strategy("pipe", 3, 3, 4)) == [0, 2]
+
+
+def test_a_pipeline_has_the_peak_of_its_fullest_rank_and_the_time_of_its_slowest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stages(planned: object, strategy: Strategy, options: object, rank: int) -> Estimate:
+        work = StepWork(10 + rank, 0, 0, 0, 0, 0, updates_on_host=False, bubble=0.0)
+        return Estimate(strategy, {"parameters": 9 - rank}, {}, {"send": rank}, work)
+
+    monkeypatch.setattr("scale_train.plan.estimate._estimate_stages", stages)
+    found = found_for("pipe", 2)
+    assert found.work is not None
+    assert (found.peak_bytes, found.work.flops, found.bytes_sent) == (9, 11, {"send": 1})
 
 
 @pytest.mark.simulation

@@ -26,7 +26,7 @@ from scale_train.errors import InputError, reported
 from scale_train.plan.estimate import Estimate, count_parameters, estimate, least_bytes
 from scale_train.plan.model import PlannedModel, planned_model
 from scale_train.plan.options import PlanOptions
-from scale_train.plan.step_time import Rates, step_seconds
+from scale_train.plan.step_time import rates_of, step_seconds
 from scale_train.plan.strategies import Strategy, ranks_per_host, strategies
 from scale_train.resolve import model_config, parse_bytes
 
@@ -162,19 +162,9 @@ def _judged(planned: PlannedModel, found: Estimate, options: PlanOptions) -> Pla
         reason = f"{found.peak_bytes / _GIB:.1f} GiB of {usable / _GIB:.1f}"
     elif host > parse_bytes("--host-memory", options.host_memory):
         reason = f"host: {host / _GIB:.0f} GiB for {per_host} ranks"
-    seconds = None if found.work is None else step_seconds(found.work, _rates(options))
+    seconds = None if found.work is None else step_seconds(found.work, rates_of(options))
     command = strategy.command(options, planned.size)
     return PlanRow(found, not reason, reason, seconds, command, strategy.python(options.precision))
-
-
-def _rates(options: PlanOptions) -> Rates:
-    return Rates(
-        compute=options.tflops * 1e12,
-        link=options.link * 1e9,
-        host_link=options.host_link * 1e9,
-        memory=options.memory_bandwidth * 1e9,
-        host_memory=options.host_bandwidth * 1e9 / ranks_per_host(options),
-    )
 
 
 @contextmanager

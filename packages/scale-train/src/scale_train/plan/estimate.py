@@ -1,9 +1,10 @@
 """What one rank holds, computes and sends in a step: the real training step on tensors without memory.
 
-The second step is counted, since AdamW makes its state in the first. Of a pipeline the first and the last rank run the
-schedule's own order of computations on their own stages, and the one with the higher peak counts; what they exchange is
-added up from the shapes. DistributedDataParallel itself can't run without data: in its place each gradient is reduced
-as soon as it is there, as in buckets that are views of the gradients.
+The second step is counted, since AdamW makes its state in the first. Of a pipeline the first and the last rank, and the
+one with the most blocks times live micro-batches, run the schedule's own order of computations on their own stages: the
+highest peak and the longest step count. What they exchange is added up from the shapes. DistributedDataParallel itself
+can't run without data: in its place each gradient is reduced as soon as it is there, as in buckets that are views of
+the gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,13 +32,14 @@ from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import split
 from scale_pipe.schedules.action import Kind
 from scale_pipe.schedules.registry import get_schedule
+from scale_pipe.schedules.simulation import peak_live
 from scale_pipe.schedules.simulation import simulate as simulate_schedule
 from scale_tp import parallelize
 from scale_train.errors import InputError
 from scale_train.options import ParallelOptions
 from scale_train.plan.model import Built, PlannedModel
 from scale_train.plan.options import PlanOptions
-from scale_train.plan.step_time import StepWork
+from scale_train.plan.step_time import StepWork, rates_of, step_seconds
 from scale_train.plan.strategies import Strategy
 from scale_train.training.parallelize import mesh_axes, pipeline_axes
 
@@ -118,8 +120,7 @@ def estimate(planned: PlannedModel, strategy: Strategy, options: PlanOptions) ->
     """Runs two steps of a rank and returns what the second takes; the problem where the model can't be trained so."""
     try:
         if strategy.parallel == "pipe":
-            ends = [_estimate_stages(planned, strategy, options, rank) for rank in (0, strategy.model_ranks - 1)]
-            return max(ends, key=lambda found: found.peak_bytes)
+            return _estimate_pipeline(planned, strategy, options)
         return _estimate_replica(planned, strategy, options)
     except InputError:
         raise
@@ -216,6 +217,30 @@ def _reduce_gradients(model: nn.Module, data: Group) -> None:
     for param in model.parameters():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(reduce)
+
+
+def _estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
+    """The memory of the rank that needs most, and the time of the slowest one."""
+    rates, found = rates_of(options), list[Estimate]()
+    for rank in ranks_to_simulate(planned, strategy):
+        found.append(_estimate_stages(planned, strategy, options, rank))
+    slowest = max(found, key=lambda each: 0.0 if each.work is None else step_seconds(each.work, rates))
+    fullest = max(found, key=lambda each: each.peak_bytes)
+    return replace(fullest, work=slowest.work, bytes_sent=slowest.bytes_sent)
+
+
+def ranks_to_simulate(planned: PlannedModel, strategy: Strategy) -> list[int]:
+    """Returns the first and the last rank of a pipeline, and the one with the most blocks x live micro-batches."""
+    num_ranks = strategy.model_ranks
+    with torch.device("meta"):
+        model: Any = planned.build().model
+    cuts = planned.cuts(model, num_ranks)
+    if cuts is None:
+        return sorted({0, num_ranks - 1})
+    starts = [0, *(int(name.rpartition(".")[2]) for name in cuts), len(model.blocks)]
+    live = peak_live(get_schedule("1f1b", num_ranks, strategy.chunks, None))
+    fullest = max(range(num_ranks), key=lambda rank: (starts[rank + 1] - starts[rank]) * live[rank])
+    return sorted({0, fullest, num_ranks - 1})
 
 
 def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> Estimate:

@@ -20,6 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scale_train.plan.options import PlanOptions
+from scale_train.plan.strategies import ranks_per_host
+
 ADAM_BYTES = 28
 """AdamW reads parameter, gradient and two moments of four bytes each, and writes all but the gradient."""
 
@@ -41,6 +44,17 @@ class Rates:
     host_link: float
     memory: float
     host_memory: float
+
+
+def rates_of(options: PlanOptions) -> Rates:
+    """Returns what the options say of the machine."""
+    return Rates(
+        compute=options.tflops * 1e12,
+        link=options.link * 1e9,
+        host_link=options.host_link * 1e9,
+        memory=options.memory_bandwidth * 1e9,
+        host_memory=options.host_bandwidth * 1e9 / ranks_per_host(options),
+    )
 
 
 class StepWork(NamedTuple):
