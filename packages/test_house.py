@@ -193,6 +193,10 @@ def test_every_package_has_its_floor() -> None:
     assert set(FLOORS) == set(PACKAGES)
 
 
+def test_the_doctor_compares_the_versions_of_all_packages() -> None:
+    assert sorted(importlib.import_module("scale_train.doctor.environment").DISTRIBUTIONS) == PACKAGES
+
+
 def test_all_packages_have_one_version() -> None:
     assert len({project(package)["version"] for package in PACKAGES}) == 1
 

@@ -1,4 +1,4 @@
-"""Reporters of a training on rank 0: progress bar, plain lines, JSON lines, `metrics.jsonl`, TensorBoard.
+"""Reporters of a training on rank 0: progress bar, lines, JSON lines, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
 `metrics.jsonl` has one JSON object per line, for the plot and for a resumed run. A disk that is full when a run begins
 is an error; one that fills up later costs lines of this file and nothing else.
