@@ -1,13 +1,17 @@
+import importlib.util
 import io
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from scale_core.comm.group import Group
 from scale_train.configuration.checks import option_problems
-from scale_train.options import Options, RunOptions
+from scale_train.errors import InputError
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.training.reporters import (
     EvaluationRecord,
     JsonReporter,
@@ -21,6 +25,7 @@ from scale_train.training.reporters import (
     make_reporter,
     read_metrics,
 )
+from scale_train.training.train import train_language_model
 
 
 def record(step: int = 10) -> StepRecord:
@@ -148,6 +153,40 @@ def test_weights_and_biases_gets_options_scalars_and_summary(tmp_path, monkeypat
     assert step == 10 and (scalars["loss"], scalars["mfu"]) == (1.25, 0.4) and "loss_scale" not in scalars
     assert judged == {"held_out_bits_per_byte": 2.5, "held_out_loss": 1.7}
     assert last == "finish" and run.summary == {"steps": 10}
+    make_reporter(Options(run=RunOptions(log_to=("wandb",), log_format="plain")), 10, tmp_path)
+    _, again = run.calls[-1]
+    assert settings["id"] == again["id"] == (tmp_path / "wandb-run").read_text() and again["resume"] == "allow"
+
+
+def test_a_logger_that_cannot_begin_is_wrong_input_and_the_others_are_closed(tmp_path, monkeypatch):
+    begun, closed = [], []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            begun.append((folder, purge_step))
+
+        def close(self):
+            closed.append("tensorboard")
+
+    class NoKey(FakeWandbRun):
+        def init(self, **settings):
+            raise RuntimeError("api_key not configured\nrun wandb login")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", NoKey())
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: name in ("tensorboard", "wandb") or find_spec(name, *more)
+    )
+    (tmp_path / "text").write_bytes(b"some words " * 200)
+    options = Options(
+        DataOptions((tmp_path / "text",), sequence=8, batch=4), ModelOptions(layers=1, width=16, heads=2),
+        ParallelOptions(parallel="none", device="cpu"), OptimizerOptions(steps=1),
+        RunOptions(out=tmp_path / "run", log_to=("tensorboard", "wandb"), log_format="plain"),
+    )  # fmt: skip
+    with pytest.raises(InputError, match="--log-to wandb: cannot begin: RuntimeError: api_key not configured run"):
+        train_language_model(options, Group())
+    assert begun == [(tmp_path / "run" / "tensorboard", 1)] and closed == ["tensorboard"]
 
 
 def test_a_logger_that_is_not_installed_is_named_with_its_install_line(monkeypatch):

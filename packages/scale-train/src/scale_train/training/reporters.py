@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from scale_train.errors import reason_of
+from scale_train.errors import InputError, reason_of
 from scale_train.memory import format_bytes
 from scale_train.options import Options
 
@@ -233,12 +234,12 @@ def _entry_key(entry: Mapping[str, Any]) -> tuple[int, bool]:
 
 
 class TensorBoardReporter(Reporter):
-    """Scalars for TensorBoard."""
+    """Scalars for TensorBoard; what a run that this one resumes has logged of later steps is passed over."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency, absent on most machines
 
-        self._writer = SummaryWriter(folder)
+        self._writer = SummaryWriter(folder, purge_step=first_step + 1)
 
     def step(self, record: StepRecord) -> None:
         for name, value in _scalars(record).items():
@@ -258,7 +259,11 @@ class WandbReporter(Reporter):
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]  # an optional dependency
 
-        self._run: Any = wandb.init(dir=str(folder), name=folder.name, config=dict(config))
+        kept = folder / "wandb-run"  # The id, by which a resumed run goes on in the same one there.
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(8))
+        about: dict[str, Any] = {"name": folder.name, "config": dict(config)}
+        self._run: Any = wandb.init(dir=str(folder), id=kept.read_text(), resume="allow", **about)
 
     def step(self, record: StepRecord) -> None:
         self._run.log(_scalars(record), step=record.step)
@@ -315,18 +320,26 @@ def uses_progress_bar(log_format: str) -> bool:
 
 
 def make_reporter(options: Options, first_step: int, folder: Path) -> Reporter:
-    """Returns the reporter of rank 0: the screen, the metrics file, and what `--log-to` names."""
+    """Returns the reporter of rank 0: the screen, the metrics file, and what `--log-to` names.
+
+    An InputError where one of those cannot begin, as without a key.
+    """
     screen: Reporter
     if uses_progress_bar(options.run.log_format):
         screen = ProgressBarReporter(options.optimizer.steps, first_step)
     else:
         screen = JsonReporter() if options.run.log_format == "json" else PlainReporter()
-    kept: list[Reporter] = [MetricsReporter(folder / "metrics.jsonl", screen.note)]
-    if "tensorboard" in options.run.log_to:
-        kept.append(TensorBoardReporter(folder / "tensorboard"))
-    if "wandb" in options.run.log_to:
-        kept.append(WandbReporter(folder, json.loads(json.dumps(asdict(options), default=str))))
-    return MultiReporter(screen, *kept)
+    made: list[Reporter] = [screen, MetricsReporter(folder / "metrics.jsonl", screen.note)]
+    for name in dict.fromkeys(options.run.log_to):
+        try:
+            if name == "tensorboard":
+                made.append(TensorBoardReporter(folder / "tensorboard", first_step))
+            else:
+                made.append(WandbReporter(folder, json.loads(json.dumps(asdict(options), default=str))))
+        except Exception as error:  # Each library has its own.
+            MultiReporter(*made).close()
+            raise InputError(f"--log-to {name}: cannot begin: {type(error).__name__}: {error}") from error
+    return MultiReporter(*made)
 
 
 def _format_step(record: StepRecord) -> str:

@@ -84,8 +84,7 @@ def train_language_model(options: Options, group: Group) -> RunSummary:
     training = build_state(options, text, group)
     if paths.resume_from is not None:
         load(training, paths.resume_from)
-    if group.rank == 0:
-        training.reporter = make_reporter(options, training.step, paths.folder)
+    _begin_reports(training, paths)
     try:
         _log_start(training, paths)
         checkpoints = paths.folder / CHECKPOINTS
@@ -153,6 +152,18 @@ def summarize(training: TrainState, held_out: float, folder: Path) -> RunSummary
         plot=plot_path,
         export=str(options.run.export or ""),
     )
+
+
+def _begin_reports(training: TrainState, paths: RunPaths) -> None:
+    """Makes the reporter of rank 0; an InputError on all ranks where that cannot be."""
+    problem = ""
+    if training.group.rank == 0:
+        try:
+            training.reporter = make_reporter(training.options, training.step, paths.folder)
+        except InputError as error:
+            problem = str(error)
+    if problem := exchange_text(problem, training.group)[0]:
+        raise InputError(problem)
 
 
 def _log_start(training: TrainState, paths: RunPaths) -> None:
