@@ -51,6 +51,17 @@ def test_one_plain_process_has_one_rank():
         check_options(options, 2)
 
 
+def test_all_that_does_not_go_with_the_ranks_is_told_at_once():
+    parallel = ParallelOptions(
+        tensor_parallel=2, context_parallel=2, checkpoint_activations="budget:2GiB", parallel="ddp"
+    )
+    options = Options(DataOptions(batch=7, sequence=7), ModelOptions(heads=2), parallel)
+    with pytest.raises(InputError) as told:
+        check_options(options, 8)
+    words = ("--checkpoint-activations budget:2GiB: a plan is measured on whole layers", "--sequence 7: ", "--batch 7 ")
+    assert all(word in str(told.value) for word in words)
+
+
 def test_more_ranks_than_devices_are_refused():
     most = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE
     with pytest.raises(InputError, match=f"--ranks {most + 1}: more ranks than this machine's devices"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -97,107 +98,120 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def check_options(options: Options, num_ranks: int) -> None:
-    """Raises InputError where options make no training on `num_ranks` ranks."""
-    if problems := option_problems(options):
+    """Raises InputError where options make no training on `num_ranks` ranks, with all that is wrong."""
+    if problems := option_problems(options) or list(_rank_problems(options, num_ranks)):
         raise InputError("; ".join(problems))
-    num_data = _check_context_parallel(options, _check_tensor_parallel(options, num_ranks))
-    if options.parallel.parallel == "none" and num_data > 1:
-        raise InputError(
+
+
+def _rank_problems(options: Options, num_ranks: int) -> Iterator[str]:
+    """What does not go with the number of ranks."""
+    parallel = options.parallel
+    yield from _tensor_parallel_problems(options, num_ranks)
+    if num_ranks % parallel.tensor_parallel:
+        return  # There is no number of data-parallel ranks.
+    num_data = num_ranks // parallel.tensor_parallel
+    yield from _context_parallel_problems(options, num_data)
+    if num_data % parallel.context_parallel:
+        return
+    num_data //= parallel.context_parallel
+    if parallel.parallel == "pipe":
+        yield from _pipeline_problems(options, num_ranks)
+        return
+    if parallel.parallel == "none" and num_data > 1:
+        yield (
             f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, sharded-ddp, oss, ddp, pipe, "
             "or --ranks 1"
         )
-    if options.parallel.parallel == "pipe":
-        _check_pipeline(options, num_ranks)
         return
-    batch, accumulate = options.data.batch, options.parallel.accumulate
+    batch, accumulate = options.data.batch, parallel.accumulate
     parts = num_data * accumulate
     if batch % parts:
         below = batch // parts * parts
         nearest = f"{below} or {below + parts}" if below else f"{parts}"
-        raise InputError(
-            f"--batch {batch} does not divide into {num_data} ranks x {accumulate} micro-batches; take {nearest}"
-        )
+        yield f"--batch {batch} does not divide into {num_data} ranks x {accumulate} micro-batches; take {nearest}"
 
 
-def _check_tensor_parallel(options: Options, num_ranks: int) -> int:
-    """Returns how many data-parallel ranks there are."""
+def _tensor_parallel_problems(options: Options, num_ranks: int) -> Iterator[str]:
     number, parallel = options.parallel.tensor_parallel, options.parallel
-    if number < 1 or num_ranks % number:
-        raise InputError(
+    if num_ranks % number:
+        yield (
             f"--tensor-parallel {number} does not divide {num_ranks} ranks; take "
             f"{' or '.join(str(each) for each in range(1, num_ranks + 1) if num_ranks % each == 0)}"
         )
+        return
     if number == 1:
-        return num_ranks
+        return
     if budget_bytes(parallel.checkpoint_activations) is not None:
-        raise InputError(
+        yield (
             f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on whole layers, and "
             f"--tensor-parallel {number} divides them; take all or selective"
         )
     heads = model_shape(options).heads
     if number > heads > 0:
-        raise InputError(f"--tensor-parallel {number}: the model has {heads} heads to divide; take at most {heads}")
-    return num_ranks // number
+        yield f"--tensor-parallel {number}: the model has {heads} heads to divide; take at most {heads}"
 
 
-def _check_context_parallel(options: Options, num_data: int) -> int:
-    """Returns how many of the data-parallel ranks see other sequences."""
+def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]:
     parallel, number, sequence = options.parallel, options.parallel.context_parallel, options.data.sequence
     flag = f"--context-parallel {number}"
-    if number < 1 or num_data % number:
+    if num_data % number:
         beside = f" (of {parallel.tensor_parallel} that divide layers each)" if parallel.tensor_parallel > 1 else ""
-        raise InputError(
+        yield (
             f"{flag} does not divide {num_data} ranks{beside}; take "
             f"{' or '.join(str(each) for each in range(1, num_data + 1) if num_data % each == 0)}"
         )
+        return
     if number == 1:
-        return num_data
+        return
     if parallel.parallel in ("pipe", "none"):
         why = "the stages of a pipeline see" if parallel.parallel == "pipe" else "one plain process sees"
-        raise InputError(f"{flag}: {why} whole sequences; take --parallel fsdp, or --context-parallel 1")
+        yield f"{flag}: {why} whole sequences; take --parallel fsdp, or --context-parallel 1"
     if options.optimizer.adascale:
-        raise InputError(
+        yield (
             f"{flag}: --adascale compares gradients of whole sequences, and here each rank has those of a part; leave "
             "one of them out"
         )
     if budget_bytes(parallel.checkpoint_activations) is not None:
-        raise InputError(
+        yield (
             f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on whole sequences, and "
             f"{flag} divides them; take all or selective"
         )
     if sequence % number or sequence < 2 * number:
         nearest = max(2 * number, sequence // number * number)
-        raise InputError(
+        yield (
             f"--sequence {sequence}: {flag} needs a multiple of {number}, {2 * number} or more; take "
             f"--sequence {nearest}"
         )
-    return num_data // number
 
 
-def _check_pipeline(options: Options, num_ranks: int) -> None:
+def _pipeline_problems(options: Options, num_ranks: int) -> Iterator[str]:
     parallel, layers = options.parallel, model_config(options).layers
-    shape = pipeline_shape(parallel, num_ranks)
+    try:
+        shape = pipeline_shape(parallel, num_ranks)
+    except InputError as error:
+        yield str(error)
+        return
     if shape.stages > layers:
-        raise InputError(
+        yield (
             f"--schedule {parallel.schedule} on {shape.ranks} ranks has {shape.stages} stages, but the model has "
             f"{layers} blocks; take fewer --ranks, or --layers {shape.stages}"
         )
-    _check_shared_weight(options, shape)
+    yield from _shared_weight_problems(options, shape)
     if options.data.batch % shape.replicas:
-        raise InputError(
+        yield (
             f"--batch {options.data.batch} does not divide among {shape.replicas} pipelines beside each other "
             f"({num_ranks} ranks, {shape.stages} stages); take a multiple of {shape.replicas}"
         )
 
 
-def _check_shared_weight(options: Options, shape: PipelineShape) -> None:
+def _shared_weight_problems(options: Options, shape: PipelineShape) -> Iterator[str]:
     """A weight of two stages on one rank would be sharded, and reduced, twice."""
     parallel = options.parallel
     if options.model.untied_embeddings or parallel.data_parallel != "fsdp" or shape.replicas == 1 or shape.stages == 1:
         return
     placement = get_schedule(parallel.schedule, shape.ranks, parallel.chunks, shape.stages_per_rank).placement
     if placement.rank_of[0] == placement.rank_of[-1]:
-        raise InputError(
+        yield (
             f"--data-parallel fsdp with --schedule {parallel.schedule}: the first and the last stage share the "
             "embedding's weight and are on one rank, where it would be reduced twice; take --data-parallel ddp, or "
             "--schedule 1f1b"
