@@ -363,7 +363,7 @@ class FlatBuffer(FlatReduced):
     def _all_gather(self, tag: int) -> CollectiveWork:
         if self.part is not None and self.groups.part is not None:
             return all_gather(self.full, self.part, self.groups.part, tag=tag)
-        if self.wire is not None and self.wire.gather is not None and self.groups.quantised.size > 1:
+        if self.wire is not None and self.wire.gather is not None and self.groups.quantized_group.size > 1:
             return self._all_gather_quantized(self.wire.gather, tag)
         if not self._moves:
             return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
@@ -372,7 +372,7 @@ class FlatBuffer(FlatReduced):
 
     def _all_gather_quantized(self, block_format: BlockFormat, tag: int) -> CollectiveWork:
         """As `_all_gather`, of messages that become the full buffer when they are waited for."""
-        nodes, group, numel = self.groups.nodes, self.groups.quantised, self.layout.shard_numel
+        nodes, group, numel = self.groups.nodes, self.groups.quantized_group, self.layout.shard_numel
         messages = new_messages(group.size, numel, block_format, self.full.device)
         if self._moves:
             with self._stream.run():

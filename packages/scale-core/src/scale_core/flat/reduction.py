@@ -290,8 +290,8 @@ def _add(target: Tensor, grad: Tensor, has: bool) -> None:
 class Reduction:
     """Averages flat gradients of W * S elements over the ranks; keeps this rank's S elements of the results.
 
-    With `wire` formats some of it is quantised. With `NodeGroups` the ranks of a node come first, in the gradient's own
-    dtype; only their averages are quantised and go on between nodes, beside the backward of the next unit.
+    With `wire` formats some of it is quantized. With `NodeGroups` the ranks of a node come first, in the gradient's own
+    dtype; only their averages are quantized and go on between nodes, beside the backward of the next unit.
     """
 
     def __init__(

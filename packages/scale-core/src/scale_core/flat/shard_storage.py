@@ -66,12 +66,12 @@ class ShardGroups:
     # Some of the ranks of `shard`, neighbours in it, between which `release(keep_part=True)` leaves the full buffer, so
     # that the next gather stays among them. Its size divides W.
     part: Group | None = None
-    # The ranks of `shard` by nodes, where what is quantised is so between nodes alone.
+    # The ranks of `shard` by nodes, where what is quantized is so between nodes alone.
     nodes: NodeGroups | None = None
 
     @property
-    def quantised(self) -> Group:
-        """The ranks of `shard` between which quantised values are sent; of size 1 where there is but one node."""
+    def quantized_group(self) -> Group:
+        """The ranks of `shard` between which quantized values are sent; of size 1 where there is but one node."""
         return self.shard if self.nodes is None else self.nodes.between
 
 

@@ -1,4 +1,4 @@
-"""Symmetric quantisation in blocks: one scale for each run of N values, and numbers of 8 or 4 bits.
+"""Symmetric quantization in blocks: one scale for each run of N values, and numbers of 8 or 4 bits.
 
 A message is one tensor of bytes, so that one collective sends it: first the scales of all blocks in fp32, then the
 numbers. A block's scale is its largest magnitude, amax, over the largest number of the format, and values are rounded

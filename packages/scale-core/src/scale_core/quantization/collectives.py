@@ -1,4 +1,4 @@
-"""Collectives that send quantised values: all-gather, reduce-scatter and all-reduce.
+"""Collectives that send quantized values: all-gather, reduce-scatter and all-reduce.
 
 With n values from or for each of W ranks, and M = `num_bytes(n)` of the format, one rank sends
 
@@ -43,7 +43,7 @@ def new_messages(count: int, num_elements: int, block_format: BlockFormat, devic
 def all_gather_quantized(
     messages: Tensor, shard: Tensor, group: Group, block_format: BlockFormat, *, tag: int = UNTAGGED
 ) -> CollectiveWork:
-    """Starts to fill `messages` with every rank's quantised shard, in rank order; `dequantize` then reads them.
+    """Starts to fill `messages` with every rank's quantized shard, in rank order; `dequantize` then reads them.
 
     Args:
         messages: [W, M], from `new_messages`.
