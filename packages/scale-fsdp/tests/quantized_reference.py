@@ -100,7 +100,7 @@ class QuantizedReference:
         wire, nodes = buffer.wire, buffer.groups.nodes
         if wire is None or wire.reduce is None or buffer.groups.quantized_group.size == 1:
             return added(parts) / self.shards
-        size = 1 if nodes is None else nodes.inside.size
+        size = 1 if nodes is None else nodes.intra_node.size
         means = []
         for rank in range(self.shards):  # [N, S]: what this rank has for each node, of the ranks of its own.
             first = rank - rank % size

@@ -388,19 +388,19 @@ class FlatBuffer(FlatReduced):
                 return self.full
 
             return work.then(fill)
-        inside = nodes.inside
+        intra_node = nodes.intra_node
 
         def gather_inside(_: Tensor) -> CollectiveWork:
             # All shards of this rank's place in its node, then those of the others from them, in the order of nodes.
-            by_place = torch.empty_like(self.full).view(inside.size, group.size * numel)
-            dequantize(messages, numel, block_format, out=by_place[inside.rank].view(group.size, numel))
+            by_place = torch.empty_like(self.full).view(intra_node.size, group.size * numel)
+            dequantize(messages, numel, block_format, out=by_place[intra_node.rank].view(group.size, numel))
 
             def fill(_: Tensor) -> Tensor:
-                by_node = self.full.view(group.size, inside.size, numel)
-                by_node.copy_(by_place.view(inside.size, group.size, numel).transpose(0, 1))
+                by_node = self.full.view(group.size, intra_node.size, numel)
+                by_node.copy_(by_place.view(intra_node.size, group.size, numel).transpose(0, 1))
                 return self.full
 
-            return all_gather(by_place.view(-1), by_place[inside.rank], inside, tag=tag).then(fill)
+            return all_gather(by_place.view(-1), by_place[intra_node.rank], intra_node, tag=tag).then(fill)
 
         return work.then(gather_inside)
 
