@@ -233,10 +233,10 @@ class FlatBuffer(FlatReduced):
         self.state = State.SHARDED
 
     @property
-    def awaits_next_stage(self) -> bool:
+    def awaits_intra_node_gather(self) -> bool:
         """Whether its gather goes on inside nodes once it is waited for: all ranks have to wait in one order."""
-        staged = self.groups.nodes is not None and self.wire is not None and self.wire.gather is not None
-        return staged and self.state is State.GATHERING
+        is_quantized = self.groups.nodes is not None and self.wire is not None and self.wire.gather is not None
+        return is_quantized and self.state is State.GATHERING
 
     def wait_sent(self) -> None:
         """Waits until the shard may be written to: no gather reads it any more."""
