@@ -120,7 +120,7 @@ class FlatBuffer(FlatReduced):
         dtypes: In which dtypes they are computed with and reduced.
         flatten: Expose one flat parameter [S] in place of one local shard per parameter.
         devices: Where shard, full buffer and reduced gradients live.
-        wire: In which formats parameters and gradients are sent; None is as they are.
+        wire: In which formats parameters and gradients are sent; None sends them unquantized.
 
     Attributes:
         unsharded_params: Per parameter, a view of the full buffer in the full shape.

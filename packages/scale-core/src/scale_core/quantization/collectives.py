@@ -27,7 +27,7 @@ from scale_core.quantization.error_feedback import ErrorFeedback
 
 @dataclass(frozen=True)
 class WireFormats:
-    """In which formats the values of a flat buffer are sent; None is as they are."""
+    """In which formats the values of a flat buffer are sent; None sends them unquantized."""
 
     gather: BlockFormat | None = None  # Parameters, between the ranks that share them
     reduce: BlockFormat | None = None  # Their gradients, between the same
