@@ -200,7 +200,7 @@ def test_experts_with_divided_features_train_as_one_process_does(tmp_path: Path)
     run_ranks(four_ranks, 4, str(tmp_path))
 
 
-def test_each_element_is_some_ranks() -> None:
+def test_each_element_belongs_to_exactly_one_rank() -> None:
     """Stacked matrices are each divided by themselves; three experts of seven features over a mesh of 2 x 3."""
     mesh = ExpertMesh(Group(0, 2), Group(0, 3), Group(0, 6))
     for shape, dim, stacked in (((3, 14, 2), 1, 2), ((3, 2, 7), 2, 1)):
@@ -209,5 +209,9 @@ def test_each_element_is_some_ranks() -> None:
         assert [tuple(part.shape) for part in parts] == [sharding.local_shape(rank) for rank in range(6)]
         assert torch.equal(torch.cat([part.flatten() for part in parts]).sort().values, whole)
     first = ExpertSharding.over(mesh, (3, 14, 2), stacked=2)
-    assert first.widths == (((0, 3), (7, 10)), ((3, 5), (10, 12)), ((5, 7), (12, 14)))
-    assert resolve_expert_mesh(Group()).shape == "1" and mesh.shape == "2 x 3"
+    assert first.hidden_ranges == (((0, 3), (7, 10)), ((3, 5), (10, 12)), ((5, 7), (12, 14)))
+
+
+def test_the_shape_of_a_mesh_has_its_second_axis_where_there_is_one() -> None:
+    assert resolve_expert_mesh(Group()).shape == "1"
+    assert ExpertMesh(Group(0, 2), Group(0, 3), Group(0, 6)).shape == "2 x 3"

@@ -25,7 +25,7 @@ from scale_core.consistency.same_call import check_same_call
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import shard_of
 from scale_core.sharded_module import ShardedModule, mixed_class
-from scale_moe.experts import ExpertSharding, check_width, divide_gradient
+from scale_moe.experts import ExpertSharding, check_hidden_dim, divide_gradient
 from scale_moe.mappings import copy_to_expert_tensor_parallel_region, reduce_from_expert_tensor_parallel_region
 from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
 from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
@@ -235,7 +235,7 @@ def _hidden_features(path: str, module: nn.Module, mesh: ExpertMesh) -> dict[str
             "[experts, dim, hidden] alone, stacked one behind the other and without biases: give a mesh of one "
             'dimension, mesh["expert"], which divides whole experts'
         )
-    check_width(f"parallelize_experts: '{path}'", width, mesh)
+    check_hidden_dim(f"parallelize_experts: '{path}'", width, mesh)
     return {up: (1, stacked), "down_proj": (2, 1)}
 
 
