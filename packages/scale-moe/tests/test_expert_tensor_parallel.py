@@ -150,16 +150,18 @@ def models_of_transformers() -> None:
         model(input_ids=mine, labels=mine).loss.backward()
         (sum(plain(input_ids=part, labels=part).loss for part in parts) / 2).backward()
         for key, param in model.named_parameters():
-            whole, shard = plain.get_parameter(key).grad, shard_of(param)
+            grad, shard = plain.get_parameter(key).grad, shard_of(param)
             if shard is None:
-                torch.testing.assert_close(param.grad, whole, rtol=1e-4, atol=1e-6, msg=key)
+                torch.testing.assert_close(param.grad, grad, rtol=1e-4, atol=1e-6, msg=key)
             else:
                 sharding = model.get_submodule(key.rpartition(".")[0]).shardings[key.rpartition(".")[2]]
-                part = sharding.local_part(whole, dist.get_rank())
+                part = sharding.local_part(grad, dist.get_rank())
                 torch.testing.assert_close(param.grad, part, rtol=1e-4, atol=1e-6, msg=key)
-        assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+        whole = model.state_dict()
+        assert all(torch.equal(whole[key], value) for key, value in plain.state_dict().items())
         model.load_state_dict({key: value + 1 for key, value in plain.state_dict().items()})
-        assert all(torch.equal(model.state_dict()[key], value + 1) for key, value in plain.state_dict().items())
+        whole = model.state_dict()
+        assert all(torch.equal(whole[key], value + 1) for key, value in plain.state_dict().items())
         experts = next(module for module in model.modules() if isinstance(module, ParallelExperts))
         assert f"part {mesh['tensor'].get_local_rank()} of 2 of their features" in repr(experts)
     oss = build("gpt_oss", layer_types=["full_attention"] * 2)
