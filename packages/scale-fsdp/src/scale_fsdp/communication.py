@@ -44,7 +44,7 @@ class CommunicationPolicy:
             nodes alone: shards come from one rank of each other node and are passed on inside in the dtype of the
             computation; gradients are averaged inside a node first. None sends to all ranks alike.
         error_feedback: What rounding takes from the gradients of one step is added to those of the next: 4 bytes per
-            gradient that this rank quantises, twice that in a backward pass. It is in no snapshot: a run that goes on
+            gradient that this rank quantizes, twice that in a backward pass. It is in no snapshot: a run that goes on
             from one begins with an error of zero.
         include: What is sent in these formats all the same: "1d", "embedding".
 
@@ -82,12 +82,12 @@ class CommunicationPolicy:
             )
         if self.error_feedback and self.reduce is None and self.replicate is None:
             raise ValueError(
-                "error_feedback=True: no gradient is quantised, so there is no error: name a format, "
+                "error_feedback=True: no gradient is quantized, so there is no error: name a format, "
                 "CommunicationPolicy(reduce='int4', error_feedback=True)"
             )
         if size is not None and self.gather is None and self.reduce is None:
             raise ValueError(
-                f"node_size={size}: neither parameters nor gradients are quantised between nodes: name a format, "
+                f"node_size={size}: neither parameters nor gradients are quantized between nodes: name a format, "
                 f"CommunicationPolicy(gather='int8', node_size={size})"
             )
 
@@ -141,7 +141,7 @@ def check_communication(policy: object) -> None:
 def sent_as_they_are(
     places: Iterable[tuple[nn.Module, nn.Parameter]], policy: CommunicationPolicy | None
 ) -> set[nn.Parameter]:
-    """Returns the parameters that the policy does not quantise; `places` are the modules that hold them."""
+    """Returns the parameters that the policy does not quantize; `places` are the modules that hold them."""
     none = policy is None or not any((policy.gather, policy.reduce, policy.replicate))
     include = () if policy is None else policy.include
     as_they_are = set()

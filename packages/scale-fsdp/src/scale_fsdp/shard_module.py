@@ -276,13 +276,13 @@ def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[Para
 
 
 def check_tied_embeddings(shared: Sequence[tuple[ParamModuleInfo, ParamOwner]]) -> None:
-    """Refuses an embedding that is tied to what another unit has sharded as a matrix, to be quantised."""
+    """Refuses an embedding that is tied to what another unit has sharded as a matrix, to be quantized."""
     for info, owner in shared:
         policy, buffer = owner.unit.options.communication, owner.unit.buffers[owner.buffer]
         if is_embedding(info.module) and buffer.wire is not None and policy and "embedding" not in policy.include:
             raise ValueError(
                 f"'{info.name}' is an embedding that is tied to '{buffer.names[owner.number]}' of a unit that is "
-                "sharded already, and quantises it: shard the module of the embedding before, or both as one unit, "
+                "sharded already, and quantizes it: shard the module of the embedding before, or both as one unit, "
                 "fully_shard([embed, head], ...); or say that it is meant, "
                 "CommunicationPolicy(..., include=('embedding',))"
             )
@@ -343,7 +343,7 @@ def _make_buffers(
 ) -> tuple[list[FlatBuffer], list[ParamSlot]]:
     """Makes empty buffers: one per dtype, device and kind.
 
-    These are trained or frozen, so that the frozen is never reduced, and quantised on the wire or not.
+    These are trained or frozen, so that the frozen is never reduced, and quantized on the wire or not.
     """
     members: dict[tuple[torch.dtype, torch.device, bool, bool], dict[nn.Parameter, str]] = {}
     as_they_are = sent_as_they_are(((info.module, info.param) for info in own), options.communication)
