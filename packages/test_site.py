@@ -120,7 +120,7 @@ def queries() -> list[tuple[str, list[str]]]:
 def test_a_search_shows_the_page_that_answers_it_first(query: str, expected: list[str]) -> None:
     found = search().pages(query)
     assert found, "nothing is found"
-    assert found[0] in expected, f"found {found[:4]}"
+    assert found[0] in [page.removesuffix("/index") for page in expected], f"found {found[:4]}"
 
 
 def test_each_page_that_a_query_is_to_find_exists() -> None:
