@@ -106,8 +106,8 @@ def train(case: Quantized) -> list[str]:
         wrong += differing_weights(model, plain)
         if wrong:
             return [f"rank {group.rank}, step {step}, {case}: {line}" for line in wrong]
-    quantised = any(buffer.wire is not None for unit in units_in(model) for buffer in unit.buffers)
-    return [] if quantised else [f"{case}: nothing is quantised"]
+    quantized = any(buffer.wire is not None for unit in units_in(model) for buffer in unit.buffers)
+    return [] if quantized else [f"{case}: nothing is quantized"]
 
 
 def train_all(cases: list[Quantized]) -> list[str]:
@@ -250,7 +250,7 @@ def test_norms_biases_and_embeddings_are_sent_as_they_are_and_the_description_sa
         named = {
             name: buffer.wire is not None for unit in found.units for buffer in unit.buffers for name in buffer.names
         }
-        assert {name for name, quantised in named.items() if quantised} == {
+        assert {name for name, quantized in named.items() if quantized} == {
             f"blocks.{block}.{layer}.weight" for block in range(3) for layer in ("qkv", "up", "down")
         }
         assert str(found).count("gathered in int8, reduced in int4") == 3

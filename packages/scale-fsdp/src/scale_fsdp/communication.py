@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["1d", "embedding"]
 
 @dataclass(frozen=True)
 class CommunicationPolicy:
-    """How a unit's parameters and gradients are sent between ranks; None is as they are.
+    """How a unit's parameters and gradients are sent between ranks; None sends the values unquantized.
 
     A format is "int8", "float8_e4m3" or "int4", in blocks of 128 values with an fp32 scale each, or a
     `scale_core.quantization.blocks.BlockFormat`, whose module states the error of each. The shards, and so the
@@ -138,22 +138,22 @@ def check_communication(policy: object) -> None:
         )
 
 
-def sent_as_they_are(
+def unquantized_params(
     places: Iterable[tuple[nn.Module, nn.Parameter]], policy: CommunicationPolicy | None
 ) -> set[nn.Parameter]:
     """Returns the parameters that the policy does not quantize; `places` are the modules that hold them."""
     none = policy is None or not any((policy.gather, policy.reduce, policy.replicate))
     include = () if policy is None else policy.include
-    as_they_are = set()
+    unquantized = set()
     for module, param in places:
         floating = param.is_floating_point() and param.dtype.itemsize > 1
         is_1d = sum(length > 1 for length in param.shape) <= 1 and "1d" not in include
-        if none or not floating or is_1d or (is_embedding(module) and "embedding" not in include):
-            as_they_are.add(param)
-    return as_they_are
+        if none or not floating or is_1d or (looks_like_embedding(module) and "embedding" not in include):
+            unquantized.add(param)
+    return unquantized
 
 
-def is_embedding(module: nn.Module) -> bool:
+def looks_like_embedding(module: nn.Module) -> bool:
     """Whether it is an embedding, by its type or by its name: those of other libraries are no subclasses."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) or "embedding" in type(module).__name__.lower()
 
