@@ -403,6 +403,12 @@ def test_the_picture_shows_the_house_as_it_is() -> None:
     subprocess.run([sys.executable, script, "--check"], check=True)
 
 
+def test_the_pictures_of_the_guides_are_as_they_are_drawn() -> None:
+    """`python benchmarks/pictures.py` draws them anew."""
+    script = HOME.parent / "benchmarks" / "pictures.py"
+    subprocess.run([sys.executable, script, "--check"], check=True)
+
+
 def test_the_page_of_figures_is_what_the_results_are() -> None:
     """`python benchmarks/figures.py` writes it anew."""
     script = HOME.parent / "benchmarks" / "figures.py"

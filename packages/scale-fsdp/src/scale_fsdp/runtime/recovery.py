@@ -55,7 +55,7 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
         return True
     for unit in root.units:
         unit.wait_reduced()
-        unit.release_unstaged()
+        unit.release_complete_gathers()
     for number, left in enumerate(rest):
         if number:
             contract.begin(left.kind, new_step=left.new_step)
@@ -92,7 +92,7 @@ def _start_last_event(root: UnitContext) -> None:
     for unit in root.starting_gathers:
         unit.start_remaining("gather")
     if event is not None:
-        _finish_stages(root, event, keep_part=False)
+        _finish_intra_node_gathers(root, event, keep_part=False)
 
 
 def _replay(root: UnitContext, left: Pass) -> None:
@@ -104,20 +104,20 @@ def _replay(root: UnitContext, left: Pass) -> None:
             root.by_name[event.unit.rpartition("#")[0]].replay(event, keep_part=between)
             continue
         if last is not None:  # Its transfers have started.
-            _finish_stages(root, last, keep_part=between)
+            _finish_intra_node_gathers(root, last, keep_part=between)
         last = event
         if event != END:
             root.contract.record(event)
     if last is not None:
-        _finish_stages(root, last, keep_part=between)
+        _finish_intra_node_gathers(root, last, keep_part=between)
 
 
-def _finish_stages(root: UnitContext, event: Event, *, keep_part: bool) -> None:
-    """Takes part in the second stage of gathers for which the others wait after this event."""
+def _finish_intra_node_gathers(root: UnitContext, event: Event, *, keep_part: bool) -> None:
+    """Takes part in the gathers inside nodes for which the others wait after this event."""
     if event.phase in GATHERING_PHASES and event.unit in root.by_name:
         unit = root.by_name[event.unit]
         for each in (*unit.shared_owners, unit):
-            each.finish_stages(keep_part=keep_part)
+            each.finish_intra_node_gathers(keep_part=keep_part)
 
 
 def abort_message(root: UnitContext, reasons: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import next_node_number, saved_tensor_hooks
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_tp.attention.model_checks import checked_models
-from scale_tp.attention.padding import Padding, agreed_padding, mask_of_padding
+from scale_tp.attention.padding import Padding, gather_padding, padding_mask
 from scale_tp.attention.ring import ring_attention
 from scale_tp.attention.ulysses import ulysses_attention
 from scale_tp.parallel_state import context_parallel_group
@@ -130,7 +130,7 @@ class _Block:
                 query, key, value, self.ranks, is_causal=causal, scale=scale, key_padding_mask=hidden
             )
         else:
-            seen = None if padding is None else mask_of_padding(padding.hidden, is_causal=padding.is_causal)
+            seen = None if padding is None else padding_mask(padding.hidden, is_causal=padding.is_causal)
             whole = partial(_OPERATOR.decompose, attn_mask=seen, is_causal=is_causal, scale=scale)
             output = ulysses_attention(
                 query, key, value, self.ranks, attention=whole, order="zigzag", dropout_p=dropout
@@ -141,7 +141,7 @@ class _Block:
 
     def _padding_of(self, mask: Tensor, query: Tensor) -> Padding:
         if self._padding is None or mask is not self._mask or len(query) != len(self._padding.hidden):
-            self._padding = agreed_padding(mask, query.shape[0], query.shape[2], self.ranks)
+            self._padding = gather_padding(mask, query.shape[0], query.shape[2], self.ranks)
             self._mask = mask
         return self._padding
 
