@@ -320,13 +320,31 @@ def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_cha
             assert type(model) is nn.Linear and not model._forward_pre_hooks
 
 
-def differ_on_one_rank() -> str:
-    policy = CommunicationPolicy(gather="int8" if group_of().rank else "float8_e4m3")
-    model = fully_shard(nn.Linear(8, 8), communication=policy)
+def differ_on_one_rank() -> list[str]:
+    """Each of these is told by `fully_shard` itself, or by whoever gives memory to the shards."""
+    first, told = group_of().rank == 0, []
+    formats = {"communication": CommunicationPolicy(gather="float8_e4m3" if first else "int8")}
+    nodes = {"communication": CommunicationPolicy(gather="int8", node_size=2 if first else 1)}
+    none = {"communication": CommunicationPolicy(gather="int8", node_size=2 if first else None)}
+    parts = {"reshard_after_forward": 1 if first else 2}
+    for options in (formats, nodes, none, parts):
+        with pytest.raises(ContractError) as caught:
+            fully_shard(nn.Linear(8, 8), limit_seconds=10.0, **options)
+        told.append(str(caught.value))
+    for options in (nodes, parts):
+        with pytest.raises(ContractError) as caught:
+            fully_shard(nn.Linear(8, 8), limit_seconds=10.0, sync_module_states=False, **options)
+        told.append(str(caught.value))
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    fully_shard(model, init=False, limit_seconds=10.0, **nodes)
     with pytest.raises(ContractError) as caught:
-        model(torch.ones(1, 8))
-    return str(caught.value)
+        model.to_empty(device="cpu")
+    return [*told, str(caught.value)]
 
 
-def test_ranks_that_say_otherwise_are_told_before_the_first_gather() -> None:
-    assert all("float8_e4m3" in text for text in run_ranks(differ_on_one_rank, 2))
+def test_ranks_that_say_otherwise_are_told_before_a_group_is_made() -> None:
+    named = ["float8_e4m3", "node_size=1", "node_size=None", "reshard_after_forward=1"]
+    for told in run_ranks(differ_on_one_rank, 2):
+        for text, expected in zip(told, [*named, named[1], named[3], named[1]], strict=True):
+            assert expected in text

@@ -80,6 +80,8 @@ class CommunicationPolicy:
                 f"include: expected some of {', '.join(map(repr, kinds))}, got {unknown[0]!r}: "
                 "write include=('embedding',)"
             )
+        # In one order, in which ranks compare it: that of a set differs between processes.
+        object.__setattr__(self, "include", tuple(sorted(set(self.include))))
         if self.error_feedback and self.reduce is None and self.replicate is None:
             raise ValueError(
                 "error_feedback=True: no gradient is quantised, so there is no error: name a format, "

@@ -225,7 +225,9 @@ def shard_modules(
             kind = ", ".join(type(module).__name__ for module in modules)
             lines = [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
             contract = Contract(ranks.whole, options.limit_seconds)
-            contract.check_equal(f"the module given to fully_shard ({kind})", [kind, *lines])
+            contract.check_equal(f"the module given to fully_shard ({kind})", [kind, options.communication_line, *lines])
+        else:
+            options.check_groups()
         parts = [(module, _own_of(own, module)) for module in modules]
         fill = should_initialize(parts, init, ranks.whole, options.limit_seconds, sync=sync)
         buffers, slots = _make_buffers(own, options.buffer_groups(), options)

@@ -111,6 +111,8 @@ def _convert_flat_buffer(unit: Unit, buffer: FlatBuffer, fn: Conversion) -> bool
     devices = _devices_after(unit, buffer, shard.device)
     if shard.device != devices.shard:  # Asked for where it computes, but its shards are on the host.
         shard = torch.empty_like(shard, device=devices.shard)
+    if was_meta and not shard.is_meta and buffer is unit.buffers[0]:
+        unit.options.check_groups()
     groups = unit.options.buffer_groups() if was_meta else None
     buffer.set_storage(shard, groups=groups, devices=devices)
     for param, grad in zip(buffer.sharded_params, grads, strict=True):
