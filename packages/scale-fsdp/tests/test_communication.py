@@ -14,6 +14,7 @@ from quantized_reference import QuantizedReference
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_core import ShardedGradScaler
 from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
@@ -318,6 +319,27 @@ def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_cha
             with pytest.raises((TypeError, ValueError), match=text):
                 fully_shard(model, **options)
             assert type(model) is nn.Linear and not model._forward_pre_hooks
+
+
+def test_error_feedback_is_refused_wherever_a_scaler_changes_the_unit_of_gradients() -> None:
+    policy = CommunicationPolicy(reduce="int8", error_feedback=True)
+    fp32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with pytest.raises(ValueError, match="error_feedback=True beside fp16"):
+        fully_shard(nn.Linear(4, 4).half(), communication=policy)
+    fully_shard(nn.Linear(4, 4).half(), communication=policy, mp_policy=fp32).half()
+    model = fully_shard(nn.Linear(4, 4), communication=policy)
+    with pytest.raises(ValueError, match="error_feedback=True beside fp16"):
+        model.half()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [param.clone() for param in model.parameters()]
+    scaler, inactive = ShardedGradScaler(init_scale=2.0), ShardedGradScaler(enabled=False)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    with pytest.raises(ValueError, match=r"gradients of 'weight' are sent with error_feedback=True.*enabled=False"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    inactive.step(optimizer)
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 def differ_on_one_rank() -> list[str]:

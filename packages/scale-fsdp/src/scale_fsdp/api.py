@@ -179,7 +179,8 @@ class UnitOptions:
             raise TypeError(f"error_if_nonfinite: expected True or False, got {self.error_if_nonfinite!r}")
         check_communication(self.communication)
         if self.communication is not None:
-            self.communication.check(self.mesh_info, (self.precision.param_dtype, self.precision.reduce_dtype))
+            self.communication.check(self.mesh_info)
+            self.communication.check_dtypes(self.precision.param_dtype, self.precision.reduce_dtype)
 
     @property
     def communication_line(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -103,8 +103,8 @@ class CommunicationPolicy:
             self.error_feedback,
         )
 
-    def check(self, mesh_info: MeshInfo, dtypes: Sequence[torch.dtype | None] = ()) -> None:
-        """Raises ValueError where the policy says something of ranks or dtypes that these are not."""
+    def check(self, mesh_info: MeshInfo) -> None:
+        """Raises ValueError where the policy says something of ranks that these are not."""
         shard, replicas = mesh_info.shard.size, mesh_info.replicas.size
         if self.replicate is not None and mesh_info.replicas.process_group is None:
             raise ValueError(
@@ -123,6 +123,9 @@ class CommunicationPolicy:
                 f"node_size={size}: {shard} ranks do not divide into nodes of {size}: take one of "
                 f"{', '.join(map(str, divisors))}, or leave it out"
             )
+
+    def check_dtypes(self, *dtypes: torch.dtype | None) -> None:
+        """Raises ValueError where gradients of these dtypes can't be sent so."""
         if self.error_feedback and torch.float16 in dtypes:
             raise ValueError(
                 "error_feedback=True beside fp16: a gradient scaler changes the unit of gradients, and the error of "

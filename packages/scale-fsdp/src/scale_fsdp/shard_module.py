@@ -365,6 +365,8 @@ def _make_buffers(
         layout = FlatLayout.plan(names, [tuple(param.shape) for param in params], groups.shard.size, options.atom)
         devices = DevicePolicy() if on_meta else options.placement.devices_for(device)
         wire = None if as_it_is or options.communication is None else options.communication.wire
+        if wire is not None and options.communication is not None:
+            options.communication.check_dtypes(dtypes.compute or dtype, dtypes.reduce)
         buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten, devices, wire)
         buffers.append(buffer)
         where.update({param: (buffer, index) for index, param in enumerate(named)})

@@ -436,6 +436,11 @@ class FlatReduced(FlatShard):
         return any(param.requires_grad for param in self.sharded_params)
 
     @property
+    def keeps_rounding_error(self) -> bool:
+        """Whether what rounding takes from the gradients of one step is added to those of the next."""
+        return self.wire is not None and self.wire.error_feedback
+
+    @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""
         return bool(self.gradient)
