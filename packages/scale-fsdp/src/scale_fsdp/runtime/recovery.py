@@ -59,7 +59,7 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
     for number, left in enumerate(rest):
         if number:
             contract.begin(left.kind, new_step=left.new_step)
-        _replay(root, left)
+        _replay(root, left, None if number else contract.history.last_event)
         if number < len(rest) - 1:
             contract.end_unchecked()
     contract.end_checked(*PassStatus(failed=True))
@@ -95,10 +95,9 @@ def _start_last_event(root: UnitContext) -> None:
         _finish_stages(root, event, keep_part=False)
 
 
-def _replay(root: UnitContext, left: Pass) -> None:
-    """Runs the collectives of the rest of a pass, and computes nothing."""
+def _replay(root: UnitContext, left: Pass, last: Event | None) -> None:
+    """Runs the collectives of the rest of a pass, and computes nothing; `last` is the event that they begin after."""
     between = left.kind.phase.startswith("forward") and left.kind.grad
-    last: Event | None = None
     for event, is_transfer in left.log:
         if is_transfer:
             root.by_name[event.unit.rpartition("#")[0]].replay(event, keep_part=between)
