@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core import ShardedGradScaler
+from scale_core.autograd_hooks import register_reduced_grad_hook
 from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
@@ -200,10 +201,9 @@ def test_the_simulation_counts_the_same(world: int, node_size: int | None) -> No
         assert sum(simulation.bytes_sent.values()) == sum(by_formula(model, node_size or 1))
 
 
-def fail_in_the_backward() -> list[str]:
-    """One rank fails: all give the pass up, and the errors that wait are as they were."""
-    policy = dataclasses.replace(FEEDBACK, node_size=2)
-    case, rank = Quantized(policy), group_of().rank
+def fail_in_the_backward(case: Quantized) -> list[str]:
+    """One rank fails in each step: all give the pass up, and the errors that wait are as they were."""
+    rank = group_of().rank
     torch.manual_seed(7)
     plain = Net("gpt")
     model = shard(copy.deepcopy(plain), case)
@@ -211,16 +211,15 @@ def fail_in_the_backward() -> list[str]:
     wrong = []
     for step in range(3):
         data = [[batch("gpt", step, each)] for each in range(4)]
-        if step == 1:
 
-            def broken(*_: object) -> None:
-                raise ValueError("broken")
+        def broken(*_: object) -> None:
+            raise ValueError("broken")
 
-            handle = model.blocks[0].register_full_backward_pre_hook(broken) if rank == 1 else None
-            with pytest.raises((ValueError, StepError)):
-                accumulate(model, data[rank], False)
-            if handle is not None:
-                handle.remove()
+        handle = model.blocks[0].register_full_backward_pre_hook(broken) if rank == 1 else None
+        with pytest.raises((ValueError, StepError)):
+            accumulate(model, data[rank], False)
+        if handle is not None:
+            handle.remove()
         reference.step(data, False)
         accumulate(model, data[rank], False)
         wrong += differing_grads(model, plain)
@@ -234,6 +233,21 @@ def fail_in_the_backward() -> list[str]:
     return wrong
 
 
+def fail_beside_hooks(case: Quantized) -> list[str]:
+    """As above, where reduced gradients are asked for during the backward."""
+    seen = 0
+
+    def count(params: Any, grads: Any) -> None:
+        nonlocal seen
+        seen += len(params)
+
+    handle = register_reduced_grad_hook(count)
+    try:
+        return fail_in_the_backward(case) + ([] if seen else ["nobody was told of a gradient"])
+    finally:
+        handle.remove()
+
+
 def _feedback(module: nn.Module) -> list[Any]:
     unit = unit_of(module)
     buffers = () if unit is None else unit.buffers
@@ -241,7 +255,11 @@ def _feedback(module: nn.Module) -> list[Any]:
 
 
 def test_a_pass_that_is_given_up_leaves_the_error_that_waits_as_it_was() -> None:
-    assert not any(run_ranks(fail_in_the_backward, 4))
+    limit = {"limit_seconds": 20.0}
+    nodes = Quantized(dataclasses.replace(FEEDBACK, node_size=2), options=limit)
+    assert not any(run_ranks(fail_in_the_backward, 4, nodes))
+    copies = Quantized(CommunicationPolicy(replicate=INT4, error_feedback=True), replicas=2, options=limit)
+    assert not any(run_ranks(fail_beside_hooks, 4, copies))
 
 
 def test_norms_biases_and_embeddings_are_sent_as_they_are_and_the_description_says_what_is_not() -> None:

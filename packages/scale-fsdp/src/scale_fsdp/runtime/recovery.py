@@ -85,10 +85,11 @@ def _remaining(root: UnitContext) -> list[Pass] | None:
 
 
 def _start_last_event(root: UnitContext) -> None:
-    """Starts all that the others wait for before they compare the next event."""
+    """Runs all that the others wait for before they compare the next event."""
     event = root.contract.history.last_event
     if event is not None and event.phase == "reduction":
         root.by_name[event.unit].start_remaining("reduction")
+        root.by_name[event.unit].finish_reductions()
     for unit in root.starting_gathers:
         unit.start_remaining("gather")
     if event is not None:
@@ -112,7 +113,9 @@ def _replay(root: UnitContext, left: Pass, last: Event | None) -> None:
 
 
 def _finish_stages(root: UnitContext, event: Event, *, keep_part: bool) -> None:
-    """Takes part in the second stage of gathers for which the others wait after this event."""
+    """Takes part in what begins when the transfers of this event are waited for, where the others wait for that."""
+    if event.phase == "reduction" and root.contract.checks_every_event:
+        root.by_name[event.unit].finish_reductions()
     if event.phase in GATHERING_PHASES and event.unit in root.by_name:
         unit = root.by_name[event.unit]
         for each in (*unit.shared_owners, unit):
