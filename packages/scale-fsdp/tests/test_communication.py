@@ -64,7 +64,7 @@ ON_FOUR = [
     Quantized(FEEDBACK, bf16=True, options={"reshard_after_forward": 2}),
     Quantized(dataclasses.replace(FEEDBACK, node_size=2), bf16=True, num_batches=2, no_sync=True),
     Quantized(dataclasses.replace(BOTH, node_size=2), options={"reshard_after_forward": 2}),
-    Quantized(dataclasses.replace(BOTH, node_size=4)),
+    Quantized(dataclasses.replace(BOTH, node_size=8)),
     Quantized(CommunicationPolicy(replicate=INT4, error_feedback=True), num_batches=2, replicas=2),
     Quantized(CommunicationPolicy(gather=INT8, reduce=INT8, replicate=INT8), bf16=True, replicas=2),
 ]

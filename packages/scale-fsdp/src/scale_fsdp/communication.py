@@ -42,7 +42,8 @@ class CommunicationPolicy:
             node, and fewer bits between.
         node_size: Ranks per node, neighbours in the mesh of one dimension. `gather` and `reduce` then hold between
             nodes alone: shards come from one rank of each other node and are passed on inside in the dtype of the
-            computation; gradients are averaged inside a node first. None sends to all ranks alike.
+            computation; gradients are averaged inside a node first. Where there are no more ranks than
+            that, they are one node, and nothing is quantised. None sends to all ranks alike.
         error_feedback: What rounding takes from the gradients of one step is added to those of the next: 4 bytes per
             gradient that this rank quantises, twice that in a backward pass. It is in no snapshot: a run that goes on
             from one begins with an error of zero.
@@ -117,7 +118,7 @@ class CommunicationPolicy:
                 f"node_size={size}: the mesh of {replicas} x {shard} ranks says itself which are neighbours: leave "
                 "node_size out; replicate= is the format between its rows"
             )
-        if size is not None and shard % size:
+        if size is not None and size < shard and shard % size:
             divisors = [number for number in range(1, shard + 1) if shard % number == 0]
             raise ValueError(
                 f"node_size={size}: {shard} ranks do not divide into nodes of {size}: take one of "
