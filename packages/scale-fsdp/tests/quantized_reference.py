@@ -63,7 +63,7 @@ class QuantizedReference:
 
     def _load_weights(self, replica: nn.Module, buffer: FlatBuffer) -> None:
         full = self._flat(buffer, {name: self.params[name].detach() for name in buffer.names})
-        if buffer.wire is not None and buffer.wire.gather is not None and buffer.groups.quantised.size > 1:
+        if buffer.wire is not None and buffer.wire.gather is not None and buffer.groups.quantized_group.size > 1:
             full = rounded(full.view(self.shards, -1), buffer.wire.gather).view(-1)
         params = dict(replica.named_parameters())
         for name, entry in zip(buffer.names, buffer.layout.entries, strict=True):
@@ -98,9 +98,9 @@ class QuantizedReference:
     def _mean_of_shards(self, buffer: FlatBuffer, flats: Sequence[Tensor]) -> Tensor:
         parts = [flat.view(self.shards, -1).float() for flat in flats]
         wire, nodes = buffer.wire, buffer.groups.nodes
-        if wire is None or wire.reduce is None or buffer.groups.quantised.size == 1:
+        if wire is None or wire.reduce is None or buffer.groups.quantized_group.size == 1:
             return added(parts) / self.shards
-        size = 1 if nodes is None else nodes.inside.size
+        size = 1 if nodes is None else nodes.intra_node.size
         means = []
         for rank in range(self.shards):  # [N, S]: what this rank has for each node, of the ranks of its own.
             first = rank - rank % size

@@ -108,8 +108,8 @@ def train(case: Quantized) -> list[str]:
         wrong += differing_weights(model, plain)
         if wrong:
             return [f"rank {group.rank}, step {step}, {case}: {line}" for line in wrong]
-    quantised = any(buffer.wire is not None for unit in units_in(model) for buffer in unit.buffers)
-    return [] if quantised else [f"{case}: nothing is quantised"]
+    quantized = any(buffer.wire is not None for unit in units_in(model) for buffer in unit.buffers)
+    return [] if quantized else [f"{case}: nothing is quantized"]
 
 
 def train_all(cases: list[Quantized]) -> list[str]:
@@ -269,7 +269,7 @@ def test_norms_biases_and_embeddings_are_sent_as_they_are_and_the_description_sa
         named = {
             name: buffer.wire is not None for unit in found.units for buffer in unit.buffers for name in buffer.names
         }
-        assert {name for name, quantised in named.items() if quantised} == {
+        assert {name for name, quantized in named.items() if quantized} == {
             f"blocks.{block}.{layer}.weight" for block in range(3) for layer in ("qkv", "up", "down")
         }
         assert str(found).count("gathered in int8, reduced in int4") == 3
@@ -309,8 +309,8 @@ def test_integers_are_never_rounded_and_a_tied_embedding_only_where_it_is_asked_
         ({"reduce": torch.int8}, "reduce: expected a format's name, a BlockFormat or None"),
         ({"gather": "int4"}, "gather='int4': parameters in 4 bits .* write gather='int8'"),
         ({"reduce": "int8", "error_feedback": 1}, "error_feedback: expected True or False, got 1"),
-        ({"gather": "int8", "error_feedback": True}, "no gradient is quantised"),
-        ({"replicate": "int8", "node_size": 2}, "neither parameters nor gradients are quantised between nodes"),
+        ({"gather": "int8", "error_feedback": True}, "no gradient is quantized"),
+        ({"replicate": "int8", "node_size": 2}, "neither parameters nor gradients are quantized between nodes"),
         ({"gather": "int8", "node_size": 0}, "node_size: expected the number of ranks of a node"),
         ({"gather": "int8", "include": "1d"}, "include: expected a collection of names"),
         ({"gather": "int8", "include": ("norm",)}, "include: expected some of '1d', 'embedding', got 'norm'"),

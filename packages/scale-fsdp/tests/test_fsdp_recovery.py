@@ -313,7 +313,7 @@ def without_memory(what: str, reshard: bool | int, policy: CommunicationPolicy |
     Args:
         what: "all_gather" or "reduce_scatter", of scale_core; or with "_quantized" behind it.
         reshard: Of `fully_shard`.
-        policy: What is quantised.
+        policy: What is quantized.
     """
     torch.manual_seed(0)
     plain = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(WIDTH, 2))
@@ -595,7 +595,7 @@ def test_a_rank_without_memory_for_a_transfer_itself_still_serves_it_to_the_othe
 
 
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_it_serves_both_halves_of_a_gather_that_is_quantised_between_nodes(reshard: bool) -> None:
+def test_it_serves_both_halves_of_a_gather_that_is_quantized_between_nodes(reshard: bool) -> None:
     policy = CommunicationPolicy(gather="int8", node_size=2)
     assert run_ranks(without_memory, 4, "all_gather_quantized", reshard, policy) == [[]] * 4
 

@@ -192,7 +192,7 @@ def test_the_examples_in_the_docstring_hold():
 
 
 class Packed(torch.Tensor):
-    """As the quantised weights of some libraries are."""
+    """As the quantized weights of some libraries are."""
 
 
 def test_a_parameter_that_cant_be_cut_is_refused_by_name_or_stays_whole_where_it_is_ignored():

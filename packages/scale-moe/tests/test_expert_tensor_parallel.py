@@ -150,16 +150,18 @@ def models_of_transformers() -> None:
         model(input_ids=mine, labels=mine).loss.backward()
         (sum(plain(input_ids=part, labels=part).loss for part in parts) / 2).backward()
         for key, param in model.named_parameters():
-            whole, shard = plain.get_parameter(key).grad, shard_of(param)
+            grad, shard = plain.get_parameter(key).grad, shard_of(param)
             if shard is None:
-                torch.testing.assert_close(param.grad, whole, rtol=1e-4, atol=1e-6, msg=key)
+                torch.testing.assert_close(param.grad, grad, rtol=1e-4, atol=1e-6, msg=key)
             else:
                 sharding = model.get_submodule(key.rpartition(".")[0]).shardings[key.rpartition(".")[2]]
-                part = sharding.local_part(whole, dist.get_rank())
+                part = sharding.local_part(grad, dist.get_rank())
                 torch.testing.assert_close(param.grad, part, rtol=1e-4, atol=1e-6, msg=key)
-        assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+        whole = model.state_dict()
+        assert all(torch.equal(whole[key], value) for key, value in plain.state_dict().items())
         model.load_state_dict({key: value + 1 for key, value in plain.state_dict().items()})
-        assert all(torch.equal(model.state_dict()[key], value + 1) for key, value in plain.state_dict().items())
+        whole = model.state_dict()
+        assert all(torch.equal(whole[key], value + 1) for key, value in plain.state_dict().items())
         experts = next(module for module in model.modules() if isinstance(module, ParallelExperts))
         assert f"part {mesh['tensor'].get_local_rank()} of 2 of their features" in repr(experts)
     oss = build("gpt_oss", layer_types=["full_attention"] * 2)
@@ -200,7 +202,7 @@ def test_experts_with_divided_features_train_as_one_process_does(tmp_path: Path)
     run_ranks(four_ranks, 4, str(tmp_path))
 
 
-def test_each_element_is_some_ranks() -> None:
+def test_each_element_belongs_to_exactly_one_rank() -> None:
     """Stacked matrices are each divided by themselves; three experts of seven features over a mesh of 2 x 3."""
     mesh = ExpertMesh(Group(0, 2), Group(0, 3), Group(0, 6))
     for shape, dim, stacked in (((3, 14, 2), 1, 2), ((3, 2, 7), 2, 1)):
@@ -209,5 +211,9 @@ def test_each_element_is_some_ranks() -> None:
         assert [tuple(part.shape) for part in parts] == [sharding.local_shape(rank) for rank in range(6)]
         assert torch.equal(torch.cat([part.flatten() for part in parts]).sort().values, whole)
     first = ExpertSharding.over(mesh, (3, 14, 2), stacked=2)
-    assert first.widths == (((0, 3), (7, 10)), ((3, 5), (10, 12)), ((5, 7), (12, 14)))
-    assert resolve_expert_mesh(Group()).shape == "1" and mesh.shape == "2 x 3"
+    assert first.hidden_ranges == (((0, 3), (7, 10)), ((3, 5), (10, 12)), ((5, 7), (12, 14)))
+
+
+def test_the_shape_of_a_mesh_has_its_second_axis_where_there_is_one() -> None:
+    assert resolve_expert_mesh(Group()).shape == "1"
+    assert ExpertMesh(Group(0, 2), Group(0, 3), Group(0, 6)).shape == "2 x 3"

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import scale_tp
 from scale_core.comm.group import group_of
 from scale_core.testing import preload, run_ranks
-from scale_tp.attention.padding import mask_of_padding
+from scale_tp.attention.padding import padding_mask
 from scale_tp.comm import all_reduce_sum
 
 context_parallel_module: Any = sys.modules["scale_tp.attention.context_parallel"]
@@ -163,10 +163,10 @@ def _padded_attention() -> None:
     query, key, value, given = torch.randn(4, 2, 4, LENGTH, 8, generator=generator, dtype=torch.float64)
     hidden = torch.zeros(2, LENGTH, dtype=torch.bool)
     hidden[0, :3] = hidden[0, 9:] = True  # With two ranks, all that the first one has of this row.
-    full, causal = mask_of_padding(hidden, is_causal=False), mask_of_padding(hidden, is_causal=True)
+    full, causal = padding_mask(hidden, is_causal=False), padding_mask(hidden, is_causal=True)
     part_of = partial(scale_tp.split_sequence, process_group=ranks)
     mine = part_of(hidden)
-    own = [mask_of_padding(mine, is_causal=False), mask_of_padding(mine, is_causal=True)]
+    own = [padding_mask(mine, is_causal=False), padding_mask(mine, is_causal=True)]
     additive = torch.zeros(own[0].shape, dtype=torch.float64).masked_fill_(~own[0], -torch.inf)
     expanded = own[0].expand(-1, 4, mine.shape[1], -1)
     for whole, masks in ((full, (own[0], expanded, additive)), (causal, (own[1],))):

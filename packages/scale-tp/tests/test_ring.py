@@ -106,16 +106,20 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
     run_ranks(_wrong_use, 2)
 
 
-def test_a_mask_of_padding_is_of_the_whole_sequence() -> None:
+def test_a_padding_mask_is_of_the_whole_sequence() -> None:
     query, key, value, _ = Case().inputs()
     padding = torch.arange(8) >= torch.tensor([[5], [8]])
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=~padding[:, None, None])
     found = ring_attention(query, key, value, key_padding_mask=padding)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    attention_mask = (~padding).long()  # As a tokenizer gives it
     with pytest.raises(
-        ValueError, match=r"key_padding_mask to be bool \[batch, length\], here \[2, 8\], got torch.int64"
+        ValueError,
+        match=r"key_padding_mask to be bool \[batch, length\], here \[2, 8\], got torch.int64 .*attention_mask == 0",
     ):
-        ring_attention(query, key, value, key_padding_mask=padding.long())
+        ring_attention(query, key, value, key_padding_mask=attention_mask)
+    found = ring_attention(query, key, value, key_padding_mask=attention_mask == 0)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
 def test_half_precision_is_computed_in_fp32_and_rounded_once() -> None:

@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["1d", "embedding"]
 
 @dataclass(frozen=True)
 class CommunicationPolicy:
-    """How a unit's parameters and gradients are sent between ranks; None is as they are.
+    """How a unit's parameters and gradients are sent between ranks; None sends the values unquantized.
 
     A format is "int8", "float8_e4m3" or "int4", in blocks of 128 values with an fp32 scale each, or a
     `scale_core.quantization.blocks.BlockFormat`, whose module states the error of each. The shards, and so the
@@ -43,9 +43,9 @@ class CommunicationPolicy:
         node_size: Ranks per node, neighbours in the mesh of one dimension. `gather` and `reduce` then hold between
             nodes alone: shards come from one rank of each other node and are passed on inside in the dtype of the
             computation; gradients are averaged inside a node first. Where there are no more ranks than
-            that, they are one node, and nothing is quantised. None sends to all ranks alike.
+            that, they are one node, and nothing is quantized. None sends to all ranks alike.
         error_feedback: What rounding takes from the gradients of one step is added to those of the next: 4 bytes per
-            gradient that this rank quantises, twice that in a backward pass. It is in no snapshot: a run that goes on
+            gradient that this rank quantizes, twice that in a backward pass. It is in no snapshot: a run that goes on
             from one begins with an error of zero.
         include: What is sent in these formats all the same: "1d", "embedding".
 
@@ -85,12 +85,12 @@ class CommunicationPolicy:
         object.__setattr__(self, "include", tuple(sorted(set(self.include))))
         if self.error_feedback and self.reduce is None and self.replicate is None:
             raise ValueError(
-                "error_feedback=True: no gradient is quantised, so there is no error: name a format, "
+                "error_feedback=True: no gradient is quantized, so there is no error: name a format, "
                 "CommunicationPolicy(reduce='int4', error_feedback=True)"
             )
         if size is not None and self.gather is None and self.reduce is None:
             raise ValueError(
-                f"node_size={size}: neither parameters nor gradients are quantised between nodes: name a format, "
+                f"node_size={size}: neither parameters nor gradients are quantized between nodes: name a format, "
                 f"CommunicationPolicy(gather='int8', node_size={size})"
             )
 
@@ -144,22 +144,22 @@ def check_communication(policy: object) -> None:
         )
 
 
-def sent_as_they_are(
+def unquantized_params(
     places: Iterable[tuple[nn.Module, nn.Parameter]], policy: CommunicationPolicy | None
 ) -> set[nn.Parameter]:
-    """Returns the parameters that the policy does not quantise; `places` are the modules that hold them."""
+    """Returns the parameters that the policy does not quantize; `places` are the modules that hold them."""
     none = policy is None or not any((policy.gather, policy.reduce, policy.replicate))
     include = () if policy is None else policy.include
-    as_they_are = set()
+    unquantized = set()
     for module, param in places:
         floating = param.is_floating_point() and param.dtype.itemsize > 1
         is_1d = sum(length > 1 for length in param.shape) <= 1 and "1d" not in include
-        if none or not floating or is_1d or (is_embedding(module) and "embedding" not in include):
-            as_they_are.add(param)
-    return as_they_are
+        if none or not floating or is_1d or (looks_like_embedding(module) and "embedding" not in include):
+            unquantized.add(param)
+    return unquantized
 
 
-def is_embedding(module: nn.Module) -> bool:
+def looks_like_embedding(module: nn.Module) -> bool:
     """Whether it is an embedding, by its type or by its name: those of other libraries are no subclasses."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) or "embedding" in type(module).__name__.lower()
 

@@ -171,7 +171,7 @@ class DescribedBuffer:
         flat_gradient_bytes: Of the gradients before they are reduced.
         trained_bytes: Of this rank's elements that train, and so of their gradients and each optimizer state.
         cut_at_elements: Names of those that were to be cut between rows, and are cut at any element.
-        wire: In which formats they are sent; None is as they are.
+        wire: In which formats they are sent; None sends them unquantized.
     """
 
     names: tuple[str, ...]

@@ -37,8 +37,8 @@ class MeshInfo:
         nodes = None
         if node_size is not None and self.shard.size > 1:
             node_size = min(node_size, self.shard.size)
-            inside = _neighbour_group(self.shard, node_size) if node_size > 1 else Group()
-            nodes = NodeGroups(inside, _strided_group(self.shard, node_size))
+            intra_node = _neighbour_group(self.shard, node_size) if node_size > 1 else Group()
+            nodes = NodeGroups(intra_node, _strided_group(self.shard, node_size))
         return ShardGroups(self.shard, self.replicas, part, nodes)
 
     def check_reshard_after_forward(self, reshard_after_forward: bool | int | None) -> None:

@@ -27,7 +27,7 @@ from scale_core.flat.shard_storage import copy_attributes
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import check_undivided, set_shard, shard_of
 from scale_fsdp.api import AtomChoice, UnitOptions, resolve_placement, resolve_precision
-from scale_fsdp.communication import CommunicationPolicy, is_embedding, sent_as_they_are
+from scale_fsdp.communication import CommunicationPolicy, looks_like_embedding, unquantized_params
 from scale_fsdp.fsdp_module import sharded_class
 from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.reshard.convert import convert_buffers
@@ -278,13 +278,14 @@ def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[Para
 
 
 def check_tied_embeddings(shared: Sequence[tuple[ParamModuleInfo, ParamOwner]]) -> None:
-    """Refuses an embedding that is tied to what another unit has sharded as a matrix, to be quantised."""
+    """Refuses an embedding that is tied to what another unit has sharded as a matrix, to be quantized."""
     for info, owner in shared:
         policy, buffer = owner.unit.options.communication, owner.unit.buffers[owner.buffer]
-        if is_embedding(info.module) and buffer.wire is not None and policy and "embedding" not in policy.include:
+        is_quantized = buffer.wire is not None and policy is not None and "embedding" not in policy.include
+        if is_quantized and looks_like_embedding(info.module):
             raise ValueError(
                 f"'{info.name}' is an embedding that is tied to '{buffer.names[owner.number]}' of a unit that is "
-                "sharded already, and quantises it: shard the module of the embedding before, or both as one unit, "
+                "sharded already, and quantizes it: shard the module of the embedding before, or both as one unit, "
                 "fully_shard([embed, head], ...); or say that it is meant, "
                 "CommunicationPolicy(..., include=('embedding',))"
             )
@@ -345,18 +346,18 @@ def _make_buffers(
 ) -> tuple[list[FlatBuffer], list[ParamSlot]]:
     """Makes empty buffers: one per dtype, device and kind.
 
-    These are trained or frozen, so that the frozen is never reduced, and quantised on the wire or not.
+    These are trained or frozen, so that the frozen is never reduced, and quantized on the wire or not.
     """
     members: dict[tuple[torch.dtype, torch.device, bool, bool], dict[nn.Parameter, str]] = {}
-    as_they_are = sent_as_they_are(((info.module, info.param) for info in own), options.communication)
+    unquantized = unquantized_params(((info.module, info.param) for info in own), options.communication)
     for info in own:
         param = info.param
         device = param.device if on_meta else options.device_for(param.device)
-        kind = param.dtype, device, param.requires_grad, param in as_they_are
+        kind = param.dtype, device, param.requires_grad, param in unquantized
         members.setdefault(kind, {}).setdefault(param, info.name)
     buffers, where = [], {}
     precision = options.precision
-    for (dtype, device, _, as_it_is), named in members.items():
+    for (dtype, device, _, is_unquantized), named in members.items():
         # Only their shapes: the values are copied when the views of the full buffer are made, and it is freed again.
         params = [_on_meta(param) for param in named]
         names = list(named.values())
@@ -364,7 +365,7 @@ def _make_buffers(
         dtypes = DtypePolicy(precision.param_dtype, precision.reduce_dtype) if floating else DtypePolicy()
         layout = FlatLayout.plan(names, [tuple(param.shape) for param in params], groups.shard.size, options.atom)
         devices = DevicePolicy() if on_meta else options.placement.devices_for(device)
-        wire = None if as_it_is or options.communication is None else options.communication.wire
+        wire = None if is_unquantized or options.communication is None else options.communication.wire
         if wire is not None and options.communication is not None:
             options.communication.check_dtypes(dtypes.compute or dtype, dtypes.reduce)
         buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten, devices, wire)

@@ -32,7 +32,7 @@ class ExpertSharding(NamedTuple):
     shape: tuple[int, ...]  # of the whole parameter
     sizes: tuple[int, ...]  # experts of each rank of the expert axis
     dim: int = 1  # that of the hidden features
-    widths: tuple[Ranges, ...] = ()  # of these, what each rank of the tensor axis has; empty where there is none
+    hidden_ranges: tuple[Ranges, ...] = ()  # of these, what each rank of the tensor axis has; empty where there is none
 
     @classmethod
     def over(cls, mesh: ExpertMesh, shape: Sequence[int], dim: int = 1, *, stacked: int = 1) -> ExpertSharding:
@@ -43,22 +43,22 @@ class ExpertSharding(NamedTuple):
         each = shape[dim] // stacked
         cuts = pairwise(accumulate(experts_per_rank(each, mesh.tensor.size), initial=0))
         starts = range(0, shape[dim], each)
-        widths = tuple(tuple((start + first, start + last) for start in starts) for first, last in cuts)
-        return cls(tuple(shape), sizes, dim, widths)
+        hidden_ranges = tuple(tuple((start + first, start + last) for start in starts) for first, last in cuts)
+        return cls(tuple(shape), sizes, dim, hidden_ranges)
 
     @property
     def is_divided(self) -> bool:
         """Whether ranks have different elements."""
-        return len(self.sizes) * max(1, len(self.widths)) > 1
+        return len(self.sizes) * max(1, len(self.hidden_ranges)) > 1
 
     def local_ranges(self, rank: int) -> tuple[Ranges, ...]:
         """Of each dimension, which indices a rank has."""
-        expert, tensor = divmod(rank, max(1, len(self.widths)))
+        expert, tensor = divmod(rank, max(1, len(self.hidden_ranges)))
         first = sum(self.sizes[:expert])
         ranges: list[Ranges] = [((0, size),) for size in self.shape]
         ranges[0] = ((first, first + self.sizes[expert]),)
-        if self.widths:
-            ranges[self.dim] = self.widths[tensor]
+        if self.hidden_ranges:
+            ranges[self.dim] = self.hidden_ranges[tensor]
         return tuple(ranges)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -72,9 +72,9 @@ class ExpertSharding(NamedTuple):
 
     def local_features(self, full: Tensor, rank: int, dim: int) -> Tensor:
         """The hidden features of a rank, which stand in `dim`."""
-        if not self.widths:
+        if not self.hidden_ranges:
             return full
-        ranges = self.widths[rank % len(self.widths)]
+        ranges = self.hidden_ranges[rank % len(self.hidden_ranges)]
         return torch.cat([full.narrow(dim, first, last - first) for first, last in ranges], dim)
 
     def shard_spec(self, group: Group, name: str = "") -> Shard:
@@ -121,7 +121,7 @@ class Experts(ShardedModule):
         super().__init__()
         self.mesh = mesh = resolve_expert_mesh(process_group)
         self.group, self.gated, self.activation, self.num_experts = mesh.whole, gated, activation, num_experts
-        check_width("Experts: hidden_dim", hidden_dim, mesh)
+        check_hidden_dim("Experts: hidden_dim", hidden_dim, mesh)
         up, stacked = ("gate_up_proj", 2) if gated else ("up_proj", 1)
         self.shardings = {
             up: ExpertSharding.over(mesh, (num_experts, stacked * hidden_dim, dim), stacked=stacked),
@@ -167,12 +167,12 @@ class Experts(ShardedModule):
         return f"{shapes}{rank}"
 
 
-def check_width(what: str, width: int, mesh: ExpertMesh) -> None:
+def check_hidden_dim(what: str, hidden_dim: int, mesh: ExpertMesh) -> None:
     """Refuses experts that have fewer hidden features than there are ranks to divide them."""
-    if width < mesh.tensor.size:
+    if hidden_dim < mesh.tensor.size:
         raise ValueError(
-            f"{what}: {width} hidden features of an expert can't be divided between {mesh.tensor.size} ranks: give a "
-            "mesh of one dimension, which divides whole experts"
+            f"{what}: {hidden_dim} hidden features of an expert can't be divided between {mesh.tensor.size} ranks: "
+            "give a mesh of one dimension, which divides whole experts"
         )
 
 

@@ -22,14 +22,14 @@ from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.errors import TransferError
 
 
-def copy_to_tensor_ranks(tensor: Tensor, group: Group, name: str) -> Tensor:
+def copy_to_expert_tensor_parallel_region(tensor: Tensor, group: Group, name: str) -> Tensor:
     """Returns the same; its gradient is the sum over the ranks, each of which computes with features of its own."""
     if group.size == 1:
         return tensor
     return cast(Tensor, _Copy.apply(tensor, group, name))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def sum_over_tensor_ranks(tensor: Tensor, group: Group, name: str) -> Tensor:
+def reduce_from_expert_tensor_parallel_region(tensor: Tensor, group: Group, name: str) -> Tensor:
     """Returns the sum over the ranks; its gradient goes to each summand as it is."""
     if group.size == 1:
         return tensor

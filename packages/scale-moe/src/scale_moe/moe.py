@@ -20,7 +20,7 @@ from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_moe.experts import Activation, Experts
-from scale_moe.mappings import copy_to_tensor_ranks, sum_over_tensor_ranks
+from scale_moe.mappings import copy_to_expert_tensor_parallel_region, reduce_from_expert_tensor_parallel_region
 from scale_moe.mesh_info import resolve_expert_mesh
 from scale_moe.routing import (
     DropOrder,
@@ -343,9 +343,9 @@ def _through_experts(experts: Experts, tokens: Tensor, routing: Routing, name: s
     where: Any = (experts.num_experts, expert, name)
     checks: Any = {"router": router, "tensor_parallel_group": tensor}
     plan = plan_dispatch(tokens, routing.expert_index, routing.weight, *where, **checks)
-    tokens, weight = (copy_to_tensor_ranks(each, tensor, name) for each in (tokens, routing.weight))
+    tokens, weight = (copy_to_expert_tensor_parallel_region(each, tensor, name) for each in (tokens, routing.weight))
     rows: Tensor = experts(dispatch(tokens, plan), plan.counts)
-    return sum_over_tensor_ranks(combine(rows, weight, plan), tensor, name)
+    return reduce_from_expert_tensor_parallel_region(combine(rows, weight, plan), tensor, name)
 
 
 class _WithLoss(torch.autograd.Function):

@@ -25,8 +25,8 @@ from scale_core.consistency.same_call import check_same_call
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import shard_of
 from scale_core.sharded_module import ShardedModule, mixed_class
-from scale_moe.experts import ExpertSharding, check_width, divide_gradient
-from scale_moe.mappings import copy_to_tensor_ranks, sum_over_tensor_ranks
+from scale_moe.experts import ExpertSharding, check_hidden_dim, divide_gradient
+from scale_moe.mappings import copy_to_expert_tensor_parallel_region, reduce_from_expert_tensor_parallel_region
 from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
 from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
 
@@ -94,7 +94,9 @@ class ParallelExperts(ShardedModule):
         where: Any = (self.num_experts, self.mesh.expert, name)
         checks: Any = {"router": self._router_weight(), "tensor_parallel_group": tensor}
         plan = plan_dispatch(hidden_states, top_k_index, top_k_weights, *where, **checks)
-        tokens, weights = (copy_to_tensor_ranks(each, tensor, name) for each in (hidden_states, top_k_weights))
+        tokens, weights = (
+            copy_to_expert_tensor_parallel_region(each, tensor, name) for each in (hidden_states, top_k_weights)
+        )
         rows = dispatch(tokens, plan)
         with self._as_local() as params:
             if len(rows):
@@ -104,7 +106,7 @@ class ParallelExperts(ShardedModule):
                 output: Tensor = super().forward(rows, index[:, None], ones)  # of the module's own class
             else:  # Own forwards may leave out what has no tokens; the backward pass of other ranks waits for this one.
                 output = rows + sum(param[:0].sum() for param in params)
-        return sum_over_tensor_ranks(combine(output, weights, plan), tensor, name)
+        return reduce_from_expert_tensor_parallel_region(combine(output, weights, plan), tensor, name)
 
     def _router_weight(self) -> Tensor | None:
         """The weight [E, ...] of a module beside this one, as of all routers of transformers; None where none is."""
@@ -233,7 +235,7 @@ def _hidden_features(path: str, module: nn.Module, mesh: ExpertMesh) -> dict[str
             "[experts, dim, hidden] alone, stacked one behind the other and without biases: give a mesh of one "
             'dimension, mesh["expert"], which divides whole experts'
         )
-    check_width(f"parallelize_experts: '{path}'", width, mesh)
+    check_hidden_dim(f"parallelize_experts: '{path}'", width, mesh)
     return {up: (1, stacked), "down_proj": (2, 1)}
 
 

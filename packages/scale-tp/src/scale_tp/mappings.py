@@ -2,10 +2,10 @@
 
 | forward        | backward       | region                                       |
 |----------------|----------------|----------------------------------------------|
-| identity       | all-reduce     | `copy_to_tensor_model_parallel_region`              |
-| all-reduce     | identity       | `reduce_from_tensor_model_parallel_region`          |
-| local slice    | all-gather     | `scatter_to_tensor_model_parallel_region`           |
-| all-gather     | local slice    | `gather_from_tensor_model_parallel_region`          |
+| identity       | all-reduce     | `copy_to_tensor_model_parallel_region`       |
+| all-reduce     | identity       | `reduce_from_tensor_model_parallel_region`   |
+| local slice    | all-gather     | `scatter_to_tensor_model_parallel_region`    |
+| all-gather     | local slice    | `gather_from_tensor_model_parallel_region`   |
 | all-gather     | reduce-scatter | `gather_from_sequence_parallel_region`       |
 | reduce-scatter | all-gather     | `reduce_scatter_to_sequence_parallel_region` |
 

@@ -429,7 +429,7 @@ def subgroup_of(group: Group, ranks: Sequence[int]) -> Group:
 
 
 def mesh_group(mesh: DeviceMesh) -> Group:
-    """Returns the group of all ranks of a mesh of two dimensions, in row-major order; they all call it together."""
+    """Returns the group of all ranks of a mesh, in row-major order; they all call it together."""
     if compat.spans_world(mesh):
         return group_of(compat.flatten_mesh(mesh))
     axes = tuple(group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))

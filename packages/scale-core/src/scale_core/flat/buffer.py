@@ -120,7 +120,7 @@ class FlatBuffer(FlatReduced):
         dtypes: In which dtypes they are computed with and reduced.
         flatten: Expose one flat parameter [S] in place of one local shard per parameter.
         devices: Where shard, full buffer and reduced gradients live.
-        wire: In which formats parameters and gradients are sent; None is as they are.
+        wire: In which formats parameters and gradients are sent; None sends them unquantized.
 
     Attributes:
         unsharded_params: Per parameter, a view of the full buffer in the full shape.
@@ -233,10 +233,10 @@ class FlatBuffer(FlatReduced):
         self.state = State.SHARDED
 
     @property
-    def awaits_next_stage(self) -> bool:
+    def awaits_intra_node_gather(self) -> bool:
         """Whether its gather goes on inside nodes once it is waited for: all ranks have to wait in one order."""
-        staged = self.groups.nodes is not None and self.wire is not None and self.wire.gather is not None
-        return staged and self.state is State.GATHERING
+        is_quantized = self.groups.nodes is not None and self.wire is not None and self.wire.gather is not None
+        return is_quantized and self.state is State.GATHERING
 
     def wait_sent(self) -> None:
         """Waits until the shard may be written to: no gather reads it any more."""
@@ -363,7 +363,7 @@ class FlatBuffer(FlatReduced):
     def _all_gather(self, tag: int) -> CollectiveWork:
         if self.part is not None and self.groups.part is not None:
             return all_gather(self.full, self.part, self.groups.part, tag=tag)
-        if self.wire is not None and self.wire.gather is not None and self.groups.quantised.size > 1:
+        if self.wire is not None and self.wire.gather is not None and self.groups.quantized_group.size > 1:
             return self._all_gather_quantized(self.wire.gather, tag)
         if not self._moves:
             return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
@@ -372,7 +372,7 @@ class FlatBuffer(FlatReduced):
 
     def _all_gather_quantized(self, block_format: BlockFormat, tag: int) -> CollectiveWork:
         """As `_all_gather`, of messages that become the full buffer when they are waited for."""
-        nodes, group, numel = self.groups.nodes, self.groups.quantised, self.layout.shard_numel
+        nodes, group, numel = self.groups.nodes, self.groups.quantized_group, self.layout.shard_numel
         messages = new_messages(group.size, numel, block_format, self.full.device)
         # Memory for all that follows: where there is none for the second half, nobody would serve it to the others.
         by_place = self.full if nodes is None else torch.empty_like(self.full)
@@ -390,19 +390,19 @@ class FlatBuffer(FlatReduced):
                 return self.full
 
             return work.then(fill)
-        inside = nodes.inside
+        intra_node = nodes.intra_node
 
         def gather_inside(_: Tensor) -> CollectiveWork:
             # All shards of this rank's place in its node, then those of the others from them, in the order of nodes.
-            own = by_place.view(inside.size, -1)[inside.rank]
+            own = by_place.view(intra_node.size, -1)[intra_node.rank]
             dequantize(messages, numel, block_format, out=own.view(group.size, numel))
 
             def fill(_: Tensor) -> Tensor:
-                by_node = self.full.view(group.size, inside.size, numel)
-                by_node.copy_(by_place.view(inside.size, group.size, numel).transpose(0, 1))
+                by_node = self.full.view(group.size, intra_node.size, numel)
+                by_node.copy_(by_place.view(intra_node.size, group.size, numel).transpose(0, 1))
                 return self.full
 
-            return all_gather(by_place, own, inside, tag=tag).then(fill)
+            return all_gather(by_place, own, intra_node, tag=tag).then(fill)
 
         return work.then(gather_inside)
 

@@ -290,8 +290,8 @@ def _add(target: Tensor, grad: Tensor, has: bool) -> None:
 class Reduction:
     """Averages flat gradients of W * S elements over the ranks; keeps this rank's S elements of the results.
 
-    With `wire` formats some of it is quantised. With `NodeGroups` the ranks of a node come first, in the gradient's own
-    dtype; only their averages are quantised and go on between nodes, beside the backward of the next unit.
+    With `wire` formats some of it is quantized. With `NodeGroups` the ranks of a node come first, in the gradient's own
+    dtype; only their averages are quantized and go on between nodes, beside the backward of the next unit.
     """
 
     def __init__(
@@ -306,7 +306,8 @@ class Reduction:
     ) -> None:
         self._sizes, self._wire = sizes, wire or WireFormats()
         self._feedback = [ErrorFeedback() for _ in range(3)] if self._wire.error_feedback else []
-        self._between: tuple[Group, float | None, int] | None = None  # What is to follow inside of nodes
+        # What the reduce-scatter between nodes needs once the one inside the node is done.
+        self._pending_inter_node: tuple[Group, float | None, int] | None = None
         self._tag = 0
         self._group, self._replicas = group, replicas
         self._dtype, self._device, self._stream = dtype, device, stream
@@ -322,7 +323,7 @@ class Reduction:
         """Starts to average a flat gradient [W * S] in its own dtype; the reduction owns it from now on."""
         assert self._scattering is None, "a reduction is under way already"
         self._copies = self._replicas.size if divisor is None else 1
-        group = self._group if nodes is None else nodes.between
+        group = self._group if nodes is None else nodes.inter_node
         if self._wire.reduce is None or group.size == 1 or not gradient.numel():
             self._scattering = reduce_scatter(
                 gradient, self._group, dtype=self._dtype, divisor=divisor, sizes=self._sizes, tag=tag
@@ -330,9 +331,9 @@ class Reduction:
         elif nodes is None:
             self._scattering = self._scatter_quantized(gradient, group, divisor, tag)
         else:
-            gradient = self._by_places(gradient, nodes)
-            self._between = group, None if divisor is None else divisor / nodes.inside.size, tag
-            self._scattering = reduce_scatter(gradient, nodes.inside, dtype=torch.float32, tag=tag)
+            gradient = self._by_local_rank(gradient, nodes)
+            self._pending_inter_node = group, None if divisor is None else divisor / nodes.intra_node.size, tag
+            self._scattering = reduce_scatter(gradient, nodes.intra_node, dtype=torch.float32, tag=tag)
         self._flat, self._tag = gradient, tag
 
     def wait(self, limit_seconds: float | None = None) -> None:
@@ -344,9 +345,9 @@ class Reduction:
         reduced = pending.wait(limit_seconds)
         if flat is not None and flat.nbytes >= buffer_pool.SMALLEST_BYTES:
             buffer_pool.free_unshared(flat)
-        if self._between is not None:
+        if self._pending_inter_node is not None:
             self._wait_replicated(limit_seconds)
-            (group, divisor, tag), self._between = self._between, None
+            (group, divisor, tag), self._pending_inter_node = self._pending_inter_node, None
             self._replicating = self._scatter_quantized(reduced, group, divisor, tag)
         elif self._replicas.size > 1:
             self._wait_replicated(limit_seconds)
@@ -373,7 +374,7 @@ class Reduction:
         for pending in (self._scattering, self._replicating):
             if pending is not None:
                 pending.cancel()
-        self._scattering = self._replicating = self._flat = self._between = None
+        self._scattering = self._replicating = self._flat = self._pending_inter_node = None
         self._reduced = []
         for feedback in self._feedback:
             feedback.rollback()
@@ -400,9 +401,9 @@ class Reduction:
         )
 
     @staticmethod
-    def _by_places(gradient: Tensor, nodes: NodeGroups) -> Tensor:
-        """The parts of a flat gradient for all ranks of one place in their node, one after another."""
-        by_node = gradient.view(nodes.between.size, nodes.inside.size, -1)
+    def _by_local_rank(gradient: Tensor, nodes: NodeGroups) -> Tensor:
+        """The parts of a flat gradient for the ranks of one place in their nodes, place after place."""
+        by_node = gradient.view(nodes.inter_node.size, nodes.intra_node.size, -1)
         return by_node.transpose(0, 1).reshape(-1)
 
     def _wait_replicated(self, limit_seconds: float | None) -> None:

@@ -52,8 +52,8 @@ class DevicePolicy:
 class NodeGroups:
     """The ranks of a group by nodes of L neighbours each: place l in node n is rank n * L + l of N * L."""
 
-    inside: Group  # The L ranks of this rank's node
-    between: Group  # The N ranks that have this rank's place l in their nodes
+    intra_node: Group  # The L ranks of this rank's node
+    inter_node: Group  # The N ranks that have this rank's place l in their nodes
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class ShardGroups:
     # Some of the ranks of `shard`, neighbours in it, between which `release(keep_part=True)` leaves the full buffer, so
     # that the next gather stays among them. Its size divides W.
     part: Group | None = None
-    # The ranks of `shard` by nodes, where what is quantised is so between nodes alone.
+    # The ranks of `shard` by nodes, where what is quantized is so between nodes alone.
     nodes: NodeGroups | None = None
 
     @property
-    def quantised(self) -> Group:
-        """The ranks of `shard` between which quantised values are sent; of size 1 where there is but one node."""
-        return self.shard if self.nodes is None else self.nodes.between
+    def quantized_group(self) -> Group:
+        """The ranks of `shard` between which quantized values are sent; of size 1 where there is but one node."""
+        return self.shard if self.nodes is None else self.nodes.inter_node
 
 
 def copy_attributes(param: Tensor, other: Tensor) -> None:

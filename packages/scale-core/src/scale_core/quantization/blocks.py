@@ -1,4 +1,4 @@
-"""Symmetric quantisation in blocks: one scale for each run of N values, and numbers of 8 or 4 bits.
+"""Symmetric quantization in blocks: one scale for each run of N values, and numbers of 8 or 4 bits.
 
 A message is one tensor of bytes, so that one collective sends it: first the scales of all blocks in fp32, then the
 numbers. A block's scale is its largest magnitude, amax, over the largest number of the format, and values are rounded
@@ -10,8 +10,8 @@ to the nearest, ties to even. So a message is a function of the values alone, an
     int4           -7 to 7              7   amax / 14                                   ceil(n / 2) + 4 ceil(n / N)
 
 Each bound holds times 1 + 2**-14, for what fp32 rounds in scales and products; results in half precision are rounded
-once more. A block whose scale is below the smallest normal fp32 number, 2**-126, becomes zeros. A block that holds an
-infinity or a NaN becomes NaN as a whole: it is as visible to whoever looks for such as it was before.
+once more. A block whose scale is below the smallest normal fp32 number, 2**-126, becomes zeros. A block with an
+infinity or a NaN becomes NaN as a whole, so checks for values that are not finite still find it.
 
     >>> import torch
     >>> values = torch.tensor([[1.0, -0.5, 0.24, 127.0]])
@@ -37,7 +37,7 @@ SCALE_BYTES = 4
 
 _LARGEST = {"int8": 127.0, "float8_e4m3": 448.0, "int4": 7.0}
 _SMALLEST_SCALE = 2.0**-126
-# Rows are taken together up to this many values, beside which some fp32 copies of them stand for a moment.
+# Rows are quantized in pieces of at most this many values: each piece has a few temporary copies in fp32.
 _PIECE_ELEMENTS = 1 << 22
 
 
@@ -166,7 +166,7 @@ def _quantize_run(values: Tensor, run: _Run) -> tuple[Tensor, Tensor]:
     scales = amax / _LARGEST[run.dtype]
     scales = torch.where(scales < _SMALLEST_SCALE, torch.zeros_like(scales), scales)
     scales = torch.where(amax.isfinite(), scales, torch.full_like(scales, torch.nan))
-    # By 1 where all become zeros; what is not finite is told by the scale, whatever the number.
+    # Divide by 1 where the scale is 0. A block that is not finite has the scale NaN, so its numbers do not matter.
     ratio = blocks / torch.where(scales == 0, torch.ones_like(scales), scales)[:, :, None]
     ratio = ratio.nan_to_num_(0.0).flatten(1)
     if run.dtype == "float8_e4m3":

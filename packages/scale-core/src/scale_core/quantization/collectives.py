@@ -1,4 +1,4 @@
-"""Collectives that send quantised values: all-gather, reduce-scatter and all-reduce.
+"""Collectives that send quantized values: all-gather, reduce-scatter and all-reduce.
 
 With n values from or for each of W ranks, and M = `num_bytes(n)` of the format, one rank sends
 
@@ -27,7 +27,7 @@ from scale_core.quantization.error_feedback import ErrorFeedback
 
 @dataclass(frozen=True)
 class WireFormats:
-    """In which formats the values of a flat buffer are sent; None is as they are."""
+    """In which formats the values of a flat buffer are sent; None sends them unquantized."""
 
     gather: BlockFormat | None = None  # Parameters, between the ranks that share them
     reduce: BlockFormat | None = None  # Their gradients, between the same
@@ -43,7 +43,7 @@ def new_messages(count: int, num_elements: int, block_format: BlockFormat, devic
 def all_gather_quantized(
     messages: Tensor, shard: Tensor, group: Group, block_format: BlockFormat, *, tag: int = UNTAGGED
 ) -> CollectiveWork:
-    """Starts to fill `messages` with every rank's quantised shard, in rank order; `dequantize` then reads them.
+    """Starts to fill `messages` with every rank's quantized shard, in rank order; `dequantize` then reads them.
 
     Args:
         messages: [W, M], from `new_messages`.

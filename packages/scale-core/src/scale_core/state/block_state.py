@@ -1,4 +1,4 @@
-"""State of optimizers that is quantised block by block: codes for each element, a scale for each block, code books.
+"""State of optimizers that is quantized block by block: codes for each element, a scale for each block, code books.
 
 Codes have the parameter's shape, as any other state. A scale belongs to so many consecutive elements, so a parameter
 has to be cut where a block ends, which `fully_shard(..., atom=BlockAtom(k))` sees to. Code books are the same for every

@@ -55,7 +55,7 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
         return True
     for unit in root.units:
         unit.wait_reduced()
-        unit.release_unstaged()
+        unit.release_complete_gathers()
     for number, left in enumerate(rest):
         if number:
             contract.begin(left.kind, new_step=left.new_step)
@@ -93,7 +93,7 @@ def _start_last_event(root: UnitContext) -> None:
     for unit in root.starting_gathers:
         unit.start_remaining("gather")
     if event is not None:
-        _finish_stages(root, event, keep_part=False)
+        _finish_event(root, event, keep_part=False)
 
 
 def _replay(root: UnitContext, left: Pass, last: Event | None) -> None:
@@ -104,22 +104,22 @@ def _replay(root: UnitContext, left: Pass, last: Event | None) -> None:
             root.by_name[event.unit.rpartition("#")[0]].replay(event, keep_part=between)
             continue
         if last is not None:  # Its transfers have started.
-            _finish_stages(root, last, keep_part=between)
+            _finish_event(root, last, keep_part=between)
         last = event
         if event != END:
             root.contract.record(event)
     if last is not None:
-        _finish_stages(root, last, keep_part=between)
+        _finish_event(root, last, keep_part=between)
 
 
-def _finish_stages(root: UnitContext, event: Event, *, keep_part: bool) -> None:
+def _finish_event(root: UnitContext, event: Event, *, keep_part: bool) -> None:
     """Takes part in what begins when the transfers of this event are waited for, where the others wait for that."""
     if event.phase == "reduction" and root.contract.checks_every_event:
         root.by_name[event.unit].finish_reductions()
     if event.phase in GATHERING_PHASES and event.unit in root.by_name:
         unit = root.by_name[event.unit]
         for each in (*unit.shared_owners, unit):
-            each.finish_stages(keep_part=keep_part)
+            each.finish_intra_node_gathers(keep_part=keep_part)
 
 
 def abort_message(root: UnitContext, reasons: Sequence[str]) -> str:

@@ -307,14 +307,14 @@ class Unit:
             for buffer in self.buffers:
                 buffer.release(self.contract.limit_seconds, keep_part=keep_part)
 
-    def release_unstaged(self) -> None:
-        """Frees what was gathered, but for a part of it and for gathers that go on in a second stage."""
-        if not any(buffer.awaits_next_stage for buffer in self.buffers):
+    def release_complete_gathers(self) -> None:
+        """Frees what was gathered, but for a part of it and for gathers that go on inside nodes."""
+        if not any(buffer.awaits_intra_node_gather for buffer in self.buffers):
             self.release(keep_part=True)
 
-    def finish_stages(self, *, keep_part: bool) -> None:
-        """Waits, where the other ranks do, for gathers that go on in a second stage, and frees them."""
-        if any(buffer.awaits_next_stage for buffer in self.buffers):
+    def finish_intra_node_gathers(self, *, keep_part: bool) -> None:
+        """Waits, where the other ranks do, for gathers that go on inside nodes, and frees them."""
+        if any(buffer.awaits_intra_node_gather for buffer in self.buffers):
             self.release(keep_part=keep_part)
 
     def gather_full_params(self, buffer: FlatBuffer) -> list[Tensor]:
@@ -386,7 +386,7 @@ class Unit:
             if transfer.phase == "gather":
                 if buffer.state is State.SHARDED:
                     self._start("gather", number)
-                if not buffer.awaits_next_stage:
+                if not buffer.awaits_intra_node_gather:
                     buffer.release(limit, keep_part=keep_part)
             elif transfer.phase == "replication":
                 buffer.finish_reduction(limit)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_tp.attention.load_balance import split_sequence
-from scale_tp.attention.padding import mask_of_padding
+from scale_tp.attention.padding import padding_mask
 from scale_tp.comm import all_reduce_sum
 from scale_tp.parallel_state import DATA_CONTEXT, axis_group, context_parallel_group
 
@@ -106,7 +106,7 @@ def get_batch_on_this_cp_rank(
         whole["ignore_index"] = ignore_index
     part = {name: _part_of(name, value, length, ranks) for name, value in whole.items()}
     if real is not None and not (is_causal and _is_on_the_right(real)):
-        part["attention_mask"] = mask_of_padding(split_sequence(~real, ranks), is_causal=is_causal)
+        part["attention_mask"] = padding_mask(split_sequence(~real, ranks), is_causal=is_causal)
     elif is_causal:
         part["attention_mask"] = torch.ones_like(part["position_ids"])
     if part.get("labels") is not None and part.get("num_items_in_batch") is None:

@@ -25,7 +25,7 @@ from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import next_node_number, saved_tensor_hooks
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_tp.attention.model_checks import checked_models
-from scale_tp.attention.padding import Padding, agreed_padding, mask_of_padding
+from scale_tp.attention.padding import Padding, gather_padding, padding_mask
 from scale_tp.attention.ring import ring_attention
 from scale_tp.attention.ulysses import ulysses_attention
 from scale_tp.parallel_state import context_parallel_group
@@ -131,7 +131,7 @@ class _Block:
                 query, key, value, self.ranks, is_causal=causal, scale=scale, key_padding_mask=hidden
             )
         else:
-            seen = None if padding is None else mask_of_padding(padding.hidden, is_causal=padding.is_causal)
+            seen = None if padding is None else padding_mask(padding.hidden, is_causal=padding.is_causal)
             whole = partial(_OPERATOR.decompose, attn_mask=seen, is_causal=is_causal, scale=scale)
             output = ulysses_attention(
                 query, key, value, self.ranks, attention=whole, order="zigzag", dropout_p=dropout
@@ -144,7 +144,7 @@ class _Block:
         known = self._mask
         is_known = known is not None and known[0] is mask and known[1] == mask._version
         if self._padding is None or not is_known or len(query) != len(self._padding.hidden):
-            self._padding = agreed_padding(mask, query.shape[0], query.shape[2], self.ranks)
+            self._padding = gather_padding(mask, query.shape[0], query.shape[2], self.ranks)
             self._mask = None if mask.is_inference() else (mask, mask._version)  # The former count no versions.
         return self._padding
 

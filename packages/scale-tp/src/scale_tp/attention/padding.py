@@ -18,8 +18,8 @@ from scale_tp.attention.load_balance import join_sequence
 
 _WHAT = "scaled_dot_product_attention inside of context_parallel: expected "
 _INSTEAD = (
-    "pass is_causal=True and no mask where no position looks at a later one; a mask of padding for a model of "
-    "transformers is in what scale_tp.get_batch_on_this_cp_rank(batch) returns"
+    "for a causal model pass is_causal=True and no mask; for a model of transformers pass what "
+    "scale_tp.get_batch_on_this_cp_rank(batch) returns"
 )
 
 
@@ -30,7 +30,7 @@ class Padding(NamedTuple):
     is_causal: bool  # no query sees a later key
 
 
-def mask_of_padding(hidden: Tensor, *, is_causal: bool) -> Tensor:
+def padding_mask(hidden: Tensor, *, is_causal: bool) -> Tensor:
     """A mask for `scaled_dot_product_attention` that hides these keys: True where a query sees a key.
 
     Args:
@@ -44,7 +44,7 @@ def mask_of_padding(hidden: Tensor, *, is_causal: bool) -> Tensor:
     return seen.expand(-1, -1, hidden.shape[1], -1).tril() if is_causal else seen
 
 
-def agreed_padding(mask: Tensor, batch: int, num_queries: int, ranks: Group) -> Padding:
+def gather_padding(mask: Tensor, batch: int, num_queries: int, ranks: Group) -> Padding:
     """Returns what the ranks' masks, each of its own queries and keys, say of the whole sequence.
 
     All ranks call it: one bit for each key is gathered.

@@ -141,7 +141,7 @@ def _check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
         raise ValueError(
             f"ring_attention: expected key_padding_mask to be bool [batch, length], here {[batch, length]}, got "
-            f"{mask.dtype} {list(mask.shape)}"
+            f"{mask.dtype} {list(mask.shape)}: pass key_padding_mask=attention_mask == 0, of the whole sequence"
         )
 
 
