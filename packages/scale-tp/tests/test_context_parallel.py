@@ -189,11 +189,11 @@ def _mask_that_is_filled_again(query: Tensor, key: Tensor, value: Tensor, hidden
         with mode(), scale_tp.context_parallel(attention="ring"):
             mask = torch.empty(2, 1, 1, LENGTH // group_of().size, dtype=torch.bool)
             for each in (hidden, hidden.flip(0), torch.zeros_like(hidden)):
-                mask.copy_(mask_of_padding(scale_tp.split_sequence(each), is_causal=False))
+                mask.copy_(padding_mask(scale_tp.split_sequence(each), is_causal=False))
                 parts = [scale_tp.split_sequence(tensor, dim=2) for tensor in (query, key, value)]
                 for _ in range(2):
                     got = F.scaled_dot_product_attention(*parts, attn_mask=mask)
-                whole = mask_of_padding(each, is_causal=False)
+                whole = padding_mask(each, is_causal=False)
                 expected = _plain_attention(query, key, value, whole)
                 torch.testing.assert_close(got, scale_tp.split_sequence(expected, dim=2), rtol=1e-12, atol=1e-13)
 

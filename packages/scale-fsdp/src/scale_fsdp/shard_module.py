@@ -225,7 +225,8 @@ def shard_modules(
             kind = ", ".join(type(module).__name__ for module in modules)
             lines = [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
             contract = Contract(ranks.whole, options.limit_seconds)
-            contract.check_equal(f"the module given to fully_shard ({kind})", [kind, options.communication_line, *lines])
+            what = f"the module given to fully_shard ({kind})"
+            contract.check_equal(what, [kind, options.communication_line, *lines])
         else:
             options.check_groups()
         parts = [(module, _own_of(own, module)) for module in modules]
