@@ -176,7 +176,8 @@ def typecheck(session: nox.Session) -> None:
     install_everything(session, "mypy>=2.4,<2.5", "nox", *test_group(PACKAGES))
     for package in PACKAGES:
         session.run("mypy", f"packages/{package}/src")
-    session.run("mypy", "noxfile.py", "packages/test_house.py", "packages/test_docs.py", "packages/conftest.py")
+    beside = ["test_house.py", "test_docs.py", "test_site.py", "conftest.py"]
+    session.run("mypy", "noxfile.py", *(f"packages/{name}" for name in beside))
 
 
 @nox.session(allow_parallel=True)

@@ -1,4 +1,4 @@
-"""Draws the pictures of the guides: one step of FSDP, buckets of OSS, a divided block, an all-to-all, which technique.
+"""Draws the pictures of the guides: a step of FSDP, buckets of OSS, a divided block, rows of experts, which technique.
 
     python benchmarks/pictures.py            # draws them anew, into docs/guides
     python benchmarks/pictures.py --check    # fails where a picture would change
@@ -70,9 +70,21 @@ class Drawing:
             below = y + height / 2 + 4.5 + 15 * (index - (len(lines) - 1) / 2)
             self.text(x + width / 2, below, line, color=WHITE if solid else INK, anchor="middle")
 
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, words: str = "", *, side: float = 6) -> None:
+    def arrow(
+        self,
+        x1: float,
+        y1: float,
+        x2: float,
+        y2: float,
+        words: str = "",
+        *,
+        side: float = 6,
+        color: str = SOFT,
+        dashed: bool = False,
+    ) -> None:
+        dashes = ' stroke-dasharray="2 3"' if dashed else ""
         self.parts.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{SOFT}" stroke-width="1.4" '
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" stroke-width="1.4"{dashes} '
             'marker-end="url(#tip)"/>'
         )
         if words:
@@ -133,24 +145,6 @@ def oss_buckets() -> str:
         drawing.box(448 + index * 58, 36, 54, 36, f"step {bucket}", color=VIOLET)
         drawing.box(506 + index * 66, 96, 62, 40, f"gather {bucket}", color=GREEN)
         drawing.box(630 + index * 56, 36, 52, 36, f"fwd {index}")
-    drawing.text(
-        12,
-        172,
-        "A bucket is a flat buffer of gradients. reduce: a reduce-scatter starts when the bucket is full,",
-        size=12,
-    )
-    drawing.text(
-        12,
-        190,
-        "and leaves each rank the averaged gradients of its shard. step: each rank updates its shard of the",
-        size=12,
-    )
-    drawing.text(
-        12,
-        208,
-        "bucket. gather: an all-gather of the updated shards, waited for where the parameters are used.",
-        size=12,
-    )
     drawing.words(
         172,
         "A bucket is a flat buffer of gradients. reduce: a reduce-scatter starts when the bucket is full, and leaves "
@@ -188,18 +182,6 @@ def divided_block() -> str:
         drawing.text(x + 20, 112, "sum", anchor="middle")
     drawing.text(84, 24, "attention", bold=True)
     drawing.text(436, 24, "MLP", bold=True)
-    drawing.text(
-        12,
-        204,
-        "Column parallel layers give each rank some features, attention works head by head, row parallel layers",
-        size=12,
-    )
-    drawing.text(
-        12,
-        222,
-        "give a summand on each rank: one all-reduce per half. In the backward pass the sums stand before the columns.",
-        size=12,
-    )
     drawing.words(
         204,
         "Column parallel layers give each rank some features, attention works head by head, row parallel layers give a "
@@ -226,6 +208,36 @@ def all_to_all() -> str:
         for target in range(2):
             drawing.arrow(left + 80 + target * 172, 78, 20 + target * 380 + 150 + rank * 24, 166)
     drawing.text(332, 128, "all-to-all", color=SOFT, size=12)
+    return drawing.svg()
+
+
+def expert_dispatch() -> str:
+    """Draws one dispatch: the example that `test_token_dispatcher.py` of scale-moe holds to what two ranks send."""
+    choices = {"a": (0, 2), "b": (0, 1), "c": (3, 0), "d": (1, 3), "e": (0, 1), "f": (2, 3)}
+    colors = [BLUE, GREEN, ORANGE, VIOLET]
+    rows = sorted((expert, token) for token, experts in choices.items() for expert in experts)
+    cell, left, top, below = 32, 140, 44, 94
+    starts = [left, left + 7 * cell + 60]
+    drawing = Drawing(left + 2 * 7 * cell + 72, top + 2 * below + 72)
+    steps = ["tokens, a copy for\neach expert", "rows of this rank's\nexperts", "added up for\neach token"]
+    for step, words in enumerate(steps):
+        for line, text in enumerate(words.split("\n")):
+            drawing.text(8, top + step * below + 13 + 16 * line, text, color=SOFT)
+    received = [[row for row in rows if row[0] // 2 == rank] for rank in range(2)]
+    places = {row: starts[rank] + index * cell for rank in range(2) for index, row in enumerate(received[rank])}
+    for rank, (tokens, start) in enumerate(zip(("abc", "def"), starts, strict=True)):
+        drawing.text(start, 24, f"rank {rank}: experts {2 * rank} and {2 * rank + 1}", bold=True)
+        for index, (expert, token) in enumerate(row for row in rows if row[1] in tokens):
+            x, color, target = start + index * cell, colors[expert], places[expert, token]
+            drawing.box(x, top, cell - 4, 30, f"{token}{expert}", color=color)
+            middle, stays = cell / 2 - 2, expert // 2 == rank
+            drawing.arrow(x + middle, top + 30, target + middle, top + below, color=color, dashed=stays)
+        for expert, token in received[rank]:
+            drawing.box(places[expert, token], top + below, cell - 4, 30, f"{token}{expert}", color=colors[expert])
+        drawing.arrow(start + 46, top + below + 30, start + 46, top + 2 * below - 4, "experts, then back", side=12)
+        for line, token in enumerate(tokens):
+            words = " + ".join(f"w{expert} {token}{expert}" for expert in sorted(choices[token]))
+            drawing.text(start, top + 2 * below + 13 + 20 * line, f"{token}: {words}")
     return drawing.svg()
 
 
@@ -259,6 +271,7 @@ PICTURES = {
     "oss-buckets": oss_buckets,
     "divided-block": divided_block,
     "all-to-all": all_to_all,
+    "expert-dispatch": expert_dispatch,
     "which-technique": which_technique,
 }
 

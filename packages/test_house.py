@@ -193,6 +193,10 @@ def test_every_package_has_its_floor() -> None:
     assert set(FLOORS) == set(PACKAGES)
 
 
+def test_the_doctor_compares_the_versions_of_all_packages() -> None:
+    assert sorted(importlib.import_module("scale_train.doctor.environment").DISTRIBUTIONS) == PACKAGES
+
+
 def test_all_packages_have_one_version() -> None:
     assert len({project(package)["version"] for package in PACKAGES}) == 1
 
@@ -396,6 +400,12 @@ def test_a_trace_of_a_profiler_names_units() -> None:
 def test_the_picture_shows_the_house_as_it_is() -> None:
     """`python benchmarks/architecture.py` draws it anew."""
     script = HOME.parent / "benchmarks" / "architecture.py"
+    subprocess.run([sys.executable, script, "--check"], check=True)
+
+
+def test_the_pictures_of_the_guides_are_as_they_are_drawn() -> None:
+    """`python benchmarks/pictures.py` draws them anew."""
+    script = HOME.parent / "benchmarks" / "pictures.py"
     subprocess.run([sys.executable, script, "--check"], check=True)
 
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 docs/examples/adascale.py
 
-It prints the same gains on 1, 2 and 4 ranks, but for rounding; `python docs/examples/adascale.py` runs it on one.
+It prints the same gains on 1, 2 and 4 ranks, up to rounding; `python docs/examples/adascale.py` runs it on one.
 """
 
 import torch

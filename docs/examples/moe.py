@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 docs/examples/moe.py
 
-It prints the same losses on any number of ranks, but for rounding; `python docs/examples/moe.py` runs it on one.
+It prints the same losses on any number of ranks, up to rounding; `python docs/examples/moe.py` runs it on one.
 """
 
 import torch

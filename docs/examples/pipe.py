@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 docs/examples/pipe.py
 
-It prints the same losses on 1 to 6 ranks, but for rounding; `python docs/examples/pipe.py` runs it on one.
+It prints the same losses on 1 to 6 ranks, up to rounding; `python docs/examples/pipe.py` runs it on one.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 docs/examples/pipe_fsdp.py
 
-It prints the same losses on 1, 2, 4 and 8 ranks, but for rounding.
+It prints the same losses on 1, 2, 4 and 8 ranks, up to rounding.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 docs/examples/tensor_parallel.py
 
-It prints the same losses on any number of ranks, but for rounding;
+It prints the same losses on any number of ranks, up to rounding;
 `python docs/examples/tensor_parallel.py` runs it on one.
 """
 

@@ -1,7 +1,7 @@
 """Trains one small model by several packages at once.
 
 `torchrun --nproc-per-node 4 together.py`, or 1, 2 or 8.
-It prints the same losses and gains on any number of ranks, but for rounding.
+It prints the same losses and gains on any number of ranks, up to rounding.
 """
 
 import os

@@ -12,10 +12,11 @@ from scale_checkpoint import BudgetError
 from scale_checkpoint.live_memory import LiveMemory
 from scale_core.comm.group import group_of
 from scale_train.cli import parse
+from scale_train.configuration.derived import budget_bytes
 from scale_train.errors import InputError
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
-from scale_train.resolve import budget_bytes, check_options
+from scale_train.resolve import check_options
 from scale_train.training import parallelize
 from scale_train.training.parallelize import checkpoint_blocks, plan_blocks
 

@@ -96,7 +96,7 @@ def test_wrong_input_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str], 
         (["--ranks", "1000000"], "--ranks 1000000: a number from 1 to 1024"),
         (["--chunks", "0"], "--chunks 0: a number from 1"),
         (["--width", "5"], "--width 5: 40 or more"),
-        (["--device", "tpu"], "--device tpu: take cpu or cuda"),
+        (["--device", "tpu"], "invalid choice 'tpu' for argument '--device'"),
         (["--svg", str(tmp_path / "no" / "such.svg")], "such.svg: No such file or directory"),
     ):
         assert main(["pipe", "show", *words]) == 2

@@ -43,6 +43,15 @@ def test_nothing_is_said_where_the_peak_is_not_known(tmp_path):
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("Tesla V100-PCIE-16GB", 112e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX A1000", None),
+        ("Quadro T400", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
     ],
 )
 def test_peaks_are_those_of_16_bit_products_by_the_name_of_the_device(name, peak):

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from scale_train.model import GPT, IGNORED, ModelConfig, generate, num_parameters, rotate
-from scale_train.sizes import SIZES
+from scale_train.model_config import SIZES
 
 
 def model(**changes) -> GPT:

@@ -27,7 +27,7 @@ def test_the_same_seed_builds_the_same_weights(tmp_path: Path):
 
 @pytest.mark.parametrize(("parallel", "shown"), [("none", False), ("fsdp", True)])
 def test_a_bar_is_shown_where_units_get_their_values_one_by_one(tmp_path: Path, monkeypatch, parallel, shown):
-    text, plain, asked = tmp_path / "text", state.initialisation_bar, []
+    text, plain, asked = tmp_path / "text", state.initialization_bar, []
     text.write_bytes(b"some text " * 100)
     options = Options(
         data=DataOptions(text=(text,), sequence=16),
@@ -40,7 +40,7 @@ def test_a_bar_is_shown_where_units_get_their_values_one_by_one(tmp_path: Path, 
         return plain(shown=False)
 
     monkeypatch.setattr(state, "uses_progress_bar", lambda _: True)
-    monkeypatch.setattr(state, "initialisation_bar", bar)
+    monkeypatch.setattr(state, "initialization_bar", bar)
     build_state(options, read_text((text,)), Group())
     assert asked == [shown]
 

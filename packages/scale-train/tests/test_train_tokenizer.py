@@ -13,7 +13,8 @@ from torch.nn import functional
 from scale_core import snapshot
 from scale_core.comm.group import Group
 from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.configuration.checks import gpt_config, option_problems
+from scale_train.configuration.checks import option_problems
+from scale_train.configuration.derived import gpt_config
 from scale_train.data import check_length, read_data, read_text, windows_at
 from scale_train.errors import InputError
 from scale_train.model import GPT

@@ -7,7 +7,7 @@ import typing
 if typing.TYPE_CHECKING:
     from scale_train.lm import train
     from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-    from scale_train.training.reporters import initialisation_bar, loading_bar
+    from scale_train.training.reporters import initialization_bar, loading_bar
     from scale_train.training.train import RunSummary
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -21,14 +21,14 @@ __all__ = [
     "ParallelOptions",
     "RunOptions",
     "RunSummary",
-    "initialisation_bar",
+    "initialization_bar",
     "loading_bar",
     "train",
 ]
 
 _MODULES = {
     "RunSummary": "scale_train.training.train",
-    "initialisation_bar": "scale_train.training.reporters",
+    "initialization_bar": "scale_train.training.reporters",
     "loading_bar": "scale_train.training.reporters",
     "train": "scale_train.lm",
 }

@@ -22,7 +22,7 @@ from scale_train.options import Options
 from scale_train.pipe.options import PipeOptions
 from scale_train.plan.options import PlanOptions
 from scale_train.snapshot.options import SnapshotOptions
-from scale_train.trained.options import ExportOptions, PplOptions
+from scale_train.trained_model.options import ExportOptions, PplOptions
 from scale_train.why.options import WhyOptions
 
 Command = (
@@ -90,11 +90,11 @@ def parse(arguments: list[str]) -> Command:
 def _command_for(options: Command) -> Callable[[Any], int]:
     with leave_on_ctrl_c():
         if isinstance(options, PplOptions):
-            from scale_train.trained.commands import ppl
+            from scale_train.trained_model.perplexity import ppl
 
             return ppl
         if isinstance(options, ExportOptions):
-            from scale_train.trained.commands import export
+            from scale_train.trained_model.export import export
 
             return export
         if isinstance(options, WhyOptions):

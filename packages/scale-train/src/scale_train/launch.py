@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Thread
+from typing import Any
 
 import torch
 
@@ -19,13 +20,13 @@ from scale_core.launch import LaunchError, init_distributed, launch_local
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
 from scale_train.memory import check_fits
 from scale_train.options import Options
-from scale_train.resolve import device_type
+from scale_train.resolve import resolve_device
 from scale_train.training.train import RunSummary, train_language_model
 
 # Long enough to finish a step and save it after a signal.
 GRACE_SECONDS = 60.0
 
-# Of a message of a rank to the program: pipes write so much at once, so that messages of ranks do not mix.
+# Of a message of a rank to the program: writes up to this size are atomic, so messages of two ranks never mix.
 _PIPE_CHARACTERS = 800
 
 
@@ -60,41 +61,65 @@ def is_under_torchrun(environment: Mapping[str, str]) -> bool:
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
-def start_ranks(options: Options, num_ranks: int) -> RunSummary | RankExit:
-    """Trains on ranks that it starts."""
+def launch_and_collect(
+    fn: Callable[..., object], num_ranks: int, *args: Any, device: str, grace: float
+) -> tuple[int, list[Any]]:
+    """Calls `launch_local` and returns its exit code and what `fn` returned on each rank, in the order of arrival.
+
+    None is not sent. Where several ranks return something, each must be small once pickled: `shortened` for messages.
+    """
     receiver, sender = Pipe(duplex=False)  # no file: the disk may be what is full
-    received: list[RunSummary | RankExit] = []
+    results: list[Any] = []
     with receiver:
-        reader = Thread(target=_receive_all, args=(receiver, received), daemon=True)
+        reader = Thread(target=_receive_all, args=(receiver, results), daemon=True)
         reader.start()
         with sender:
-            code = launch_local(
-                _started_rank, num_ranks, options, sender, device=device_type(options), grace=GRACE_SECONDS
-            )
+            code = launch_local(_send_result, num_ranks, fn, sender, *args, device=device, grace=grace)
         reader.join()
-    exits = [each for each in received if isinstance(each, RankExit)]
+    return code, results
+
+
+def _receive_all(receiver: Connection, results: list[Any]) -> None:
+    """Reads while ranks run: a pipe that nobody reads is full after some kilobytes."""
+    with suppress(EOFError, OSError):
+        while True:
+            results.append(receiver.recv())
+
+
+def _send_result(fn: Callable[..., object], sender: Connection, *args: Any) -> None:
+    """Of a started rank: sends what `fn` returns."""
+    result = fn(*args)
+    if result is not None:
+        sender.send(result)
+
+
+def shortened(message: str) -> str:
+    """Returns a message of a rank in one line, short enough to be sent beside those of other ranks."""
+    message = " ".join(message.split())
+    return message if len(message) <= _PIPE_CHARACTERS else message[:_PIPE_CHARACTERS] + " ..."
+
+
+def start_ranks(options: Options, num_ranks: int) -> RunSummary | RankExit:
+    """Trains on ranks that it starts."""
+    code, results = launch_and_collect(
+        _started_rank, num_ranks, options, device=resolve_device(options.parallel.device), grace=GRACE_SECONDS
+    )
+    exits = [each for each in results if isinstance(each, RankExit)]
     if exits:
         return min(exits, key=lambda ended: ended.rank)
     if code:
         return RankExit(code, "")  # The rank has printed its error.
-    (summary,) = (each for each in received if isinstance(each, RunSummary))
+    summary: RunSummary
+    (summary,) = results
     return summary
 
 
-def _receive_all(receiver: Connection, received: list[RunSummary | RankExit]) -> None:
-    """Reads while ranks run: a pipe that nobody reads is full after some kilobytes."""
-    with suppress(EOFError, OSError):
-        while True:
-            received.append(receiver.recv())
-
-
-def _started_rank(options: Options, sender: Connection) -> None:
-    """Of a started rank: sends its expected end, which is no failure of the process, or rank 0 its summary."""
+def _started_rank(options: Options) -> RunSummary | RankExit | None:
+    """Returns the rank's expected end, which is no failure of the process, or the summary of rank 0."""
     # Until the loop catches it, Ctrl-C ends the rank at once: it may wait for one that has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ended = train_rank(options)
-    if isinstance(ended, RankExit) or _own_rank() == 0:
-        sender.send(ended)
+    return ended if isinstance(ended, RankExit) or _own_rank() == 0 else None
 
 
 def train_rank(options: Options) -> RunSummary | RankExit:
@@ -102,7 +127,7 @@ def train_rank(options: Options) -> RunSummary | RankExit:
     scope, rank = "machine", 0
     try:
         _check_environment(options)
-        group = init_distributed(device=device_type(options))
+        group = init_distributed(device=resolve_device(options.parallel.device))
         scope, rank = "all", group.rank
         summary = train_language_model(options, group)
         if fault_points.active is not None:
@@ -125,10 +150,7 @@ def train_rank(options: Options) -> RunSummary | RankExit:
 
 def _exit_of(code: int, error: Exception, scope: str, rank: int) -> RankExit:
     speaker = f"scale-train, rank {rank}" if scope == "rank" else "scale-train"
-    message = " ".join(f"{speaker}: {error}".split())
-    if len(message) > _PIPE_CHARACTERS:
-        message = message[:_PIPE_CHARACTERS] + " ..."
-    return RankExit(code, message, scope, rank, isinstance(error, TrainingDiverged))
+    return RankExit(code, shortened(f"{speaker}: {error}"), scope, rank, isinstance(error, TrainingDiverged))
 
 
 def _own_rank() -> int:
@@ -142,7 +164,7 @@ def _check_environment(options: Options) -> None:
     if asked is not None and asked != started:
         raise InputError(f"--ranks {asked}: torchrun started {started} ranks; leave --ranks away under torchrun")
     here = _number_in("LOCAL_WORLD_SIZE")
-    if device_type(options) == "cuda" and here > torch.cuda.device_count():
+    if resolve_device(options.parallel.device) == "cuda" and here > torch.cuda.device_count():
         raise InputError(
             f"more ranks than this machine's devices: {here} ranks were started, and there are "
             f"{torch.cuda.device_count()} GPUs"

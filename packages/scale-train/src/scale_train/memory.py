@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from scale_core.shard import full_shape
-from scale_train.configuration.checks import model_shape
+from scale_train.configuration.derived import model_shape
 from scale_train.errors import InputError
 from scale_train.model import GPT, num_parameters
 from scale_train.options import Options

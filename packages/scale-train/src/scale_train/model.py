@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from scale_core.consistency.execution_order import fingerprint_of
-from scale_train.sizes import ModelConfig as ModelConfig
+from scale_train.model_config import ModelConfig as ModelConfig
 
 IGNORED = -1
 

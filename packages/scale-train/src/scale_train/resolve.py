@@ -8,19 +8,18 @@ from typing import NamedTuple
 import torch
 
 from scale_pipe.schedules.registry import get_schedule
-from scale_train.configuration.checks import budget_bytes as budget_bytes
-from scale_train.configuration.checks import bytes_of, gpt_config, model_shape, option_problems
+from scale_train.configuration.checks import option_problems
+from scale_train.configuration.derived import budget_bytes, bytes_of, gpt_config, model_shape
 from scale_train.errors import InputError
+from scale_train.model_config import ModelConfig
 from scale_train.options import Options, ParallelOptions
-from scale_train.sizes import ModelConfig
 
 # Ranks can share a core, slowly; beyond this they mostly wait for each other.
 MAX_RANKS_PER_CORE = 4
 
 
-def device_type(options: Options) -> str:
-    """Returns the device to compute on, cpu or cuda."""
-    asked = options.parallel.device
+def resolve_device(asked: str) -> str:
+    """Returns what `--device` means on this machine, cpu or cuda; an InputError where there is no CUDA device."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA device that torch can use; take --device cpu")
     if asked == "auto":
@@ -30,7 +29,7 @@ def device_type(options: Options) -> str:
 
 def num_local_ranks(options: Options) -> int:
     """Returns how many ranks to start on this machine."""
-    asked, kind = options.parallel.ranks, device_type(options)
+    asked, kind = options.parallel.ranks, resolve_device(options.parallel.device)
     cores = os.cpu_count() or 1
     most = torch.cuda.device_count() if kind == "cuda" else cores * MAX_RANKS_PER_CORE
     if asked is None:

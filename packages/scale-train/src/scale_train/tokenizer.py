@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from scale_train.model_config import NUM_BYTES
 from scale_train.options import Options
-from scale_train.sizes import NUM_BYTES
 
 BYTE = "byte"
 _FILE = "tokenizer.json"

@@ -18,7 +18,7 @@ from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.errors import SnapshotError
 from scale_core.pretrained.materialize import materialize
 from scale_train.errors import InputError
-from scale_train.model_folder import has_weights, read_config
+from scale_train.transformers_config import has_weights, read_config
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # What a config says beside the model itself.

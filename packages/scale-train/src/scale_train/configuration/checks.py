@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
+from scale_train.configuration.derived import budget_bytes, gpt_config
 from scale_train.configuration.fields import option_fields
-from scale_train.model_folder import attention_width_in, number_in, read_config, shape_in
 from scale_train.options import ModelOptions, Options
-from scale_train.sizes import SIZES, ModelConfig, ModelSize
 from scale_train.tokenizer import open_tokenizer, tokenizer_of
+from scale_train.transformers_config import number_in, read_config
 
 LIMITS: dict[str, tuple[float, float]] = {
     "sequence": (1, 10**7),
@@ -115,42 +114,6 @@ def _transformers_problems(options: Options, config: dict[str, Any], vocabulary:
         yield f"--checkpoint-activations {choice}: {flag} is not planned; take all or selective"
 
 
-def model_shape(options: Options) -> ModelSize:
-    """Returns layers, width and heads; 0 for what a config of transformers does not say."""
-    if options.model.model is not None:
-        return shape_in(read_config(options.model.model))
-    config = gpt_config(options)
-    return ModelSize(config.layers, config.width, config.heads)
-
-
-def attention_width(options: Options) -> int:
-    """Returns heads times the features of each; 0 where a config of transformers does not say it."""
-    if options.model.model is not None:
-        return attention_width_in(read_config(options.model.model))
-    return gpt_config(options).width
-
-
-def gpt_config(options: Options) -> ModelConfig:
-    """Returns the numbers of the GPT; a ValueError where they make none."""
-    asked = options.model
-    shape = SIZES.get(asked.size)
-    if shape is None:
-        raise ValueError(f"--size {asked.size}: no such size; there are {', '.join(SIZES)}")
-    vocabulary = open_tokenizer(tokenizer_of(options)).vocabulary
-    try:
-        return ModelConfig(
-            layers=shape.layers if asked.layers is None else asked.layers,
-            width=shape.width if asked.width is None else asked.width,
-            heads=shape.heads if asked.heads is None else asked.heads,
-            vocabulary=vocabulary,
-            tied=not asked.untied_embeddings,
-            dropout=asked.dropout,
-            loss_chunk=asked.loss_chunk,
-        )
-    except ValueError as error:
-        raise ValueError(f"--size {asked.size} with --layers, --width, --heads: {error}") from error
-
-
 def _activation_problems(options: Options) -> Iterator[str]:
     parallel = options.parallel
     choice = parallel.checkpoint_activations
@@ -180,17 +143,3 @@ def _optimizer_problems(options: Options) -> Iterator[str]:
             f"--accumulate {parallel.accumulate}: with --parallel pipe it is --chunks that cuts the batch; take "
             f"--chunks {parallel.accumulate * parallel.chunks}"
         )
-
-
-def budget_bytes(choice: str) -> int | None:
-    """Returns the bytes of `--checkpoint-activations budget:2GiB`; None for another choice."""
-    return bytes_of(choice.removeprefix("budget:")) if choice.startswith("budget:") else None
-
-
-def bytes_of(text: str) -> int | None:
-    """Returns a number of bytes, as 5GB or 2GiB; None for another text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]i?B|B)", text)
-    if found is None:
-        return None
-    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-    return int(float(found[1]) * units[found[2]])

@@ -29,6 +29,7 @@ scale-train lm --config run.toml --print-config # the file that repeats the run
 lr = 1e-3
 ```
 
+<!-- not run: trains for minutes, on ranks that read its file again -->
 ```python
 from scale_train import OptimizerOptions, Options, train
 

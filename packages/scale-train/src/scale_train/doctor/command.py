@@ -9,24 +9,21 @@ import json
 import os
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
-from scale_core.launch import init_distributed, launch_local
+from scale_core.launch import init_distributed
 from scale_train.doctor.environment import Finding, look
 from scale_train.doctor.options import DoctorOptions
 from scale_train.doctor.self_test import MOST_DIFFERENCE, SelfTest, run_self_test
 from scale_train.errors import InputError, reported
-from scale_train.launch import is_under_torchrun
+from scale_train.launch import is_under_torchrun, launch_and_collect, shortened
+from scale_train.resolve import resolve_device
 
 FAILED = 1
 _RANKS = 2
-_PIPE_CHARACTERS = 600  # of an error: pipes write so much at once, so that messages of ranks do not mix
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -39,27 +36,26 @@ def _doctor(options: DoctorOptions) -> int:
         raise InputError(f"--limit-seconds {options.limit_seconds:g}: a number above 0 is needed")
     device, began = _device(options), time.monotonic()
     findings = look()
-    speaks = os.environ.get("RANK", "0") == "0"
-    if not speaks:
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    if not is_first_rank:
         findings = [each for each in findings if each.verdict == "failed"]
     if not any(each.verdict == "failed" and each.name in ("backends", "network") for each in findings):
         outcome = _as_rank(options, device) if is_under_torchrun(os.environ) else _on_new_ranks(options, device)
         findings += judge(outcome, device)
     failed = [each for each in findings if each.verdict == "failed"]
-    if speaks or failed:
+    if is_first_rank or failed:
         _print(findings, options, time.monotonic() - began)
     return FAILED if failed else 0
 
 
 def _device(options: DoctorOptions) -> str:
-    """What the ranks compute on."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: this machine has no CUDA device that torch can use; take --device cpu")
-    if is_under_torchrun(os.environ):
-        return "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
-    if options.device == "cuda" and torch.cuda.device_count() < _RANKS:
+    """What the ranks compute on: cuda where each of them has a GPU."""
+    device = resolve_device(options.device)
+    if device == "cpu" or is_under_torchrun(os.environ) or torch.cuda.device_count() >= _RANKS:
+        return device
+    if options.device == "cuda":
         raise InputError(f"--device cuda: {_RANKS} ranks need {_RANKS} GPUs, and there is one; take --device cpu")
-    return "cuda" if options.device != "cpu" and torch.cuda.device_count() >= _RANKS else "cpu"
+    return "cpu"
 
 
 def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
@@ -69,7 +65,7 @@ def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         return run_self_test(group, place)
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_PIPE_CHARACTERS]
+        return shortened(f"{type(error).__name__}: {error}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -77,22 +73,12 @@ def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
 
 def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | str:
     """Starts two ranks; what they have found, or why they have not."""
-    receiver, sender = Pipe(duplex=False)
-    outcomes: list[SelfTest | str] = []
-    with receiver:
-        with sender:
-            code = launch_local(_started_rank, _RANKS, options, device, sender, device=device, grace=2.0)
-        with suppress(EOFError, OSError):
-            while True:
-                outcomes.append(receiver.recv())
+    code, outcomes = launch_and_collect(_as_rank, _RANKS, options, device, device=device, grace=2.0)
     errors = [each for each in outcomes if isinstance(each, str)]
     if errors or not outcomes:
         return errors[0] if errors else f"the ranks ended with code {code} before they had a result"
-    return max((each for each in outcomes if isinstance(each, SelfTest)), key=lambda found: not found.is_right)
-
-
-def _started_rank(options: DoctorOptions, device: str, sender: Connection) -> None:
-    sender.send(_as_rank(options, device))
+    results: list[SelfTest] = outcomes
+    return next((each for each in results if not each.is_right), results[0])
 
 
 def judge(outcome: SelfTest | str, device: str) -> list[Finding]:

@@ -40,7 +40,7 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        name: What.
+        name: What was looked at, such as `versions` or `network`.
         verdict: "ok", "note" where something is missing that a training may not need, or "failed".
         text: What was found.
         advice: What to do; "" where nothing is to be done.
@@ -107,15 +107,15 @@ def backends() -> Finding:
     """What ranks can talk through."""
     if not dist.is_available():
         text = "this torch is built without torch.distributed, so that no two ranks can train together"
-        return Finding("backends", "failed", text, "install torch from pytorch.org or PyPI", {"available": []})
+        advice = "python -m pip install torch: the wheels of PyPI have torch.distributed"
+        return Finding("backends", "failed", text, advice, {"available": []})
     found = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in found and torch.cuda.is_available() else None
     names = [f"nccl {nccl}" if name == "nccl" and nccl else name for name in found]
     values = {"available": found, "nccl_version": nccl}
     if "gloo" not in found:
-        return Finding(
-            "backends", "failed", f"{', '.join(names) or 'none'}; gloo is missing", "install torch anew", values
-        )
+        text, advice = f"{', '.join(names) or 'none'}; gloo is missing", "python -m pip install --force-reinstall torch"
+        return Finding("backends", "failed", text, advice, values)
     return Finding("backends", "ok", ", ".join(names), values=values)
 
 

@@ -23,7 +23,7 @@ class SelfTest:
 
     Attributes:
         backend: What they talked through.
-        ranks: How many.
+        ranks: Number of ranks.
         difference: The largest one between a weight after a sharded step and after a plain one.
         bytes_per_second: By collective, what one rank sends in a second.
     """

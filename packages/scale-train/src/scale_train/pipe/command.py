@@ -85,8 +85,6 @@ def _schedule(options: ShowOptions) -> Schedule:
     _check_sizes(options.ranks, options.stages, options.chunks)
     if options.width is not None and options.width < _LEAST_WIDTH:
         raise InputError(f"--width {options.width}: {_LEAST_WIDTH} or more is needed")
-    if options.device not in ("cpu", "cuda"):
-        raise InputError(f"--device {options.device}: take cpu or cuda")
     if options.measure and options.device == "cuda" and torch.cuda.device_count() < options.ranks:
         raise InputError(
             f"--device cuda: {options.ranks} ranks need as many GPUs, and there are "

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
-import tempfile
-from pathlib import Path
-
 import torch
 from torch import nn
 
-from scale_core.launch import init_distributed, launch_local
+from scale_core.launch import init_distributed
 from scale_pipe import DistributedPipe
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import ScheduleSimulation
 from scale_train.errors import RanksLost
+from scale_train.launch import launch_and_collect
 
 WIDTH, ROWS, STEPS = 256, 64, 4
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS, GRACE_SECONDS = 60.0, 10.0
 
 
 def measure(schedule: Schedule | str, ranks: int, stages: int, chunks: int, device: str) -> ScheduleSimulation:
@@ -25,16 +22,17 @@ def measure(schedule: Schedule | str, ranks: int, stages: int, chunks: int, devi
     Raises:
         RanksLost: A rank has failed.
     """
-    with tempfile.TemporaryDirectory(prefix="pipe-show-") as folder:
-        found = Path(folder) / "measured"
-        code = launch_local(_run_rank, ranks, schedule, stages, chunks, device, found, device=device)
-        if code or not found.exists():
-            raise RanksLost(f"the ranks ended with code {code}; see what they have printed above")
-        measured: ScheduleSimulation = pickle.loads(found.read_bytes())  # It was written by the ranks of this process.
-        return measured
+    code, results = launch_and_collect(
+        _run_rank, ranks, schedule, stages, chunks, device, device=device, grace=GRACE_SECONDS
+    )
+    if code or not results:
+        raise RanksLost(f"the ranks ended with code {code}; see what they have printed above")
+    measured: ScheduleSimulation = results[0]
+    return measured
 
 
-def _run_rank(schedule: Schedule | str, stages: int, chunks: int, device: str, found: Path) -> None:
+def _run_rank(schedule: Schedule | str, stages: int, chunks: int, device: str) -> ScheduleSimulation | None:
+    """Returns what was measured on all ranks, on rank 0 alone."""
     group = init_distributed(device=device, limit_seconds=LIMIT_SECONDS)
     torch.manual_seed(0)
     model = nn.Sequential(*(_stage() for _ in range(stages)))
@@ -55,9 +53,8 @@ def _run_rank(schedule: Schedule | str, stages: int, chunks: int, device: str, f
         for param in pipe.parameters():
             param.grad = None
     measured = pipe.measured()
-    if group.rank == 0:
-        found.write_bytes(pickle.dumps(measured))
     torch.distributed.destroy_process_group()
+    return measured if group.rank == 0 else None
 
 
 def _stage() -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import subcommand
 
@@ -24,8 +24,8 @@ class ShowOptions:
     """Micro-batches that a batch is cut into."""
     measure: bool = False
     """Run it on so many ranks of this machine, with a small model of equal stages, and draw that below the plan."""
-    device: str = "cpu"
-    """What --measure runs on: cpu or cuda."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What --measure runs on."""
     width: int | None = None
     """Columns of the drawing; by default those of the terminal."""
     svg: Path | None = None

@@ -6,19 +6,23 @@ backward (N parameters, L layers, H heads of Q features, T tokens in a sequence)
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
 
-from scale_train.configuration.checks import attention_width, model_shape
+from scale_train.configuration.derived import attention_width, model_shape
 from scale_train.memory import count_parameters
-from scale_train.model_folder import is_mixture, read_config
 from scale_train.options import Options
+from scale_train.transformers_config import is_mixture, read_config
 
 # Operations in a second of bf16 and fp16 matrix products with sums in fp32, without sparsity, from data sheets. The
-# first name that is part of the device's own is taken.
+# first name that the device's name contains as a word is taken: a variant stands above what it is a variant of.
 _PEAKS = {
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -27,6 +31,7 @@ _PEAKS = {
     "A10": 125e12,
     "L40S": 362e12,
     "L4": 121e12,
+    "V100-PCIE": 112e12,
     "V100": 125e12,
     "T4": 65e12,
     "MI300X": 1307e12,
@@ -54,10 +59,10 @@ def flops_per_token(num_params: int, layers: int, width: int, sequence: int) -> 
 
 
 def peak_of(device_name: str, precision: str) -> float | None:
-    """Returns the peak of one device; None where it is not known, as for fp32."""
-    if precision == "fp32":
+    """Returns the peak of one device; None where it is not known, as for fp32 and for a MIG slice of a GPU."""
+    if precision == "fp32" or re.search(r"\bMIG\b", device_name):
         return None
-    return next((peak for name, peak in _PEAKS.items() if name in device_name), None)
+    return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def utilization_model(options: Options, num_ranks: int, device: torch.device) -> UtilizationModel | None:

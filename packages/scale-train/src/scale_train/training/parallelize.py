@@ -33,10 +33,11 @@ from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import Plan, Style
 from scale_tp.split import even_sizes
+from scale_train.configuration.derived import budget_bytes
 from scale_train.errors import InputError
 from scale_train.model import GPT, IGNORED, Block
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
-from scale_train.resolve import budget_bytes, pipeline_shape
+from scale_train.resolve import pipeline_shape
 from scale_train.training.reporters import ProgressCallback
 from scale_train.transformers_model import TransformersSource
 
@@ -80,8 +81,8 @@ class MeshAxes(NamedTuple):
         return self.data.rank * self.stages.size + self.stages.rank
 
     @property
-    def counts(self) -> bool:
-        """Whether this rank is the one that speaks for the batch of its data rank."""
+    def adds_loss(self) -> bool:
+        """Whether this rank's loss enters the sum over all ranks: one rank for each part of the batch."""
         return self.model.rank == 0 and self.stages.rank == 0
 
 
@@ -372,7 +373,7 @@ class Engine:
         return self.optimizer.params_with_gradients if isinstance(self.optimizer, OSS) else self.params()
 
 
-def parallelize_gpt(
+def make_engine(
     model: nn.Module,
     options: ParallelOptions,
     optimizer_options: OptimizerOptions,

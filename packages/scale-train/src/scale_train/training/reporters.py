@@ -1,4 +1,4 @@
-"""Reporters of a training on rank 0: progress bar, plain lines, JSON lines, `metrics.jsonl`, TensorBoard.
+"""Reporters of a training on rank 0: progress bar, lines, JSON lines, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
 `metrics.jsonl` has one JSON object per line, for the plot and for a resumed run. A disk that is full when a run begins
 is an error; one that fills up later costs lines of this file and nothing else.
@@ -350,12 +350,12 @@ ProgressCallback = Callable[[int, int, str], None]
 
 
 @contextmanager
-def initialisation_bar(*, shown: bool = True, console: Console | None = None) -> Iterator[ProgressCallback]:
+def initialization_bar(*, shown: bool = True, console: Console | None = None) -> Iterator[ProgressCallback]:
     """Shows how far the units of a model have come; gives what `fully_shard_modules` takes as `progress`.
 
         with torch.device("meta"):
             model = GPT(config)
-        with initialisation_bar(shown=rank == 0) as progress:
+        with initialization_bar(shown=rank == 0) as progress:
             fully_shard_modules(model, class_policy(Block), progress=progress)
 
     Args:
@@ -387,7 +387,7 @@ def loading_bar(*, shown: bool = True, console: Console | None = None) -> Iterat
 
     Args:
         shown: Whether this rank shows anything; one of them is enough.
-        console: As of `initialisation_bar`.
+        console: As of `initialization_bar`.
     """
     if not shown:
         yield lambda done, total: None

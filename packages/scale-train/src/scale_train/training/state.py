@@ -19,11 +19,11 @@ from scale_core.snapshot import AsyncSave
 from scale_train.data import Sampler, Text
 from scale_train.model import GPT
 from scale_train.options import Options
-from scale_train.resolve import device_type, model_config
+from scale_train.resolve import model_config, resolve_device
 from scale_train.training.adascale import with_adascale
 from scale_train.training.mfu import UtilizationModel, utilization_model
-from scale_train.training.parallelize import Engine, parallelize_gpt, plan_blocks
-from scale_train.training.reporters import Reporter, initialisation_bar, uses_progress_bar
+from scale_train.training.parallelize import Engine, make_engine, plan_blocks
+from scale_train.training.reporters import Reporter, initialization_bar, uses_progress_bar
 from scale_train.transformers_model import TransformersSource
 
 
@@ -173,7 +173,7 @@ class TrainState:
 def build_state(options: Options, text: Text, group: Group) -> TrainState:
     """Builds a training before its first step; the same weights on all ranks and at any number of them."""
     device = torch.device("cpu")
-    if device_type(options) == "cuda":
+    if resolve_device(options.parallel.device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(options.run.seed)
     sharded = options.parallel.parallel == "fsdp"
@@ -190,10 +190,10 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
             gpt = model = GPT(model_config(options))
         if not on_meta:
             plan_blocks(gpt.to(device), options, group)
-    with initialisation_bar(
+    with initialization_bar(
         shown=sharded and group.rank == 0 and uses_progress_bar(options.run.log_format)
     ) as progress:
-        engine = parallelize_gpt(model, options.parallel, options.optimizer, group, device, progress, source)
+        engine = make_engine(model, options.parallel, options.optimizer, group, device, progress, source)
     torch.manual_seed(options.run.seed)  # What was drawn so far depends on how it was built.
     scaler = ShardedGradScaler(enabled=options.parallel.precision == "fp16", process_group=group)
     return TrainState(

@@ -12,7 +12,7 @@ import torch
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
 from scale_core.errors import ContractError, ScaleDistributedError
-from scale_train.configuration.checks import model_shape
+from scale_train.configuration.derived import model_shape
 from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.toml_file import to_toml
 from scale_train.data import Text, check_length, read_data

@@ -193,7 +193,7 @@ def held_out_loss(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
             loss = engine.loss(*batch, "sum", positions)
         nats += loss.item()
     engine.model.train()
-    return sum_over_ranks(nats if engine.axes.counts else 0.0, group) / (len(starts) * sequence)
+    return sum_over_ranks(nats if engine.axes.adds_loss else 0.0, group) / (len(starts) * sequence)
 
 
 def sum_over_ranks(value: float, group: Group) -> float:

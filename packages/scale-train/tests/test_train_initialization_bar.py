@@ -12,8 +12,8 @@ from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.training.parallelize import parallelize_gpt
-from scale_train.training.reporters import initialisation_bar
+from scale_train.training.parallelize import make_engine
+from scale_train.training.reporters import initialization_bar
 
 CPU = torch.device("cpu")
 
@@ -29,14 +29,14 @@ def test_the_bar_counts_units_and_names_the_one_that_is_done():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     console = Console(file=screen, force_terminal=True, width=100)
-    with initialisation_bar(console=console) as progress:
+    with initialization_bar(console=console) as progress:
         fully_shard_modules(model, class_policy(nn.Linear), progress=progress)
     assert "initialising" in screen.getvalue() and "3/3" in screen.getvalue() and "the rest" in screen.getvalue()
 
 
 def test_where_no_terminal_is_it_is_one_line():
     screen = io.StringIO()
-    with initialisation_bar(console=Console(file=screen, width=100)) as progress:
+    with initialization_bar(console=Console(file=screen, width=100)) as progress:
         for done in (1, 2):
             progress(done, 2, f"blocks.[{done}]")
     lines = [line for line in screen.getvalue().splitlines() if line.strip()]
@@ -44,13 +44,13 @@ def test_where_no_terminal_is_it_is_one_line():
 
 
 def test_the_other_ranks_show_nothing(capsys):
-    with initialisation_bar(shown=False) as progress:
+    with initialization_bar(shown=False) as progress:
         progress(1, 2, "a")
     assert capsys.readouterr() == ("", "")
 
 
 def test_it_is_public():
-    assert scale_train.initialisation_bar.__module__ == "scale_train"
+    assert scale_train.initialization_bar.__module__ == "scale_train"
 
 
 def test_weights_that_are_loaded_are_shown_in_bytes(tmp_path, capsys):
@@ -82,7 +82,7 @@ def give_values_unit_by_unit() -> list[str]:
     found, told = [], []
     plain = build(False)
     group = group_of() if torch.distributed.is_initialized() else Group()
-    engine = parallelize_gpt(
+    engine = make_engine(
         build(True), ParallelOptions(), OptimizerOptions(), group, CPU, lambda done, total, name: told.append(name)
     )
     if told != ["blocks.0", "blocks.1", "blocks.2", ""]:

@@ -1,4 +1,4 @@
 """What is done with a trained model: `scale-train ppl` and `scale-train export`.
 
-Begin with `commands.py`.
+Begin with `loading.py`.
 """

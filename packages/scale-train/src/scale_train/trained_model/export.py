@@ -1,0 +1,31 @@
+"""`scale-train export`, on one process. Exit codes: 0 done; 2 wrong input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scale_core.comm.group import Group
+from scale_train.errors import InputError, reported
+from scale_train.model import GPT
+from scale_train.tokenizer import BYTE, tokenizer_file
+from scale_train.trained_model.loading import open_trained_model
+from scale_train.trained_model.options import ExportOptions
+from scale_train.transformers_model import export_model
+
+
+def export(options: ExportOptions) -> int:
+    """Runs the command and returns its exit code."""
+    return reported(lambda: _export(options))
+
+
+def _export(options: ExportOptions) -> int:
+    trained = open_trained_model(options.run)
+    if isinstance(trained.model, GPT):
+        raise InputError(
+            f"{options.run}: the GPT of --size is no model of transformers; its tensors are written by "
+            f"scale-train snapshot consolidate {options.run} model.safetensors"
+        )
+    tokenizer = None if trained.tokenizer == BYTE else tokenizer_file(Path(trained.tokenizer)).parent
+    export_model(trained.model, options.folder, tokenizer, Group())
+    print(f"export         {options.folder}")
+    return 0
