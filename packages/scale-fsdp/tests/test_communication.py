@@ -14,6 +14,8 @@ from quantized_reference import QuantizedReference
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_core import ShardedGradScaler
+from scale_core.autograd_hooks import register_reduced_grad_hook
 from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
@@ -62,7 +64,7 @@ ON_FOUR = [
     Quantized(FEEDBACK, bf16=True, options={"reshard_after_forward": 2}),
     Quantized(dataclasses.replace(FEEDBACK, node_size=2), bf16=True, num_batches=2, no_sync=True),
     Quantized(dataclasses.replace(BOTH, node_size=2), options={"reshard_after_forward": 2}),
-    Quantized(dataclasses.replace(BOTH, node_size=4)),
+    Quantized(dataclasses.replace(BOTH, node_size=8)),
     Quantized(CommunicationPolicy(replicate=INT4, error_feedback=True), num_batches=2, replicas=2),
     Quantized(CommunicationPolicy(gather=INT8, reduce=INT8, replicate=INT8), bf16=True, replicas=2),
 ]
@@ -199,10 +201,9 @@ def test_the_simulation_counts_the_same(world: int, node_size: int | None) -> No
         assert sum(simulation.bytes_sent.values()) == sum(by_formula(model, node_size or 1))
 
 
-def fail_in_the_backward() -> list[str]:
-    """One rank fails: all give the pass up, and the errors that wait are as they were."""
-    policy = dataclasses.replace(FEEDBACK, node_size=2)
-    case, rank = Quantized(policy), group_of().rank
+def fail_in_the_backward(case: Quantized) -> list[str]:
+    """One rank fails in each step: all give the pass up, and the errors that wait are as they were."""
+    rank = group_of().rank
     torch.manual_seed(7)
     plain = Net("gpt")
     model = shard(copy.deepcopy(plain), case)
@@ -210,16 +211,15 @@ def fail_in_the_backward() -> list[str]:
     wrong = []
     for step in range(3):
         data = [[batch("gpt", step, each)] for each in range(4)]
-        if step == 1:
 
-            def broken(*_: object) -> None:
-                raise ValueError("broken")
+        def broken(*_: object) -> None:
+            raise ValueError("broken")
 
-            handle = model.blocks[0].register_full_backward_pre_hook(broken) if rank == 1 else None
-            with pytest.raises((ValueError, StepError)):
-                accumulate(model, data[rank], False)
-            if handle is not None:
-                handle.remove()
+        handle = model.blocks[0].register_full_backward_pre_hook(broken) if rank == 1 else None
+        with pytest.raises((ValueError, StepError)):
+            accumulate(model, data[rank], False)
+        if handle is not None:
+            handle.remove()
         reference.step(data, False)
         accumulate(model, data[rank], False)
         wrong += differing_grads(model, plain)
@@ -233,6 +233,21 @@ def fail_in_the_backward() -> list[str]:
     return wrong
 
 
+def fail_beside_hooks(case: Quantized) -> list[str]:
+    """As above, where reduced gradients are asked for during the backward."""
+    seen = 0
+
+    def count(params: Any, grads: Any) -> None:
+        nonlocal seen
+        seen += len(params)
+
+    handle = register_reduced_grad_hook(count)
+    try:
+        return fail_in_the_backward(case) + ([] if seen else ["nobody was told of a gradient"])
+    finally:
+        handle.remove()
+
+
 def _feedback(module: nn.Module) -> list[Any]:
     unit = unit_of(module)
     buffers = () if unit is None else unit.buffers
@@ -240,7 +255,11 @@ def _feedback(module: nn.Module) -> list[Any]:
 
 
 def test_a_pass_that_is_given_up_leaves_the_error_that_waits_as_it_was() -> None:
-    assert not any(run_ranks(fail_in_the_backward, 4))
+    limit = {"limit_seconds": 20.0}
+    nodes = Quantized(dataclasses.replace(FEEDBACK, node_size=2), options=limit)
+    assert not any(run_ranks(fail_in_the_backward, 4, nodes))
+    copies = Quantized(CommunicationPolicy(replicate=INT4, error_feedback=True), replicas=2, options=limit)
+    assert not any(run_ranks(fail_beside_hooks, 4, copies))
 
 
 def test_norms_biases_and_embeddings_are_sent_as_they_are_and_the_description_says_what_is_not() -> None:
@@ -320,13 +339,52 @@ def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_cha
             assert type(model) is nn.Linear and not model._forward_pre_hooks
 
 
-def differ_on_one_rank() -> str:
-    policy = CommunicationPolicy(gather="int8" if group_of().rank else "float8_e4m3")
-    model = fully_shard(nn.Linear(8, 8), communication=policy)
+def test_error_feedback_is_refused_wherever_a_scaler_changes_the_unit_of_gradients() -> None:
+    policy = CommunicationPolicy(reduce="int8", error_feedback=True)
+    fp32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with pytest.raises(ValueError, match="error_feedback=True beside fp16"):
+        fully_shard(nn.Linear(4, 4).half(), communication=policy)
+    fully_shard(nn.Linear(4, 4).half(), communication=policy, mp_policy=fp32).half()
+    model = fully_shard(nn.Linear(4, 4), communication=policy)
+    with pytest.raises(ValueError, match="error_feedback=True beside fp16"):
+        model.half()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [param.clone() for param in model.parameters()]
+    scaler, inactive = ShardedGradScaler(init_scale=2.0), ShardedGradScaler(enabled=False)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    with pytest.raises(ValueError, match=r"gradients of 'weight' are sent with error_feedback=True.*enabled=False"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    inactive.step(optimizer)
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def differ_on_one_rank() -> list[str]:
+    """Each of these is told by `fully_shard` itself, or by whoever gives memory to the shards."""
+    first, told = group_of().rank == 0, []
+    formats = {"communication": CommunicationPolicy(gather="float8_e4m3" if first else "int8")}
+    nodes = {"communication": CommunicationPolicy(gather="int8", node_size=2 if first else 1)}
+    none = {"communication": CommunicationPolicy(gather="int8", node_size=2 if first else None)}
+    parts = {"reshard_after_forward": 1 if first else 2}
+    for options in (formats, nodes, none, parts):
+        with pytest.raises(ContractError) as caught:
+            fully_shard(nn.Linear(8, 8), limit_seconds=10.0, **options)
+        told.append(str(caught.value))
+    for options in (nodes, parts):
+        with pytest.raises(ContractError) as caught:
+            fully_shard(nn.Linear(8, 8), limit_seconds=10.0, sync_module_states=False, **options)
+        told.append(str(caught.value))
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    fully_shard(model, init=False, limit_seconds=10.0, **nodes)
     with pytest.raises(ContractError) as caught:
-        model(torch.ones(1, 8))
-    return str(caught.value)
+        model.to_empty(device="cpu")
+    return [*told, str(caught.value)]
 
 
-def test_ranks_that_say_otherwise_are_told_before_the_first_gather() -> None:
-    assert all("float8_e4m3" in text for text in run_ranks(differ_on_one_rank, 2))
+def test_ranks_that_say_otherwise_are_told_before_a_group_is_made() -> None:
+    named = ["float8_e4m3", "node_size=1", "node_size=None", "reshard_after_forward=1"]
+    for told in run_ranks(differ_on_one_rank, 2):
+        for text, expected in zip(told, [*named, named[1], named[3], named[1]], strict=True):
+            assert expected in text

@@ -25,7 +25,7 @@ from scale_core.autograd_hooks import register_grad_published_hook
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks
-from scale_fsdp import StepError, fully_shard
+from scale_fsdp import CommunicationPolicy, StepError, fully_shard
 from scale_fsdp.runtime.unit import units_in
 
 WIDTH = 5
@@ -307,21 +307,23 @@ class TwoDtypes(nn.Module):
         return x + (torch.tanh(self.linear(x)) * self.scale).float()
 
 
-def without_memory(what: str, reshard: bool | int) -> list[str]:
+def without_memory(what: str, reshard: bool | int, policy: CommunicationPolicy | None = None) -> list[str]:
     """Each transfer of a step in turn finds no memory on rank 1; returns what differs from a model that never met it.
 
     Args:
-        what: "all_gather" or "reduce_scatter", of scale_core.
+        what: "all_gather" or "reduce_scatter", of scale_core; or with "_quantized" behind it.
+        reshard: Of `fully_shard`.
+        policy: What is quantized.
     """
     torch.manual_seed(0)
     plain = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(WIDTH, 2))
     models = [copy.deepcopy(plain), copy.deepcopy(plain)]
     for model in models:
         for block in model[:2]:
-            fully_shard(block, reshard_after_forward=reshard, limit_seconds=10.0)
-        fully_shard(model, reshard_after_forward=reshard, limit_seconds=10.0)
+            fully_shard(block, reshard_after_forward=reshard, limit_seconds=10.0, communication=policy)
+        fully_shard(model, reshard_after_forward=reshard, limit_seconds=10.0, communication=policy)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
-    place = scale_core.flat.buffer if what == "all_gather" else scale_core.flat.reduction
+    place = scale_core.flat.buffer if what.startswith("all_gather") else scale_core.flat.reduction
     begin, wrong, number, fails_at = getattr(place, what), [], 0, -1
 
     def scarce(*args: Any, **kwargs: Any) -> Any:
@@ -590,6 +592,12 @@ def test_each_rank_keeps_what_it_had_before_the_pass_that_raised_on_it() -> None
 def test_a_rank_without_memory_for_a_transfer_itself_still_serves_it_to_the_others() -> None:
     """What a gather takes is the likeliest place to run out of memory, and then nothing was sent yet."""
     assert run_ranks(run_without_memory, 2) == [[], []]
+
+
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_it_serves_both_halves_of_a_gather_that_is_quantized_between_nodes(reshard: bool) -> None:
+    policy = CommunicationPolicy(gather="int8", node_size=2)
+    assert run_ranks(without_memory, 4, "all_gather_quantized", reshard, policy) == [[]] * 4
 
 
 def test_a_rank_that_fails_when_the_others_have_gone_on_is_found_out_in_the_next_pass() -> None:

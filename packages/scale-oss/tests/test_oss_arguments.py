@@ -22,6 +22,11 @@ def test_a_wrong_argument_is_told_by_name_before_anything_is_built() -> None:
         (OSS, (None,), {}, "OSS: expected params to be a collection, got None"),
         (ShardedDataParallel, (None, optimizer), {}, "ShardedDataParallel: expected module to be a Module, got None"),
         (ShardedDataParallel, (model, optimizer), {"reduce_fp16": "no"}, "; write reduce_fp16=False"),
+        # In earlier versions the number of elements of a bucket was the sixth.
+        (ShardedDataParallel, (model, optimizer, None, True, True, 1), {}, "positional arguments but 7 were given"),
+        (ShardedDataParallel, (model, optimizer), {"reduce_fp16": 2**23}, "expected reduce_fp16 to be a bool"),
+        (OSS, (model.parameters(), SGD, None, 1), {"lr": 0.1}, "positional arguments but 5 were given"),
+        (OSS, (model.parameters(), SGD), {"lr": 0.1, "broadcast_fp16": -1}, "expected broadcast_fp16 to be a bool"),
         (split_by, (model, (SGD, {}), (SGD, {})), {"other_names": "layers"}, r"; write \['layers'\]"),
         (LocalSGD, (model, plain), {"sync_every": 2, "nesterov": "no"}, "; write nesterov=False"),
     ]

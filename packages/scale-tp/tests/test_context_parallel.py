@@ -180,6 +180,27 @@ def _padded_attention() -> None:
             found = [output.detach(), *torch.autograd.grad(output, leaves, part_of(given, dim=2))]
             for got, its in zip(found, expected, strict=True):
                 torch.testing.assert_close(got, part_of(its, dim=2), rtol=1e-12, atol=1e-13)
+    _mask_that_is_filled_again(query, key, value, hidden)
+
+
+def _mask_that_is_filled_again(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> None:
+    """As a server keeps one tensor for the masks of all its batches."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), scale_tp.context_parallel(attention="ring"):
+            mask = torch.empty(2, 1, 1, LENGTH // group_of().size, dtype=torch.bool)
+            for each in (hidden, hidden.flip(0), torch.zeros_like(hidden)):
+                mask.copy_(padding_mask(scale_tp.split_sequence(each), is_causal=False))
+                parts = [scale_tp.split_sequence(tensor, dim=2) for tensor in (query, key, value)]
+                for _ in range(2):
+                    got = F.scaled_dot_product_attention(*parts, attn_mask=mask)
+                whole = padding_mask(each, is_causal=False)
+                expected = _plain_attention(query, key, value, whole)
+                torch.testing.assert_close(got, scale_tp.split_sequence(expected, dim=2), rtol=1e-12, atol=1e-13)
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    scores = (query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ value
 
 
 def _padded_models() -> None:

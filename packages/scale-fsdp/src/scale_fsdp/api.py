@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
 from scale_core.comm.group import GroupLike
+from scale_core.consistency.contract import Contract
 from scale_core.divergence import check_interval
 from scale_core.flat.buffer import DevicePolicy, ShardGroups
 from scale_core.flat.layout import Atom
@@ -178,10 +179,27 @@ class UnitOptions:
             raise TypeError(f"error_if_nonfinite: expected True or False, got {self.error_if_nonfinite!r}")
         check_communication(self.communication)
         if self.communication is not None:
-            self.communication.check(self.mesh_info, (self.precision.param_dtype, self.precision.reduce_dtype))
+            self.communication.check(self.mesh_info)
+            self.communication.check_dtypes(self.precision.param_dtype, self.precision.reduce_dtype)
+
+    @property
+    def communication_line(self) -> str:
+        """What decides which groups of ranks are made, and what is sent between them; equal on all ranks."""
+        return f"reshard_after_forward={self.reshard_after_forward}, communication={self.communication}"
+
+    def check_groups(self) -> None:
+        """Compares between ranks what `buffer_groups` makes groups of; where it makes none, sends nothing.
+
+        Raises:
+            ContractError: They say it differently.
+        """
+        has_part = not isinstance(self.reshard_after_forward, bool | None)
+        if has_part or (self.communication is not None and self.communication.node_size is not None):
+            contract = Contract(self.mesh_info.whole, self.limit_seconds)
+            contract.check_equal("how fully_shard groups the ranks", [self.communication_line])
 
     def buffer_groups(self) -> ShardGroups:
-        """Returns the groups of the unit's buffers."""
+        """Returns the groups of the unit's buffers; the first call makes them, on all ranks together."""
         node_size = None if self.communication is None else self.communication.node_size
         return self.mesh_info.buffer_groups(self.reshard_after_forward, node_size)
 

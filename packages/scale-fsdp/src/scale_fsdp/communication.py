@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -42,7 +42,8 @@ class CommunicationPolicy:
             node, and fewer bits between.
         node_size: Ranks per node, neighbours in the mesh of one dimension. `gather` and `reduce` then hold between
             nodes alone: shards come from one rank of each other node and are passed on inside in the dtype of the
-            computation; gradients are averaged inside a node first. None sends to all ranks alike.
+            computation; gradients are averaged inside a node first. Where there are no more ranks than
+            that, they are one node, and nothing is quantized. None sends to all ranks alike.
         error_feedback: What rounding takes from the gradients of one step is added to those of the next: 4 bytes per
             gradient that this rank quantizes, twice that in a backward pass. It is in no snapshot: a run that goes on
             from one begins with an error of zero.
@@ -80,6 +81,8 @@ class CommunicationPolicy:
                 f"include: expected some of {', '.join(map(repr, kinds))}, got {unknown[0]!r}: "
                 "write include=('embedding',)"
             )
+        # In one order, in which ranks compare it: that of a set differs between processes.
+        object.__setattr__(self, "include", tuple(sorted(set(self.include))))
         if self.error_feedback and self.reduce is None and self.replicate is None:
             raise ValueError(
                 "error_feedback=True: no gradient is quantized, so there is no error: name a format, "
@@ -101,8 +104,8 @@ class CommunicationPolicy:
             self.error_feedback,
         )
 
-    def check(self, mesh_info: MeshInfo, dtypes: Sequence[torch.dtype | None] = ()) -> None:
-        """Raises ValueError where the policy says something of ranks or dtypes that these are not."""
+    def check(self, mesh_info: MeshInfo) -> None:
+        """Raises ValueError where the policy says something of ranks that these are not."""
         shard, replicas = mesh_info.shard.size, mesh_info.replicas.size
         if self.replicate is not None and mesh_info.replicas.process_group is None:
             raise ValueError(
@@ -115,12 +118,15 @@ class CommunicationPolicy:
                 f"node_size={size}: the mesh of {replicas} x {shard} ranks says itself which are neighbours: leave "
                 "node_size out; replicate= is the format between its rows"
             )
-        if size is not None and shard % size:
+        if size is not None and size < shard and shard % size:
             divisors = [number for number in range(1, shard + 1) if shard % number == 0]
             raise ValueError(
                 f"node_size={size}: {shard} ranks do not divide into nodes of {size}: take one of "
                 f"{', '.join(map(str, divisors))}, or leave it out"
             )
+
+    def check_dtypes(self, *dtypes: torch.dtype | None) -> None:
+        """Raises ValueError where gradients of these dtypes can't be sent so."""
         if self.error_feedback and torch.float16 in dtypes:
             raise ValueError(
                 "error_feedback=True beside fp16: a gradient scaler changes the unit of gradients, and the error of "

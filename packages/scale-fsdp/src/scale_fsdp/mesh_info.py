@@ -36,6 +36,7 @@ class MeshInfo:
             part = _neighbour_group(self.shard, reshard_after_forward)
         nodes = None
         if node_size is not None and self.shard.size > 1:
+            node_size = min(node_size, self.shard.size)
             intra_node = _neighbour_group(self.shard, node_size) if node_size > 1 else Group()
             nodes = NodeGroups(intra_node, _strided_group(self.shard, node_size))
         return ShardGroups(self.shard, self.replicas, part, nodes)

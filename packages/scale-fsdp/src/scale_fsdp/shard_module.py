@@ -225,7 +225,10 @@ def shard_modules(
             kind = ", ".join(type(module).__name__ for module in modules)
             lines = [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
             contract = Contract(ranks.whole, options.limit_seconds)
-            contract.check_equal(f"the module given to fully_shard ({kind})", [kind, *lines])
+            what = f"the module given to fully_shard ({kind})"
+            contract.check_equal(what, [kind, options.communication_line, *lines])
+        else:
+            options.check_groups()
         parts = [(module, _own_of(own, module)) for module in modules]
         fill = should_initialize(parts, init, ranks.whole, options.limit_seconds, sync=sync)
         buffers, slots = _make_buffers(own, options.buffer_groups(), options)
@@ -364,6 +367,8 @@ def _make_buffers(
         layout = FlatLayout.plan(names, [tuple(param.shape) for param in params], groups.shard.size, options.atom)
         devices = DevicePolicy() if on_meta else options.placement.devices_for(device)
         wire = None if is_unquantized or options.communication is None else options.communication.wire
+        if wire is not None and options.communication is not None:
+            options.communication.check_dtypes(dtypes.compute or dtype, dtypes.reduce)
         buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten, devices, wire)
         buffers.append(buffer)
         where.update({param: (buffer, index) for index, param in enumerate(named)})

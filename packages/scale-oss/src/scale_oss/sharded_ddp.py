@@ -233,8 +233,8 @@ class ShardedDataParallel(nn.Module):
         process_group: GroupLike = None,
         broadcast_buffers: bool = True,
         sync_module_states: bool = True,
-        reduce_fp16: bool = False,
         *,
+        reduce_fp16: bool = False,
         overlap_gather: bool = True,
     ) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -232,7 +233,25 @@ def inside_stages() -> None:
     assert compared >= 7
 
 
+def optimizer_state_where_ranks_have_no_expert() -> None:
+    """One expert on an axis of two ranks: those of the second have empty pieces of empty pieces."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
+    torch.manual_seed(0)
+    model = MoE(DIM, 8, 1, TokenChoice(1), process_group=mesh["expert"])
+    fully_shard(model.experts, mesh["replica"])
+    optimizer = optimizer_of(fully_shard(model).parameters())
+    model(batches()[0][dist.get_rank()]).square().sum().backward()
+    optimizer.step()
+    whole: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+    for name, param in model.named_parameters():
+        shard, own = shard_of(param), optimizer.state[param]["exp_avg"].square().sum()
+        dist.all_reduce(own)
+        assert shard is not None and whole[name]["exp_avg"].shape == shard.shape
+        torch.testing.assert_close(whole[name]["exp_avg"].square().sum(), own)
+
+
 def four_ranks(folder: str) -> None:
+    optimizer_state_where_ranks_have_no_expert()
     experts_sharded_over_their_own_axis(f"{folder}/fsdp")
     wrappers_that_average_over_one_group(f"{folder}/ddp")
     noise_is_replayed()

@@ -374,6 +374,8 @@ class FlatBuffer(FlatReduced):
         """As `_all_gather`, of messages that become the full buffer when they are waited for."""
         nodes, group, numel = self.groups.nodes, self.groups.quantized_group, self.layout.shard_numel
         messages = new_messages(group.size, numel, block_format, self.full.device)
+        # Memory for all that follows: where there is none for the second half, nobody would serve it to the others.
+        by_place = self.full if nodes is None else torch.empty_like(self.full)
         if self._moves:
             with self._stream.run():
                 local = torch.empty(numel, dtype=self.dtype, device=self.full.device)
@@ -392,15 +394,15 @@ class FlatBuffer(FlatReduced):
 
         def gather_inside(_: Tensor) -> CollectiveWork:
             # All shards of this rank's place in its node, then those of the others from them, in the order of nodes.
-            by_place = torch.empty_like(self.full).view(intra_node.size, group.size * numel)
-            dequantize(messages, numel, block_format, out=by_place[intra_node.rank].view(group.size, numel))
+            own = by_place.view(intra_node.size, -1)[intra_node.rank]
+            dequantize(messages, numel, block_format, out=own.view(group.size, numel))
 
             def fill(_: Tensor) -> Tensor:
                 by_node = self.full.view(group.size, intra_node.size, numel)
                 by_node.copy_(by_place.view(intra_node.size, group.size, numel).transpose(0, 1))
                 return self.full
 
-            return all_gather(by_place.view(-1), by_place[intra_node.rank], intra_node, tag=tag).then(fill)
+            return all_gather(by_place, own, intra_node, tag=tag).then(fill)
 
         return work.then(gather_inside)
 

@@ -355,10 +355,14 @@ class Reduction:
         else:
             self._keep(reduced)
 
-    def results(self, limit_seconds: float | None = None) -> list[Tensor]:
-        """Returns what was reduced since the last call, each [S], in the order of `start`."""
+    def finish(self, limit_seconds: float | None = None) -> None:
+        """Waits for all parts of the average, those between nodes or replicas too."""
         self.wait(limit_seconds)
         self._wait_replicated(limit_seconds)
+
+    def results(self, limit_seconds: float | None = None) -> list[Tensor]:
+        """Returns what was reduced since the last call, each [S], in the order of `start`."""
+        self.finish(limit_seconds)
         reduced, self._reduced = self._reduced, []
         for _, copied in reduced:
             if copied is not None:
@@ -437,9 +441,24 @@ class FlatReduced(FlatShard):
         return any(param.requires_grad for param in self.sharded_params)
 
     @property
+    def keeps_rounding_error(self) -> bool:
+        """Whether what rounding takes from the gradients of one step is added to those of the next."""
+        return self.wire is not None and self.wire.error_feedback
+
+    @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""
         return bool(self.gradient)
+
+    @property
+    def reduces_in_parts(self) -> bool:
+        """Whether its gradients are averaged in a node, or over the ranks of one copy, first, and then beyond."""
+        return self.groups.nodes is not None or self.groups.replicas.size > 1
+
+    @property
+    def replicates_in_halves(self) -> bool:
+        """Whether their average over replicas has a second half, which starts when the first is waited for."""
+        return self.wire is not None and self.wire.replicate is not None and self.groups.replicas.size > 1
 
     def reduce(self, tag: int = 0) -> None:
         """Starts to average the local gradients over the ranks in `reduce_dtype`; missing ones count as zeros."""
@@ -461,6 +480,10 @@ class FlatReduced(FlatShard):
     def wait_reduced(self, limit_seconds: float | None = None) -> None:
         """Waits for the reduction, if there is one; its result is kept until `commit`."""
         self.reduction.wait(limit_seconds)
+
+    def finish_reduction(self, limit_seconds: float | None = None) -> None:
+        """As `wait_reduced`, for all parts of it."""
+        self.reduction.finish(limit_seconds)
 
     def wait_results(self, limit_seconds: float | None = None) -> list[tuple[nn.Parameter, Tensor]]:
         """Waits for what was reduced since the last call; returns it by sharded parameter, in local shapes."""

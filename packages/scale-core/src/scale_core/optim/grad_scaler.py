@@ -24,6 +24,7 @@ from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce, torch_group
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.optim.step_checks import name_with_rounding_error
 from scale_core.shard import shard_of
 
 
@@ -57,7 +58,8 @@ class ShardedGradScaler(GradScaler):
             when it is needed), or a world of one where torch.distributed is not initialised.
 
     Raises:
-        ValueError: A number out of its range, or a `process_group` that this rank is no member of.
+        ValueError: A number out of its range, or a `process_group` that this rank is no member of; at the first
+            step, parameters whose gradients are sent with `error_feedback`.
         TypeError: `process_group` is none, or `device` is no device.
     """
 
@@ -215,10 +217,16 @@ class ShardedGradScaler(GradScaler):
             )
 
     def _check_covers(self, optimizer: Optimizer, group: Group) -> None:
-        """Checks that the scaler's group has all ranks that share a parameter."""
+        """Checks that the scaler's group has all ranks that share a parameter, and that no error of rounding waits."""
         params = [param for param_group in _with_gradients(optimizer).param_groups for param in param_group["params"]]
         if self._covered.get(optimizer) == len(params):
             return
+        if (name := name_with_rounding_error(params)) is not None:
+            raise ValueError(
+                f"the gradients of '{name}' are sent with error_feedback=True, and a scaler changes their unit: what "
+                "rounding took from one step would count wrongly in the next. Compute in bf16, with "
+                "ShardedGradScaler(enabled=False), or leave error_feedback out of the CommunicationPolicy"
+            )
         for shard in filter(None, map(shard_of, params)):
             for axis in shard.axes:
                 if axis.group.size > 1 and not set(axis.group.ranks) <= set(group.ranks):

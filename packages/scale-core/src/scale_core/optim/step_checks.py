@@ -67,6 +67,15 @@ def refuse_step_while_unreduced(owner: Any) -> None:
     _checked.clear()
 
 
+def name_with_rounding_error(params: Iterable[Tensor]) -> str | None:
+    """Returns a name of what keeps the error of rounding these parameters' gradients for the next step, if any does."""
+    stepped = {id(param) for param in params}
+    for owner in list(_waiting):
+        if getattr(owner, "keeps_rounding_error", False) and any(id(p) in stepped for p in owner.sharded_params):
+            return str(owner.names[0])
+    return None
+
+
 def allow_full_state(optimizer: torch.optim.Optimizer) -> None:
     """Records that one rank steps on all elements of this optimizer's sharded parameters."""
     _for_all.add(optimizer)

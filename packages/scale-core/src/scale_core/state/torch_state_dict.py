@@ -215,7 +215,7 @@ def _within_piece(holding: ParamSlice, parts: Sequence[Part]) -> tuple[ParamSlic
 
 
 def _first_of(parts: Sequence[Part]) -> int:
-    return min((part.start for part in parts if part.numel), default=0)
+    return min((part.start for part in parts if part.numel), default=parts[0].start)
 
 
 class _Piece(NamedTuple):

@@ -93,7 +93,10 @@ def _check_convertible(unit: Unit, fn: Conversion) -> None:
             "backward, or inside no_sync(): convert the model before or after"
         )
     for buffer in unit.buffers:
-        device = fn(buffer.shard.new_empty(0)).device
+        after = fn(buffer.shard.new_empty(0))
+        if buffer.wire is not None and unit.options.communication is not None:
+            unit.options.communication.check_dtypes(buffer.dtypes.compute or after.dtype, buffer.dtypes.reduce)
+        device = after.device
         if unit.options.placement.params_on_host and device.type not in ("cpu", "meta") and not buffer.is_meta:
             raise RuntimeError(
                 f"the shards of {unit_title(unit.name)} are kept on the host by offload_policy=CPUOffloadPolicy(), and "
@@ -111,6 +114,8 @@ def _convert_flat_buffer(unit: Unit, buffer: FlatBuffer, fn: Conversion) -> bool
     devices = _devices_after(unit, buffer, shard.device)
     if shard.device != devices.shard:  # Asked for where it computes, but its shards are on the host.
         shard = torch.empty_like(shard, device=devices.shard)
+    if was_meta and not shard.is_meta and buffer is unit.buffers[0]:
+        unit.options.check_groups()
     groups = unit.options.buffer_groups() if was_meta else None
     buffer.set_storage(shard, groups=groups, devices=devices)
     for param, grad in zip(buffer.sharded_params, grads, strict=True):

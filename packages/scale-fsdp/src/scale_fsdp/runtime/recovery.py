@@ -59,7 +59,7 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
     for number, left in enumerate(rest):
         if number:
             contract.begin(left.kind, new_step=left.new_step)
-        _replay(root, left)
+        _replay(root, left, None if number else contract.history.last_event)
         if number < len(rest) - 1:
             contract.end_unchecked()
     contract.end_checked(*PassStatus(failed=True))
@@ -85,35 +85,37 @@ def _remaining(root: UnitContext) -> list[Pass] | None:
 
 
 def _start_last_event(root: UnitContext) -> None:
-    """Starts all that the others wait for before they compare the next event."""
+    """Runs all that the others wait for before they compare the next event."""
     event = root.contract.history.last_event
     if event is not None and event.phase == "reduction":
         root.by_name[event.unit].start_remaining("reduction")
+        root.by_name[event.unit].finish_reductions()
     for unit in root.starting_gathers:
         unit.start_remaining("gather")
     if event is not None:
-        _finish_intra_node_gathers(root, event, keep_part=False)
+        _finish_event(root, event, keep_part=False)
 
 
-def _replay(root: UnitContext, left: Pass) -> None:
-    """Runs the collectives of the rest of a pass, and computes nothing."""
+def _replay(root: UnitContext, left: Pass, last: Event | None) -> None:
+    """Runs the collectives of the rest of a pass, and computes nothing; `last` is the event that they begin after."""
     between = left.kind.phase.startswith("forward") and left.kind.grad
-    last: Event | None = None
     for event, is_transfer in left.log:
         if is_transfer:
             root.by_name[event.unit.rpartition("#")[0]].replay(event, keep_part=between)
             continue
         if last is not None:  # Its transfers have started.
-            _finish_intra_node_gathers(root, last, keep_part=between)
+            _finish_event(root, last, keep_part=between)
         last = event
         if event != END:
             root.contract.record(event)
     if last is not None:
-        _finish_intra_node_gathers(root, last, keep_part=between)
+        _finish_event(root, last, keep_part=between)
 
 
-def _finish_intra_node_gathers(root: UnitContext, event: Event, *, keep_part: bool) -> None:
-    """Takes part in the gathers inside nodes for which the others wait after this event."""
+def _finish_event(root: UnitContext, event: Event, *, keep_part: bool) -> None:
+    """Takes part in what begins when the transfers of this event are waited for, where the others wait for that."""
+    if event.phase == "reduction" and root.contract.checks_every_event:
+        root.by_name[event.unit].finish_reductions()
     if event.phase in GATHERING_PHASES and event.unit in root.by_name:
         unit = root.by_name[event.unit]
         for each in (*unit.shared_owners, unit):

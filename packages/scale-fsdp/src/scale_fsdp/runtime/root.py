@@ -276,6 +276,8 @@ class Root(UnitContext):
                     had_none = buffer.sharded_param(index).grad is None
                     self._unused[ParamKey(self._numbers[unit], number, index)] = had_none
         unit.reduce(trained)
+        if self.contract.checks_every_event:  # A rank that fails can end what was begun in the last event, no more.
+            unit.finish_reductions()
 
     def wait_previous_reduction(self) -> None:
         """Takes the results of the reduction under way, so that its flat gradient is free before the next is filled.
@@ -381,9 +383,9 @@ class Root(UnitContext):
         with self.contract.waiting(Event("reduction", unit.name)):
             new = [
                 (buffer, param, grad)
-                for buffer in unit.buffers
+                for number, buffer in enumerate(unit.buffers)
                 if buffer.keeps_reduced
-                for param, grad in buffer.wait_results(self.contract.limit_seconds)
+                for param, grad in unit.wait_results(number)
                 if param.requires_grad
             ]
         # What this rank has not used, no rank may have used: then there is no gradient, as is known in the end.

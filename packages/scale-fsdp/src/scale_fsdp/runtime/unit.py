@@ -348,6 +348,19 @@ class Unit:
         with self.range("wait_reduce_scatter") if profiler_runs() else NO_RANGE:
             self.contract.wait(Event("reduction", self.name), *[buffer.wait_reduced for buffer in self.buffers])
 
+    def finish_reductions(self) -> None:
+        """Waits for all parts of those reductions that have several."""
+        waits = [buffer.finish_reduction for buffer in self.buffers if buffer.reduces_in_parts]
+        if waits:
+            self.contract.wait(Event("reduction", self.name), *waits)
+
+    def wait_results(self, number: int) -> list[tuple[nn.Parameter, Tensor]]:
+        """Waits for what one buffer has reduced; see `FlatBuffer.wait_results`."""
+        buffer = self.buffers[number]
+        if buffer.replicates_in_halves:  # The second begins here: a rank that fails serves it here, too.
+            self.contract.history.log.append(LogEntry(self._transfer("replication", number), is_transfer=True))
+        return buffer.wait_results(self.contract.limit_seconds)
+
     # The trace of a profiler.
 
     def range(self, what: str) -> record_function:
@@ -375,6 +388,8 @@ class Unit:
                     self._start("gather", number)
                 if not buffer.awaits_intra_node_gather:
                     buffer.release(limit, keep_part=keep_part)
+            elif transfer.phase == "replication":
+                buffer.finish_reduction(limit)
             else:
                 self._start("reduction", number)
                 buffer.wait_reduced(limit)

@@ -99,7 +99,8 @@ class _Block:
         self.may_compute_again = False  # attention was called in what may be a checkpoint
         self.is_complete = False  # left without an error
         self._first_node = next_node_number()
-        self._mask: Tensor | None = None  # the last one, which a model gives to all of its layers
+        # The last one, which a model gives to all of its layers, and its version: it may be filled again in place.
+        self._mask: tuple[Tensor, int] | None = None
         self._padding: Padding | None = None  # that it means
 
     def nodes(self) -> range:
@@ -140,9 +141,11 @@ class _Block:
         return output
 
     def _padding_of(self, mask: Tensor, query: Tensor) -> Padding:
-        if self._padding is None or mask is not self._mask or len(query) != len(self._padding.hidden):
+        known = self._mask
+        is_known = known is not None and known[0] is mask and known[1] == mask._version
+        if self._padding is None or not is_known or len(query) != len(self._padding.hidden):
             self._padding = gather_padding(mask, query.shape[0], query.shape[2], self.ranks)
-            self._mask = mask
+            self._mask = None if mask.is_inference() else (mask, mask._version)  # The former count no versions.
         return self._padding
 
     def _note_backward(self, gradient: Tensor) -> None:
