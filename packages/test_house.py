@@ -38,7 +38,7 @@ FLOORS = {
     "scale-train": 4,
 }
 FILES_AND_JUMPS = {
-    "fully_shard": (12, 310),
+    "fully_shard": (12, 312),
     "ShardedDataParallel": (12, 108),
     "OSS with DDP": (5, 18),
     "DistributedPipe": (15, 110),
