@@ -185,7 +185,8 @@ class UnitOptions:
     @property
     def communication_line(self) -> str:
         """What decides which groups of ranks are made, and what is sent between them; equal on all ranks."""
-        return f"reshard_after_forward={self.reshard_after_forward}, communication={self.communication}"
+        part = None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
+        return f"reshard_after_forward={part}, communication={self.communication}"
 
     def check_groups(self) -> None:
         """Compares between ranks what `buffer_groups` makes groups of; where it makes none, sends nothing.
