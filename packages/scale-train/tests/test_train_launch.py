@@ -96,8 +96,10 @@ def whole(tmp_path_factory) -> dict[int, float]:
     """The losses of a run that nobody has disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "text").write_bytes(TEXT)
-    train_forked("--text", str(folder / "text"), "--out", str(folder / "run"))
-    found = losses(str(folder / "run"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        train_forked("--out", "run")
+        found = losses("run")
     assert len(found) == STEPS
     return found
 
