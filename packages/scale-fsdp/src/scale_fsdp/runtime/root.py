@@ -187,8 +187,9 @@ class Root(UnitContext):
             return True
         history = self.contract.history
         order, position = history.order, history.position
-        if history.matches_last_order and position < len(order) and order[position] == Event("forward", unit.name):
-            return True  # It runs again at once.
+        coming = order[position] if history.matches_last_order and position < len(order) else None
+        if coming in (Event("forward", unit.name), Event("backward", unit.name)):
+            return True  # It runs again at once, or was recomputed inside of another unit and has its backward next.
         if not torch.is_grad_enabled():
             return False
         # The entry unit's backward comes first: releasing it would only mean to gather it again.
