@@ -2,7 +2,7 @@
 
     python benchmarks/experts.py                        # worlds 2 and 4; some minutes of two cores
     python benchmarks/experts.py --turns 9
-    python benchmarks/experts.py --simulate             # the simulation alone; 64 and 512 ranks in one process
+    python benchmarks/experts.py --simulate             # the simulation alone: 64 and 512 ranks; some minutes as well
     python benchmarks/experts.py --smoke                # tiny sizes, one turn: that it runs
     python benchmarks/experts.py --date 2026-11-27      # also writes results/2026-11-27-experts.*
 
@@ -158,7 +158,9 @@ def of_deepspeed(layer: MoE, sizes: Sizes) -> Callable[[Tensor], Tensor]:
     import deepspeed
     from deepspeed.moe.layer import MoE as DeepSpeedMoE
 
-    deepspeed.init_distributed("gloo", verbose=False)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     moe = DeepSpeedMoE(
         sizes.dim,
         Perceptron(sizes.dim, sizes.hidden_dim),
@@ -454,7 +456,8 @@ def main() -> int:
     if not options.simulate:
         turns, worlds = (1, [2]) if options.smoke else (options.turns, options.worlds)
         parts += [on_one_process(sizes, turns), divided(sizes, turns, worlds)]
-    parts += [at_scale(cases)]
+    if options.simulate or options.smoke:
+        parts += [at_scale(cases)]
     tables = [table for table, _ in parts]
     for table in tables:
         print(table.markdown())

@@ -141,10 +141,9 @@ class Experts(ShardedModule):
             if param.is_meta:
                 continue
             first, bound = sharding.local_ranges(rank)[0][0][0], 1 / math.sqrt(shape[2])
-            # In a simulation there are no values, and one draw needs the memory of all.
-            experts = range(first, first + 1) if compat.is_fake(param) else range(shape[0])
-            for expert in experts:
-                drawn = torch.empty(shape[1:], dtype=param.dtype, device=param.device).uniform_(-bound, bound)
+            drawn = torch.empty(shape[1:], dtype=param.dtype, device=param.device)
+            for expert in range(1 if compat.is_fake(param) else shape[0]):  # In a simulation there are no values.
+                drawn.uniform_(-bound, bound)
                 if first <= expert < first + len(param):
                     param[expert - first].copy_(sharding.local_features(drawn, rank, sharding.dim - 1))
 
