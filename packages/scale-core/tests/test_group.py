@@ -112,7 +112,9 @@ def test_a_pickled_group_is_found_again_among_those_of_the_process() -> None:
 
 def read_of_another_rank(written: list[bytes]) -> int:
     me = dist.get_rank()
-    with pytest.raises(ValueError, match=f"rank {1 - me}'s part of 2, and this is rank {me}: save a file on each rank"):
+    with pytest.raises(
+        ValueError, match=f"rank {1 - me}'s shard of 2, and this is rank {me}: save a file on each rank"
+    ):
         pickle.loads(written[1 - me])
     rank: int = pickle.loads(written[me]).rank
     return rank

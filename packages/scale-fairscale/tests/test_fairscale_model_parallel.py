@@ -63,7 +63,7 @@ def on_two_ranks(folder: str) -> list[tuple[Tensor, bool, bool]]:
 
 
 def test_two_ranks_load_their_files_compute_what_one_does_and_would_write_the_same_files(tmp_path: Path) -> None:
-    """And a snapshot has whole tensors, which the plain model reads."""
+    """And a snapshot has full tensors, which the plain model reads."""
     plain = [write_consolidated(tmp_path / str(number), sizes, 2) for number, sizes in enumerate(SIZES)]
     for results in run_ranks(on_two_ranks, 2, str(tmp_path)):
         for (logits, same, again), model in zip(results, plain, strict=True):

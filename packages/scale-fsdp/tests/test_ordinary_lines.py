@@ -256,7 +256,7 @@ LINES = [
     ),
     Line(
         "`merge_adapter()` of peft, and whatever else computes weights from weights",
-        "torch's error about shapes, or this rank's part",
+        "torch's error about shapes, or this rank's shard",
         "the same `with model.summon_full_params():`; `merge_and_unload()` on a plain model with `model.state_dict()`",
         merged,
     ),

@@ -1,4 +1,4 @@
-"""Whole parameters in the places of shards: summoned to look at and change, and one unit at a time by apply()."""
+"""Full parameters in the places of shards: summoned to look at and change, and one unit at a time by apply()."""
 
 import copy
 

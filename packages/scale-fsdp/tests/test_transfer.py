@@ -267,7 +267,9 @@ def write(folder: str) -> list[float]:
 
 def read(folder: str) -> list[float]:
     rank = group_of().rank
-    with pytest.raises(ValueError, match=rf"rank {1 - rank}'s part of 2, and this is rank {rank}: save a file on each"):
+    with pytest.raises(
+        ValueError, match=rf"rank {1 - rank}'s shard of 2, and this is rank {rank}: save a file on each"
+    ):
         torch.load(f"{folder}/{1 - rank}.pt", weights_only=False)
     model, optimizer = torch.load(f"{folder}/{rank}.pt", weights_only=False)
     model.module.blocks[0].register_forward_hook(lambda *_: None)  # Its number is none that is taken.

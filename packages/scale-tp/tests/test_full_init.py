@@ -1,4 +1,4 @@
-"""full_init.py: code that gives values to whole parameters gives each rank its part of the same ones."""
+"""full_init.py: code that gives values to full parameters gives each rank its part of the same ones."""
 
 from __future__ import annotations
 

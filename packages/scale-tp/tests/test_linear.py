@@ -153,7 +153,7 @@ def input_divided_elsewhere(group: Group) -> None:
             row(column(input_of(2, 4)))
     fitting = RowParallelLinear(9, 2, input_is_parallel=True, process_group=group, split=column.split)
     assert fitting(column(input_of(2, 4))).shape == (2, 2)
-    # Later, without asking: the whole input in the place of this rank's part.
+    # Later, without asking: the full input in the place of this rank's shard.
     with pytest.raises(ValueError, match="got 9 of them"):
         fitting(input_of(2, 9))
 

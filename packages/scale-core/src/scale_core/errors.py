@@ -162,9 +162,9 @@ class TransferError(ScaleDistributedError):
 def _reason_of(cause: str, who: str) -> tuple[str, bool]:
     """What a transport's text says, and whether it is one: the group is of no use then."""
     if _CLOSED_BY_PEER.search(cause):
-        return f"{who} has closed the connection, as a process does that ends or gives up a wait", True
+        return f"{who} has closed the connection, as a process does that ends or times out", True
     if _GIVEN_UP.search(cause):
-        return "an earlier wait in this process group was too long and was given up, which closed its connections", True
+        return "an earlier wait in this process group timed out, which closed its connections", True
     if found := _TIMED_OUT.search(cause):
         limit = f"{int(found[1]) / 1000:g} s" if found[1] else "the limit"
         return f"no answer within {limit}", True

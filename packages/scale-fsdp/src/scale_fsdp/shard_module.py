@@ -87,7 +87,7 @@ def fully_shard(
 ) -> M:
     """Shards a module's parameters over the ranks, in place, as one unit; returns the same module.
 
-    Modules inside it that are units already keep their own parameters: shard the children first, then the whole. Each
+    Modules inside it that are units already keep their own parameters: shard the children first, then the parent. Each
     unit is gathered as a whole before its forward and its backward and released after, so a unit is what must fit
     beside the shards: a transformer block is a good one. Build the optimizer afterwards.
 
@@ -119,7 +119,7 @@ def fully_shard(
             cast where the model is entered alone.
         offload_policy: `torch.distributed.fsdp.CPUOffloadPolicy()` keeps the shards, the gradients and so the
             optimizer's state and its step on the host: `torch.optim.Adam` with `fused=True` is quick there.
-        ignored_params: Parameters that stay whole on each rank; their gradients are not averaged.
+        ignored_params: Parameters that stay unsharded on each rank; their gradients are not averaged.
         flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
             one local shard per parameter.
         atom: What must not be cut between two ranks: "auto", "element", "row", "parameter", `BlockAtom(k)`, or a
@@ -269,7 +269,7 @@ def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[Para
             continue
         if place.param.is_meta and init is not False:
             raise ValueError(
-                f"'{place.name}' is a DTensor on the meta device, and fully_shard initializes whole tensors: write "
+                f"'{place.name}' is a DTensor on the meta device, and fully_shard initializes full tensors: write "
                 "fully_shard(..., init=False), then model.to_empty(device=...), and load a checkpoint; or initialize "
                 "the model before parallelize_module"
             )
@@ -304,7 +304,7 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
         kind = type(param.data)
         if kind not in compat.plain_tensor_types():
             raise TypeError(
-                f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: keep it whole on each rank, "
+                f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: keep it replicated, "
                 "fully_shard(..., ignored_params={...}), or convert the parameter to a plain tensor first"
             )
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):

@@ -171,7 +171,7 @@ class BucketAssigner:
             numels = [shard.numel for shard in members]
             owners = self._choose_owners(numels, group, trains)
             for run in group_in_rounds(numels, owners, self._bucket_numel):
-                title = f"bucket {len(self.full_param)} of whole tensors of optimizer {self._number}"
+                title = f"bucket {len(self.full_param)} of full tensors of optimizer {self._number}"
                 its_owners = [owners[index] for index in run]
                 self.full_param.append(
                     FullParamBucket([members[index] for index in run], its_owners, title, self._contract)

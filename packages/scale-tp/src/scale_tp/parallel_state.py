@@ -1,7 +1,7 @@
 """Process groups of tensor, context, pipeline and data parallelism (`initialize_model_parallel`), and their getters.
 
 A layer takes `process_group=`; its default is the model axis of `initialize_model_parallel`. A program that runs as
-one process needs no group: there every layer is whole.
+one process needs no group: there no layer is divided.
 """
 
 from __future__ import annotations

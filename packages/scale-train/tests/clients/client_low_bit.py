@@ -82,7 +82,7 @@ def trains_on_blocks(make: Make, dtype: torch.dtype = torch.float32) -> list[str
 
 
 def trains_under_oss(cls: type[torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> list[str]:
-    """The same with `OSS` over a sharded model, which gives each whole parameter to one rank for the step."""
+    """The same with `OSS` over a sharded model, which gives each full parameter to one rank for the step."""
     plain, model = network().to(dtype), fully_shard(network().to(dtype))
     optimizer = OSS(model.parameters(), cls, lr=0.01)
     theirs = cls(plain.parameters(), lr=0.01)

@@ -136,7 +136,7 @@ def _lookup(rank: int, size: int, ranks: tuple[int, ...]) -> Group:
         )
     if group.rank != rank:
         raise ValueError(
-            f"what is being read was rank {rank}'s part of {size}, and this is rank {group.rank}: save a file on each "
+            f"what is being read was rank {rank}'s shard of {size}, and this is rank {group.rank}: save a file on each "
             "rank, and let each read its own"
         )
     return group

@@ -172,7 +172,7 @@ class Contract:
         group: The ranks.
         limit_seconds: The longest wait for another rank; None is that of `SCALE_LIMIT_SECONDS`, or the
             group's own, at most ten minutes.
-        abort_message: Says that a step was given up, given what each rank has raised, by rank; "" where it has not.
+        abort_message: Says that a step was aborted, given what each rank has raised, by rank; "" where it has not.
         of: A name that is the same on all ranks and no other contract's, by which ranks at two contracts differ.
     """
 
@@ -258,7 +258,7 @@ class Contract:
         """
         rows = [list(notes)]
         if not self.is_single_rank:
-            # The pass is over only then: one that is given up here was none, on any rank.
+            # The pass is over only then: one that is aborted here was none, on any rank.
             rows = self._compare(END, self._fingerprint(), notes)
             if self._late_ranks is not None:
                 self._late_ranks.step()

@@ -116,7 +116,7 @@ class FlatShard:
             if divided:
                 raise ValueError(
                     f"'{divided[0]}' is divided between ranks by its layer, and one flat parameter can't say of which "
-                    "tensors it holds parts: leave flatten_parameters out"
+                    "tensors it holds shards: leave flatten_parameters out"
                 )
             start = self.group.rank * self.layout.shard_numel
             stop = start + self.layout.shard_numel
@@ -157,7 +157,7 @@ class FlatShard:
         return self.shard.is_meta
 
     def load(self, index: int, whole: Tensor) -> None:
-        """Copies this rank's elements out of a whole tensor of the parameter's full shape; ignores one on meta."""
+        """Copies this rank's elements out of a full tensor of the parameter's full shape; ignores one on meta."""
         if whole.is_meta:
             return
         span, piece = self.spans[index], self.pieces[index]

@@ -1,6 +1,6 @@
 """Compares some elements of each divided weight between the ranks, once, in a model's first forward.
 
-Where a function draws into the parts from one seed, or a wrapper sends one rank's parts to the others, all ranks get
+Where a function draws into the parts from one seed, or a wrapper sends one rank's shards to the others, all ranks get
 the same numbers. The model trains with them, and nothing else shows that it is a much smaller one. The elements are
 taken where a layer is about to use its weight, so it does not matter where the weight is at other times.
 """
@@ -126,4 +126,4 @@ def _report(equal: list[str], number: int, group: Group) -> None:
     )
     if len(equal) == number:
         raise RuntimeError(message)
-    warnings.warn(f"{message} (a model whose whole weights repeat may have such parts)", stacklevel=2)
+    warnings.warn(f"{message} (a model whose full weights repeat may have such parts)", stacklevel=2)

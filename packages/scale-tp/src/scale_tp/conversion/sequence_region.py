@@ -32,7 +32,7 @@ class SequenceRegion:
 
     path: str  # the name of the list of blocks
     blocks: nn.ModuleList
-    replicated: Mapping[str, Style]  # modules with whole parameters that compute on a part, by name
+    replicated: Mapping[str, Style]  # modules with full parameters that compute on a part, by name
     gathering: Mapping[str, nn.Module]  # modules that gather what they are given, by name
 
     def contains(self, path: str) -> bool:

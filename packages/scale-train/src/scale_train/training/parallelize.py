@@ -327,7 +327,7 @@ class Engine:
         return total / targets.numel() if reduction == "mean" else total
 
     def attention(self) -> AbstractContextManager[object]:
-        """Around each forward and backward: attention over whole sequences, where ranks divide them."""
+        """Around each forward and backward: attention over full sequences, where ranks divide them."""
         return context_parallel(self.axes.context, attention=self.options.context_attention)
 
     def part_of(self, tokens: Tensor, targets: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
