@@ -40,7 +40,7 @@ def newest(name: str) -> tuple[Figures, str] | None:
 
 
 def rows_of_the_guide() -> dict[str, list[tuple[str, list[str]]]]:
-    """What comes of each fault of docs/guides/faults.md and its tests, by section."""
+    """The result of each fault of docs/guides/faults.md and its tests, by section."""
     text = (ROOT / "docs" / "guides" / "faults.md").read_text(encoding="utf-8")
     sections = re.findall(r"^### [A-F]\. (.*?)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL)
     return {
@@ -62,7 +62,7 @@ def faults() -> str:
     rows.append(["all", str(len(every)), str(len({test for _, tests in every for test in tests}))])
     table = Table("", ["faults of", "tried, and end as the guide says", "tests"], rows)
     return (
-        "Each row of the [guide of faults](faults.md#what-comes-of-each-fault) is a fault with what comes of it "
+        "Each row of the [guide of faults](faults.md#faults-and-their-results) is a fault with its result "
         "and the tests that show it. None ends in a wrong number, a wait without a limit or a lost snapshot.\n"
         f"{_body(table)}"
     )

@@ -276,7 +276,7 @@ def measure_time(nursery: Nursery, row: str, results: Results, engines: Sequence
             for turn in range(-1, turns):  # The first one warms up.
                 tell(f"{row}: {operation}, {f'turn {turn + 1} of {turns}' if turn >= 0 else 'warming up'}")
                 shift = turn % len(engines)
-                for name in (*engines[shift:], *engines[:shift]):  # Nobody always runs after the same neighbour.
+                for name in (*engines[shift:], *engines[:shift]):  # Nobody always runs after the same neighbor.
                     result = results[name, operation]
                     if result.error is not None:
                         continue

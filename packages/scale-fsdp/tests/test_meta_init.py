@@ -286,5 +286,5 @@ def one_cannot() -> list[str]:
 def test_where_one_rank_cannot_initialise_all_of_them_say_so():
     (own, both_0), (others, both_1) = run_ranks(one_cannot, 2)
     assert own.startswith("'scale' is on the meta device")
-    assert others.startswith("rank 0 has a parameter or buffer on the meta device that nothing initialises")
+    assert others.startswith("rank 0 has a parameter or buffer on the meta device that nothing initializes")
     assert both_0 == both_1 == own

@@ -90,7 +90,7 @@ def train_unfused() -> list[str]:
 def most_ulps_fused(name: str) -> float:
     """The largest distance of a weight from the plain model's, after steps that begin at equal weights and states.
 
-    It is counted in units of the terms' sum as it would be if nothing cancelled: |w| + lr (|momentum| + |gradient|).
+    It is counted in units of the terms' sum as it would be if nothing canceled: |w| + lr (|momentum| + |gradient|).
     """
     plain, largest = Model(), 0.0
     model = sharded(plain, ["inward", ""])

@@ -294,5 +294,5 @@ def test_another_process_reads_its_own_file_and_goes_on(tmp_path: Path):
         ["FullyShardedDataParallel"],
         [],
     ]
-    with pytest.raises(ValueError, match=r"over ranks \[0, 1\], but torch.distributed is not initialised"):
+    with pytest.raises(ValueError, match=r"over ranks \[0, 1\], but torch.distributed is not initialized"):
         torch.load(tmp_path / "0.pt", weights_only=False)

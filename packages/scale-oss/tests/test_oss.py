@@ -398,7 +398,7 @@ def test_a_bound_that_would_turn_gradients_round_is_refused_before_anything_is_m
 
 def test_ranks_without_a_process_group_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialised"):
+    with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialized"):
         OSS(torch.nn.Linear(2, 1).parameters(), torch.optim.SGD, lr=0.1)
 
 

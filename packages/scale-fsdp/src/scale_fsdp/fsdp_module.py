@@ -115,7 +115,7 @@ class FSDPModule(ConversionMethods):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Calls `fn` with each module inside, children first, and with this one, as to initialise their weights.
+        """Calls `fn` with each module inside, children first, and with this one, as to initialize their weights.
 
         The parameters of the module's unit are unsharded, in the dtype that they are trained in, and all ranks keep the
         values that `fn` gives them on rank 0. No more is gathered at a time than one unit and those around it. All

@@ -108,12 +108,12 @@ def fully_shard(
         module: The module; must not be a unit yet. A list of modules becomes one unit, which is gathered when the first
             of them runs and released after the last.
         mesh: The ranks to shard over: a DeviceMesh of one dimension, or a process group. None is the default
-            group, or a world of one where torch.distributed is not initialised. A DeviceMesh of two dimensions is
+            group, or a world of one where torch.distributed is not initialized. A DeviceMesh of two dimensions is
             hybrid sharding: the ranks along the second share one copy of the model, those along the first hold copies.
             Parameters go to the mesh's accelerator, if it is one of such.
         reshard_after_forward: Release the parameters between forward and backward: less memory, half as much again
             to send. None is yes, but for the unit that is called first, whose backward comes first. An integer leaves
-            the parameters sharded over that many neighbouring ranks, as those of one node, among which the backward
+            the parameters sharded over that many neighboring ranks, as those of one node, among which the backward
             then gathers.
         mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`. Where all units have one `param_dtype`, inputs are
             cast where the model is entered alone.
@@ -128,7 +128,7 @@ def fully_shard(
             frequencies and running statistics don't survive half precision.
         compute_device: Where to compute. None is the mesh's accelerator, or where the parameters are or, for shards on
             the host, this rank's accelerator.
-        init: Initialises parameters and buffers on the meta device, in memory where the unit computes that is freed
+        init: Initializes parameters and buffers on the meta device, in memory where the unit computes that is freed
             again once they are sharded. None is each module's own `reset_parameters`; a function is called with each
             module that directly has such parameters or buffers. False leaves the shards on meta and sends nothing:
             then `model.to_empty(device=...)` gives them memory, and a checkpoint their values.
@@ -327,7 +327,7 @@ def _init_shards(
     fill: bool,
     sync: bool,
 ) -> None:
-    """Copies the values into the shards: those that there are, of an initialisation, or of rank 0."""
+    """Copies the values into the shards: those that there are, of an initialization, or of rank 0."""
     own = [info for _, infos in parts for info in infos]
     values: dict[nn.Parameter, Tensor] = {info.param: info.param for info in own}
     for module, infos in parts:

@@ -1,4 +1,4 @@
-"""Initialises a part of a weight to the slice that the full initialisation would give, without building the full one.
+"""Initializes a part of a weight to the slice that the full initialization would give, without building the full one.
 
 An unsharded layer draws its full weight from the random numbers of this process. A rank that drew its own part alone
 would get other numbers, and so would whatever is drawn after it. So the full weight is drawn here too, in the same

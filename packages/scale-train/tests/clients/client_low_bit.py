@@ -1,6 +1,6 @@
-"""Optimizers whose state is quantised block by block, over shards that are cut between blocks, beside one process.
+"""Optimizers whose state is quantized block by block, over shards that are cut between blocks, beside one process.
 
-Both libraries quantise tensors from 4096 elements on, in blocks of 256, so every shard here is at least that long.
+Both libraries quantize tensors from 4096 elements on, in blocks of 256, so every shard here is at least that long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of transformers that are never whole: built on the meta device, and initialised unit by unit."""
+"""Models of transformers that are never whole: built on the meta device, and initialized unit by unit."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class DevicePolicy:
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """The ranks of a group by nodes of L neighbours each: place l in node n is rank n * L + l of N * L."""
+    """The ranks of a group by nodes of L neighbors each: place l in node n is rank n * L + l of N * L."""
 
     intra_node: Group  # The L ranks of this rank's node
     inter_node: Group  # The N ranks that have this rank's place l in their nodes
@@ -63,7 +63,7 @@ class ShardGroups:
     shard: Group = field(default_factory=Group)  # The W ranks between which it is cut
     # The ranks that hold the same shard, one for each copy of the model: hybrid sharding.
     replicas: Group = field(default_factory=Group)
-    # Some of the ranks of `shard`, neighbours in it, between which `release(keep_part=True)` leaves the full buffer, so
+    # Some of the ranks of `shard`, neighbors in it, between which `release(keep_part=True)` leaves the full buffer, so
     # that the next gather stays among them. Its size divides W.
     part: Group | None = None
     # The ranks of `shard` by nodes, where what is quantized is so between nodes alone.

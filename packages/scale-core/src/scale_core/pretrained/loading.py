@@ -184,7 +184,7 @@ def _allocate(
     if lacking:
         raise ValueError(
             f"{', '.join(lacking[:10])}: on the meta device, and nothing that is saved fits: build it outside of "
-            "torch.device('meta') or initialise it, so that it has values, and load what fits over them"
+            "torch.device('meta') or initialize it, so that it has values, and load what fits over them"
         )
     accelerator = compat.accelerator() if group.backend != "gloo" else None
     place = torch.device(device) if device is not None else accelerator or torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Recognises checkpoints that are no snapshots of scale, by their files' names and first bytes.
+"""Recognizes checkpoints that are no snapshots of scale, by their files' names and first bytes.
 
 No code of a file is run: of a pickle, only the names of classes and the texts in it are read, by `pickletools`.
 """

@@ -93,7 +93,7 @@ class DistributedPipe(StageModuleView):
     Raises:
         TypeError: The module is no sequence or list of stages, or the schedule is none.
         ValueError: Numbers do not fit each other.
-        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
+        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialized.
         ContractError: The ranks have built different models, splits or schedules.
     """
 

@@ -120,9 +120,9 @@ def _report(equal: list[str], number: int, group: Group) -> None:
     message = (
         f"the ranks {list(group.ranks)} hold the same numbers in {len(equal)} of {number} divided weights ({shown}), "
         "of which each should have a part of its own. Either they were drawn into the parts: write "
-        "scale_tp.init_as_full(model, lambda model: model.apply(initialise)). Or one rank's were sent to the others: "
+        "scale_tp.init_as_full(model, lambda model: model.apply(initialize)). Or one rank's were sent to the others: "
         'give what does so, such as a data parallel wrapper, the ranks along the data axis, mesh["data"]. Then load or '
-        "initialise them again"
+        "initialize them again"
     )
     if len(equal) == number:
         raise RuntimeError(message)

@@ -61,7 +61,7 @@ def look_up(layer: str, ids: Tensor, num_embeddings: int, lookup: Callable[[Tens
         )
     try:
         return lookup(ids)
-    except IndexError as error:  # On a CPU; elsewhere it would cost a synchronisation to know.
+    except IndexError as error:  # On a CPU; elsewhere it would cost a synchronization to know.
         raise IndexError(
             f"{layer}: expected words from 0 to {num_embeddings - 1}, got some from {int(ids.min())} to "
             f"{int(ids.max())}: a word is out of range"

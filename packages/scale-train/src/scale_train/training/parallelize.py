@@ -103,7 +103,7 @@ def mesh_axes(group: Group, num_model: int, num_context: int = 1) -> MeshAxes:
 
 
 def pipeline_axes(group: Group, options: ParallelOptions) -> MeshAxes:
-    """Returns the axes of this rank, data x stages x tensor, the last one of neighbours; called on all ranks."""
+    """Returns the axes of this rank, data x stages x tensor, the last one of neighbors; called on all ranks."""
     shape = pipeline_shape(options, group.size)
     sizes = {"data": shape.replicas, "stages": shape.ranks, "model": options.tensor_parallel}
     axes = dict.fromkeys(sizes, Group())

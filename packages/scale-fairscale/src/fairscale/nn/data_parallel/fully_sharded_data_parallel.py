@@ -382,14 +382,14 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
             cast(Any, unit.module).set_gradient_divide_factor(pre * post)
 
     def reset_parameters(self) -> None:
-        """Has the module initialise its full parameters anew.
+        """Has the module initialize its full parameters anew.
 
         Raises:
             RuntimeError: `allow_reset_parameters` was not given.
         """
         if not self.allow_reset_parameters:
             raise RuntimeError(
-                "reset parameters after FSDP wrapping is not allowed: initialise before, or build it with "
+                "reset parameters after FSDP wrapping is not allowed: initialize before, or build it with "
                 "allow_reset_parameters=True"
             )
         plain = self.sharded_module
