@@ -100,7 +100,7 @@ def restart(figures: Figures) -> str:
             f"{max(again):.1f} s",
         ]
         rows.append([names[way], *row])
-    heads = ["", "start to the first step", "kill to the next step", "at most"]
+    heads = ["what runs", "start to the first step", "kill to the next step", "at most"]
     return (
         "One of two ranks is killed, `torchrun --max-restarts` starts both again, and they go on from the last "
         "snapshot. Most of the time is the start of Python, torch and the ranks, as the first column shows.\n"
@@ -118,7 +118,7 @@ def bad_inputs(figures: Figures) -> str:
     rows = [[f"`{p}`", str(callables[p]), *(str(counts[p, outcome]) for outcome in outcomes)] for p in packages]
     total = [sum(counts[p, outcome] for p in packages) for outcome in outcomes]
     rows.append(["all", str(sum(callables.values())), *map(str, total)])
-    heads = ["", "functions and classes", "clear error", "unclear error", "taken"]
+    heads = ["package", "functions and classes", "clear error", "unclear error", "taken"]
     taken = [f"`{each['name']}({each['parameter']}={each['value']})`" for each in figures if each["outcome"] == "taken"]
     return (
         f"{sum(total)} calls, each with one argument of a wrong type or value: None, text in the place of a number or "
@@ -151,7 +151,7 @@ def snapshots(figures: Figures) -> str:
                 [each["operation"], ways[each["way"]], speed, f"{each['ratio']:.2f}", f"{each['cpu_ratio']:.2f}"]
             )
         parts.append(
-            Table(f"{row}:", ["", "", "GB/s", "time over plain", "CPU time over plain"], lines).markdown().strip()
+            Table(f"{row}:", ["operation", "format", "GB/s", "time over plain", "CPU time over plain"], lines).markdown().strip()
         )
         parts += _cost_of_checksums([each for each in figures if each["row"] == row])
     return "\n\n".join(parts)
@@ -176,7 +176,7 @@ def async_save(figures: Figures) -> str:
         done = "" if each["engine"] == "plain copy" else f"{1e3 * total:.0f} ms"
         name = each["engine"] if each["engine"] == "plain copy" else f"`{each['engine']}`"
         rows.append([name, f"{1e3 * stall:.0f} ms", f"{stall / copy:.2f}", done, f"{each['extra_memory']:.2f}"])
-    heads = ["", "stall of the step", "over a plain copy", "until it is saved", "extra memory, of the state"]
+    heads = ["engine", "stall of the step", "over a plain copy", "until it is saved", "extra memory, of the state"]
     return (
         f"{figures[0]['held_mb']:.0f} MB of state on each of 2 ranks: the time until the call returns, against a clone "
         f"of the same tensors, and the time until the snapshot is there.\n{_body(Table('', heads, rows))}"

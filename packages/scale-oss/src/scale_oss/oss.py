@@ -148,7 +148,7 @@ class OSS(OSSStateDictMixin):
         self.optim = self._build_optimizer(self._assigner.add(self.param_groups), defaults)
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
-        self.state = StateByParam((self.optim, self.placements))
+        self._state = StateByParam((self.optim, self.placements))
         self._check_initial_state()
         self._built = True
         if self.group.rank == 0:

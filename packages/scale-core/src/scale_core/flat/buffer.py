@@ -265,6 +265,7 @@ class FlatBuffer(FlatReduced):
     # Full tensors, for checkpoints and for people.
 
     def load(self, index: int, whole: Tensor) -> None:
+        """Copies this rank's elements out of a full tensor, after what is being sent has left the shard."""
         self.wait_sent()
         super().load(index, whole)
 
