@@ -150,9 +150,8 @@ def snapshots(figures: Figures) -> str:
             lines.append(
                 [each["operation"], ways[each["way"]], speed, f"{each['ratio']:.2f}", f"{each['cpu_ratio']:.2f}"]
             )
-        parts.append(
-            Table(f"{row}:", ["operation", "format", "GB/s", "time over plain", "CPU time over plain"], lines).markdown().strip()
-        )
+        heads = ["operation", "format", "GB/s", "time over plain", "CPU time over plain"]
+        parts.append(Table(f"{row}:", heads, lines).markdown().strip())
         parts += _cost_of_checksums([each for each in figures if each["row"] == row])
     return "\n\n".join(parts)
 
