@@ -27,7 +27,7 @@ BOOSTS = {
     "guides/migration-fsdp.md": 0.3,
     "guides/migration-pipelines.md": 0.5,
     "guides/oss.md": 1.5,
-    "guides/tensor-parallel.md": 2,
+    "guides/tensor-parallel.md": 1.6,
     "guides/troubleshooting.md": 1.5,
 }
 
