@@ -171,7 +171,7 @@ def test_who_fails_where_all_compare_tells_them_at_the_next_comparison() -> None
         reasons = "; ".join(f"rank {rank}: reason of {rank}" for rank in who)
         for told in run_ranks(some_give_up, world, who):
             assert len(told) == 7
-            assert all("given up on all ranks" in words and reasons in words for words in told), told
+            assert all("aborted on all ranks" in words and reasons in words for words in told), told
 
 
 def one_raises() -> tuple[str, str, int, str] | None:

@@ -210,7 +210,7 @@ Reductions = list[list[Passes]]
 def accumulated_gradients_stay(failures: list[Failure]) -> list[str]:
     """After a pass that failed, gradients are those of a process that never ran it.
 
-    One step runs whole and leaves its gradients in `grad`, the next is given up in one of its micro-batches, and one
+    One step runs whole and leaves its gradients in `grad`, the next is aborted in one of its micro-batches, and one
     pass more brings all that was kept into `grad`. The plain model runs the passes that went well, rank by rank. Before
     that, the order of a step becomes known, which failures of one kind share.
     """
