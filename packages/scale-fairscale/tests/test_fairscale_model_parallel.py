@@ -32,7 +32,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_reference_code_runs_on_one_process_without_initialisation(sizes: Sizes, tmp_path: Path) -> None:
+def test_the_reference_code_runs_on_one_process_without_initialization(sizes: Sizes, tmp_path: Path) -> None:
     plain = write_consolidated(tmp_path / "7B", sizes, 1)
     model, _ = build(tmp_path / "7B", sizes, 1)
     assert not fs_init.model_parallel_is_initialized() and fs_init.get_model_parallel_rank() == 0

@@ -493,7 +493,7 @@ def replicas_without_a_wrapper() -> str:
     return str(caught.value)
 
 
-def test_the_first_step_finds_ranks_that_were_initialised_differently() -> None:
+def test_the_first_step_finds_ranks_that_were_initialized_differently() -> None:
     for text in run_ranks(replicas_without_a_wrapper, 2):
         assert "step 1: 1 of 2 tensors" in text and "'bias' [2]" in text
 

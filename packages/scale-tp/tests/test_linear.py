@@ -241,7 +241,7 @@ def test_layers_of_different_groups_do_not_mix() -> None:
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_process_has_the_plain_layer_to_the_bit_without_initialisation(kind: Any, dtype: torch.dtype) -> None:
+def test_one_process_has_the_plain_layer_to_the_bit_without_initialization(kind: Any, dtype: torch.dtype) -> None:
     plain = plain_layer(5, 7, True, dtype)
     torch.manual_seed(5)
     layer = kind(5, 7, dtype=dtype)

@@ -60,7 +60,7 @@ def train_all(folder: str) -> dict[str, list[str]]:
     }
 
 
-def test_adapters_on_sharded_quantised_weights_train_and_are_saved_as_on_one_process(tmp_path: Path) -> None:
+def test_adapters_on_sharded_quantized_weights_train_and_are_saved_as_on_one_process(tmp_path: Path) -> None:
     assert run_ranks(train_all, 2, str(tmp_path)) == [{name: [] for name in WEIGHTS}] * 2
 
 

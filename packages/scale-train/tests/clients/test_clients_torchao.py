@@ -40,7 +40,7 @@ def train_and_refuse(folder: str) -> tuple[list[str], str]:
     return train_adapters(quantised, None, folder, ignored=True), str(refused.value)
 
 
-def test_adapters_on_quantised_weights_train_as_on_one_process_where_those_stay_whole(tmp_path: Path) -> None:
+def test_adapters_on_quantized_weights_train_as_on_one_process_where_those_stay_whole(tmp_path: Path) -> None:
     for wrong, message in run_ranks(train_and_refuse, 2, str(tmp_path)):
         assert not wrong
         assert "q_proj.base_layer.weight' is a Int8Tensor, which can't be cut into shards" in message
