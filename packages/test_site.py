@@ -32,6 +32,7 @@ WITHOUT_A_QUERY = {
 """Pages of the navigation that no query is to find, and why; those of the API are found by the names of the code."""
 MAX_WORDS = 2500
 MAX_COLUMNS = 88
+MAX_API_COLUMNS = 111  # in the smaller letters of stylesheets/extra.css
 
 pages = [
     pytest.param(path, id=str(path.relative_to(DOCS)))
@@ -189,6 +190,16 @@ def test_each_package_has_an_api_page() -> None:
     """`fairscale` and `torchgpipe` have one together."""
     packages = {path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py")} - {"torchgpipe"}
     assert packages == {path.stem for path in (DOCS / "api").glob("*.md")}
+
+
+@pytest.mark.parametrize("package", [path.stem for path in sorted((DOCS / "api").glob("*.md"))])
+def test_code_on_an_api_page_is_not_cut_at_1400_pixels(package: str) -> None:
+    page = SITE / "api" / package / "index.html"
+    if not page.exists():
+        pytest.skip("the site is not built: nox -s docs")
+    blocks = re.findall(r"<pre[^>]*>(.*?)</pre>", page.read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line for block in blocks for line in html.unescape(re.sub(r"<[^>]+>", "", block)).splitlines()]
+    assert [line for line in lines if len(line) > MAX_API_COLUMNS] == []
 
 
 def public_members() -> dict[str, tuple[list[str], set[str]]]:

@@ -5,7 +5,7 @@
     |-- ScaleDistributedError      the ranks run different things, or can't reach each other
     |   |-- ContractError          they run, or are about to run, different things
     |   |   `-- DivergenceError    they hold different values of what must be equal
-    |   |-- StepError              another rank failed, so all gave the step up; training can go on
+    |   |-- StepError              another rank failed, so all aborted the step; training can go on
     |   |   `-- StageError         scale_pipe: the same, with the stage and the micro-batch that failed
     |   `-- TransferError          one collective failed or timed out
     |       `-- P2PError           scale_pipe: one message between two stages failed or timed out

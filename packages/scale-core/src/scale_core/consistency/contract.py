@@ -228,7 +228,7 @@ class Contract:
 
         Raises:
             ContractError: Another rank is about to run another event.
-            StepError: Another rank gives the step up.
+            StepError: Another rank aborts the step.
         """
         self.history.add(event)
         if self.is_single_rank:
@@ -254,7 +254,7 @@ class Contract:
 
         Raises:
             ContractError: The events differ; names the first one that does, by rank.
-            StepError: Another rank gives the step up.
+            StepError: Another rank aborts the step.
         """
         rows = [list(notes)]
         if not self.is_single_rank:
@@ -301,7 +301,7 @@ class Contract:
         return not self.is_single_rank and self.history.is_open and self.history.num_completed < _CHECKED_PASSES
 
     def abort(self, reason: str) -> str:
-        """Reports a failure of this rank at the next comparison; all ranks then give the step up.
+        """Reports a failure of this rank at the next comparison; all ranks then abort the step.
 
         The transfers of the last event must have been started: the other ranks wait for them before they compare.
         Returns the message of the StepError that they raise; `reason` is this rank's error, not "".

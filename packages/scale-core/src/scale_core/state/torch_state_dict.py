@@ -198,7 +198,7 @@ def _axes_of(holding: ParamSlice) -> _Axes:
     groups = [axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1]
     if len(groups) > 2:
         raise RuntimeError(
-            f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and made whole "
+            f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and gathered "
             "along 2 at most: take scale_core.state.sharded_state_dict(model, optimizer) for "
             "torch.distributed.checkpoint.save"
         )

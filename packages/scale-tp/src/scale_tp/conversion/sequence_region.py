@@ -72,7 +72,7 @@ def find_sequence_region(
             )
         if any(param.dim() > 1 for _, param in own):
             raise ValueError(
-                f"sequence_parallel=True: '{name}' ({type(module).__name__}) is not divided, and may need the whole "
+                f"sequence_parallel=True: '{name}' ({type(module).__name__}) is not divided, and may need the full "
                 "sequence: give it a style, 'sequence_parallel' if a part of the sequence is enough for it"
             )
         alike[name] = _REPLICATED
