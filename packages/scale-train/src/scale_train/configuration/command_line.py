@@ -68,10 +68,8 @@ def _take(flag: str, words: list[str], flags: Given) -> None:
         better = nearest(flag, [*option_fields(), CONFIG, PRINT_CONFIG, HELP]) if flag else ""
         flags.problems.append(told + (f"; write {positive.flag} false" if positive else better))
         return
-    if (
-        field.is_tuple and field in flags.values
-    ):  # Of a single value the last one counts, so that scripts can add flags.
-        flags.problems.append(f"{flag}: given twice; name all after one")
+    if field in flags.values:
+        flags.problems.append(f"{flag}: given twice; {'name all after one' if field.is_tuple else 'leave one out'}")
         return
     given = words or ([field.bare] if field.bare is not None else [])
     if not field.is_tuple and len(given) != 1:
