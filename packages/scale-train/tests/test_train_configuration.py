@@ -173,6 +173,9 @@ def test_no_word_is_dropped():
     for words, told in (
         ("--text a --text b", "--text: given twice; name all after one"),
         ("--steps 1 --steps=2", "--steps: given twice; leave one out"),
+        ("--out=", "--out : expected a path"),
+        ("--print-config yes", "--print-config: expected nothing after it, got yes"),
+        (f"--seed {2**63}", f"--seed {2**63}: more than can be meant; at most {2**63 - 1}"),
         ("--config a b", "--config: expected one file, got a b"),
         ("--config a --config b", "--config: expected one file, got b"),
     ):

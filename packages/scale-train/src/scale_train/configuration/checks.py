@@ -67,7 +67,7 @@ def option_problems(options: Options) -> list[str]:
 
 
 def _logger_problems(options: Options) -> Iterator[str]:
-    for name in options.run.log_to:
+    for name in dict.fromkeys(options.run.log_to):
         if importlib.util.find_spec(name) is None:
             yield f"--log-to {name}: {name} is not installed: pip install {name}"
 
@@ -90,7 +90,7 @@ def number_problem(name: str, value: float) -> str:
     flag, (least, most) = f"--{name.replace('_', '-')}", LIMITS[name]
     if not value >= least or value == math.inf:
         return f"{flag} {value}: {'0 or more' if least == 0 else f'at least {least:g}'} is needed"
-    return f"{flag} {value}: more than can be meant; at most {most:.0f}" if value > most else ""
+    return f"{flag} {value}: more than can be meant; at most {int(most)}" if value > most else ""
 
 
 def _model_problems(options: Options) -> Iterator[str]:

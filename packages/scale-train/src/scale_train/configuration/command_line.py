@@ -25,8 +25,10 @@ def parse_command_line(words: Sequence[str]) -> Options:
             if file is not None or len(values) != 1:
                 flags.problems.append(f"{CONFIG}: expected one file, got {' '.join(values) or 'nothing'}")
             file = values[0] if values else file
-        elif flag != PRINT_CONFIG or values:
+        elif flag != PRINT_CONFIG:
             _take(flag, values, flags)
+        elif values:
+            flags.problems.append(f"{PRINT_CONFIG}: expected nothing after it, got {' '.join(values)}")
     in_file = Given({}, [])
     if file is not None:
         try:
