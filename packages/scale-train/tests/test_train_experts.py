@@ -150,6 +150,39 @@ def test_experts_in_half_precision_follow_fp32_from_afar(text: Path, precision: 
         assert rounded.numbers[1::4] == pytest.approx(exact.numbers[1::4], rel=5e-2)
 
 
+class Gains(Reporter):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def step(self, record: StepRecord) -> None:
+        assert record.gain is not None
+        self.values.append(record.gain)
+
+
+def gains_of(options: Options) -> list[float]:
+    training = build_state(options, read_text(options.data.text), group_of())
+    training.reporter = gains = Gains()
+    for _ in range(STEPS):
+        train_step(training)
+    return gains.values
+
+
+def gains_of_all(several: list[Options]) -> list[list[float]]:
+    return [gains_of(options) for options in several]
+
+
+@pytest.mark.soak
+def test_adascale_measures_experts_that_each_rank_has_whole(text: Path) -> None:
+    adascale = OptimizerOptions(steps=100, clip=0.5, warmup=2, adascale=True)
+    alone = replace(options_for(text, "none", accumulate=2, aux_loss_coef=0.0), optimizer=adascale)
+    expected = gains_of(alone)
+    assert len({round(gain, 4) for gain in expected}) == STEPS and min(expected) > 1
+    ways = ("ddp", "fsdp", "sharded-ddp")
+    spread = [replace(options_for(text, parallel, aux_loss_coef=0.0), optimizer=adascale) for parallel in ways]
+    for gains in run_ranks(gains_of_all, 2, spread)[0]:
+        assert gains == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_token_passes_a_part_of_the_parameters(text: Path) -> None:
     options = options_for(text, "none")
     config = model_config(options)
