@@ -4,7 +4,7 @@
     python benchmarks/experts.py --turns 9
     python benchmarks/experts.py --simulate             # the simulation alone: 64 and 512 ranks; some minutes as well
     python benchmarks/experts.py --smoke                # tiny sizes, one turn: that it runs
-    python benchmarks/experts.py --date 2026-11-27      # also writes results/2026-11-27-experts.*
+    python benchmarks/experts.py --date 2026-11-28      # also writes results/2026-11-28-experts.*
 
 Forward and backward of one layer with a gradient for its input, fp32, one thread. On one process: the same weights and
 the same routing by a loop over experts in plain PyTorch, by the three implementations of transformers, by DeepSpeed's
