@@ -251,7 +251,7 @@ def fail_beside_hooks(case: Quantized) -> list[str]:
 def _feedback(module: nn.Module) -> list[Any]:
     unit = unit_of(module)
     buffers = () if unit is None else unit.buffers
-    return [feedback for buffer in buffers for feedback in buffer.reduction._feedback]
+    return [feedback for buffer in buffers for feedback in buffer.error_feedback]
 
 
 def test_a_pass_that_is_given_up_leaves_the_error_that_waits_as_it_was() -> None:
@@ -322,7 +322,6 @@ def test_a_policy_that_says_nothing_or_too_much_is_refused(given: Any, text: str
 
 
 def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_changed() -> None:
-    fp16 = MixedPrecisionPolicy(param_dtype=torch.float16)
     with simulate(rank=0, world_size=4, fake=False):
         mesh = init_device_mesh("cpu", (2, 2))
         refused: list[tuple[dict[str, Any], str]] = [
@@ -330,7 +329,6 @@ def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_cha
             ({"communication": CommunicationPolicy(replicate="int8")}, "no two of its ranks are replicas"),
             ({"communication": CommunicationPolicy(gather="int8", node_size=3)}, "take one of 1, 2, 4"),
             ({"communication": CommunicationPolicy(gather="int8", node_size=2), "mesh": mesh}, "leave node_size out"),
-            ({"communication": CommunicationPolicy(reduce="int8", error_feedback=True), "mp_policy": fp16}, "fp16"),
         ]
         for options, text in refused:
             model = nn.Linear(4, 4)
@@ -339,25 +337,82 @@ def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_cha
             assert type(model) is nn.Linear and not model._forward_pre_hooks
 
 
-def test_error_feedback_is_refused_wherever_a_scaler_changes_the_unit_of_gradients() -> None:
-    policy = CommunicationPolicy(reduce="int8", error_feedback=True)
-    fp32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with pytest.raises(ValueError, match="error_feedback=True beside fp16"):
-        fully_shard(nn.Linear(4, 4).half(), communication=policy)
-    fully_shard(nn.Linear(4, 4).half(), communication=policy, mp_policy=fp32).half()
-    model = fully_shard(nn.Linear(4, 4), communication=policy)
-    with pytest.raises(ValueError, match="error_feedback=True beside fp16"):
-        model.half()
-    assert {param.dtype for param in model.parameters()} == {torch.float32}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [param.clone() for param in model.parameters()]
-    scaler, inactive = ShardedGradScaler(init_scale=2.0), ShardedGradScaler(enabled=False)
-    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-    with pytest.raises(ValueError, match=r"gradients of 'weight' are sent with error_feedback=True.*enabled=False"):
-        scaler.step(optimizer)
-    assert all(map(torch.equal, before, model.parameters()))
-    inactive.step(optimizer)
-    assert not any(map(torch.equal, before, model.parameters()))
+def train_scaled(case: Quantized) -> list[str]:
+    """Six fp16 steps of a scaler whose scale grows after two, the fourth with an infinite loss on the last rank."""
+    group = group_of()
+    torch.manual_seed(7)
+    plain = Net("gpt")
+    model = shard(copy.deepcopy(plain), case)
+    reference = QuantizedReference(plain, model, torch.float16, torch.float32)
+    scaler = ShardedGradScaler(init_scale=64.0, growth_interval=2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
+    wrong, scales = [], []
+    for step in range(6):
+        factors = {group.size - 1: torch.inf} if step == 3 else {}
+        scales.append(scaler.get_scale())
+        reference.scale, errors = scales[-1], dict(reference.errors)
+        data = [[batch("gpt", step, rank)] for rank in range(group.size)]
+        reference.step(data, False, factors)
+        loss = loss_of(model(data[group.rank][0]))
+        scaler.scale(loss * factors.get(group.rank, 1.0)).backward()
+        if factors:
+            reference.errors = errors  # The step is skipped: what has waited for it waits for the next one.
+        else:
+            wrong += differing_grads(model, plain)
+            for param in plain.parameters():
+                param.grad /= reference.scale
+            optimizers[1].step()
+        scaler.step(optimizers[0])
+        scaler.update()
+        model.zero_grad()
+        wrong += differing_weights(model, plain)
+    if scales != [64.0, 64.0, 128.0, 128.0, 64.0, 64.0]:
+        wrong.append(f"the scales were {scales}")
+    return [f"rank {group.rank}, {case}: {line}" for line in wrong]
+
+
+def train_all_scaled(cases: list[Quantized]) -> list[str]:
+    return [line for case in cases for line in train_scaled(case)]
+
+
+FP16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)}
+
+
+def test_beside_a_gradient_scaler_errors_keep_their_unit_and_a_skipped_step_takes_no_part_of_them() -> None:
+    copies = CommunicationPolicy(replicate=INT4, error_feedback=True)
+    nodes = dataclasses.replace(FEEDBACK, node_size=2)
+    cases = [Quantized(policy, options=FP16) for policy in (FEEDBACK, nodes)]
+    cases.append(Quantized(copies, replicas=2, options=FP16))
+    assert not any(run_ranks(train_all_scaled, 4, cases))
+
+
+def scale_otherwise() -> list[str]:
+    """Losses that another scaler has scaled, or none, before a step of this one; what is told of each."""
+    model = fully_shard(nn.Linear(8, 8), communication=CommunicationPolicy(reduce="int8", error_feedback=True))
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for other in (ShardedGradScaler(init_scale=4.0), ShardedGradScaler(enabled=False)):
+        scaler = ShardedGradScaler(init_scale=2.0)
+        scaled = other.scale(model(torch.ones(1, 8)).sum())
+        if other.is_enabled():
+            scaler.scale(torch.ones(()))
+            other.scale(torch.ones(()))
+        scaled.backward()
+        before = [param.clone() for param in model.parameters()]
+        with pytest.raises(ValueError, match="was not scaled by this scaler on this rank") as caught:
+            scaler.step(optimizer)
+        told.append(str(caught.value))
+        assert all(map(torch.equal, before, model.parameters()))
+        if other.is_enabled():
+            other.step(optimizer)
+            other.update()
+        else:
+            other.step(optimizer)
+        model.zero_grad()
+    return told
+
+
+def test_a_scaler_refuses_errors_in_another_unit_than_its_own() -> None:
+    assert all("'weight'" in text for told in run_ranks(scale_otherwise, 2) for text in told)
 
 
 def differ_on_one_rank() -> list[str]:
