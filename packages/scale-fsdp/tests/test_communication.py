@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_cases import Net, accumulate, batch, differing_grads, differing_weights, loss_of
 from quantized_reference import QuantizedReference
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from scale_fsdp import (
     StepError,
     describe,
     fully_shard,
+    reshard_to,
 )
 from scale_fsdp.runtime.unit import unit_of, units_in
 
@@ -199,6 +201,43 @@ def test_the_simulation_counts_the_same(world: int, node_size: int | None) -> No
         simulation.restart()
         loss_of(model(batch("gpt", 0))).backward()
         assert sum(simulation.bytes_sent.values()) == sum(by_formula(model, node_size or 1))
+
+
+def reshard_quantized() -> list[str]:
+    """A part stays in the node from the second step on (hpZ), with and without `node_size`; what is wrong after it."""
+    rank, wrong = group_of().rank, []
+    three, two = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    for node_size in (None, 2):
+        torch.manual_seed(7)
+        plain, case = Net("gpt"), Quantized(dataclasses.replace(FEEDBACK, node_size=node_size))
+        model = shard(copy.deepcopy(plain), case)
+        reference = QuantizedReference(plain, model, torch.float32, torch.float32)
+        for step in range(3):
+            if step == 1:
+                reshard_to(model, reshard_after_forward=2)
+            data, sent = [[batch("gpt", step, each)] for each in range(4)], Sent(2)
+            expected = reference.step(data, False)[rank]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(collectives, "post_messages", sent)
+                if accumulate(model, data[rank], False) != expected:
+                    wrong.append(f"node_size={node_size}, step {step}: another loss")
+            if (sent.inside, sent.between) != by_formula(model, 2):
+                wrong.append(f"node_size={node_size}, step {step}: {(sent.inside, sent.between)} bytes")
+            wrong += differing_grads(model, plain)
+            model.zero_grad()
+    with pytest.raises(ValueError, match="3 ranks do not divide into nodes of 2"):
+        reshard_to(model, three, reshard_after_forward=True)
+    reshard_to(model, two, reshard_after_forward=True)
+    if rank < 2:  # One node, in which nothing is rounded.
+        loss = loss_of(model(batch("gpt", 5)))
+        if loss.item() != loss_of(plain(batch("gpt", 5))).item():
+            wrong.append("in one node something is rounded")
+        loss.backward()
+    return wrong
+
+
+def test_a_model_is_resharded_to_keep_a_part_in_the_node_and_to_other_ranks() -> None:
+    assert not any(run_ranks(reshard_quantized, 4))
 
 
 def fail_in_the_backward(case: Quantized) -> list[str]:

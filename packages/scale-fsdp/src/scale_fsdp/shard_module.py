@@ -210,7 +210,7 @@ def shard_modules(
     places = (place for module, path in zip(modules, paths, strict=True) for place in managed_params(module, path))
     own, shared = split_owned_and_shared([place for place in places if place.param not in left])
     original = [info.param for info in own]
-    own, float8 = _plain_weights(own)
+    own, float8 = _plain_weights(own, init)
     own, specs = _local_pieces(own, init)
     check_parameters(own)
     check_tied_embeddings(shared)
@@ -262,13 +262,19 @@ def _own_of(own: Sequence[ParamModuleInfo], module: nn.Module) -> list[ParamModu
 
 
 def _plain_weights(
-    own: Sequence[ParamModuleInfo],
+    own: Sequence[ParamModuleInfo], init: Init
 ) -> tuple[list[ParamModuleInfo], dict[nn.Parameter, Float8Weight]]:
     """The same places with plain tensors for weights of torchao; and how these are computed with in fp8."""
     plain: dict[nn.Parameter, nn.Parameter] = {}
     float8: dict[nn.Parameter, Float8Weight] = {}
     for info in own:
         weight = Float8Weight.of(info.param)
+        if weight is not None and info.param.is_meta and init is not False:
+            raise ValueError(
+                f"'{info.name}' is an fp8 weight of torchao on the meta device, and fully_shard initializes plain "
+                "tensors: write fully_shard(..., init=False), then model.to_empty(device=...), and load a checkpoint; "
+                "or initialize the model before convert_to_float8_training"
+            )
         if weight is not None and info.param not in plain:
             plain[info.param] = plain_parameter(info.param)
             float8[plain[info.param]] = weight

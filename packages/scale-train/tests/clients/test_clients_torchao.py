@@ -152,13 +152,14 @@ def train_float8(emulate: bool, options: dict[str, Any]) -> list[str]:
 
 def train_all_float8() -> list[str]:
     halves = {"reshard_after_forward": 1}
-    policy = {"communication": CommunicationPolicy(gather="int8", include=())}
     wrong = train_float8(False, {}) + train_float8(True, {}) + train_float8(False, halves)
     model = float8_layers(gathered=True)
-    fully_shard(model, **policy)
+    fully_shard(model, communication=CommunicationPolicy(gather="int8"))
     buffers = {buffer.names[0]: buffer for unit in units_in(model) for buffer in unit.buffers}
     assert [buffer.gathers_float8 for buffer in buffers.values()].count(True) == 1
-    assert all(buffer.wire is None or buffer.wire.gather is None for buffer in buffers.values() if buffer.gathers_float8)
+    assert all(buffer.wire.gather is None for buffer in buffers.values() if buffer.gathers_float8)
+    with torch.device("meta"), pytest.raises(ValueError, match="an fp8 weight of torchao on the meta device"):
+        fully_shard(float8_layers(gathered=True))
     return wrong
 
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from scale_core import buffer_pool
 from scale_core.comm.collectives import CollectiveWork, all_gather, all_reduce
 from scale_core.comm.group import Group
-from scale_core.float8 import Float8Weight
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.reduction import FlatReduced, copy_stream, view_of
 from scale_core.flat.shard_storage import (
@@ -31,6 +30,7 @@ from scale_core.flat.shard_storage import (
     ShardGroups,
     copy_attributes,
 )
+from scale_core.float8 import Float8Weight
 from scale_core.optim.step_checks import (
     invalidate_cache,
     refuse_step_while_unreduced,
