@@ -48,6 +48,8 @@ class Quantized:
     checkpointing: str = ""
     replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    per_block: tuple[CommunicationPolicy | None, ...] = ()  # Each block has its own.
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
 
 
 BOTH = CommunicationPolicy(gather=INT8, reduce=INT4)
@@ -61,6 +63,9 @@ ON_TWO = [
     Quantized(BOTH, options={"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": False}),
     Quantized(dataclasses.replace(BOTH, include=("1d", "embedding"))),
     Quantized(dataclasses.replace(FEEDBACK, gather=None), options={"flatten_parameters": True}),
+    Quantized(BOTH, per_block=(CommunicationPolicy(gather=FP8), None, dataclasses.replace(FEEDBACK, gather=None))),
+    # It needs whole tensors, and each rank has some of them as they are.
+    Quantized(BOTH, options={"atom": "parameter"}, optimizer=torch.optim.Adafactor),
 ]
 ON_FOUR = [
     Quantized(FEEDBACK, bf16=True, options={"reshard_after_forward": 2}),
@@ -78,8 +83,9 @@ def shard(model: nn.Module, case: Quantized) -> nn.Module:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if case.replicas > 1:
         options["mesh"] = init_device_mesh("cpu", (case.replicas, group_of().size // case.replicas))
-    for block in model.blocks:
-        fully_shard(block, **options)
+    policies = case.per_block or [case.policy] * len(model.blocks)
+    for block, policy in zip(model.blocks, policies, strict=True):
+        fully_shard(block, **{**options, "communication": policy})
     return fully_shard(model, **options)
 
 
@@ -95,7 +101,7 @@ def train(case: Quantized) -> list[str]:
     model = shard(model, case)
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     reference = QuantizedReference(plain, model, dtype, torch.float32)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
+    optimizers = [case.optimizer([p for p in each.parameters() if p.numel()], lr=0.01) for each in (model, plain)]
     wrong: list[str] = []
     for step in range(3):
         data = [[batch("gpt", step, rank, m) for m in range(case.num_batches)] for rank in range(group.size)]
@@ -225,7 +231,7 @@ def reshard_quantized() -> list[str]:
                 wrong.append(f"node_size={node_size}, step {step}: {(sent.inside, sent.between)} bytes")
             wrong += differing_grads(model, plain)
             model.zero_grad()
-    with pytest.raises(ValueError, match="3 ranks do not divide into nodes of 2"):
+    with pytest.raises(RuntimeError, match="3 ranks do not divide into nodes of 2"):
         reshard_to(model, three, reshard_after_forward=True)
     reshard_to(model, two, reshard_after_forward=True)
     if rank < 2:  # One node, in which nothing is rounded.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Float8Weight:
-    """How torchao computes with one weight.
+    """How torchao, which is loaded then, computes with one weight.
 
     Attributes:
         kind: The class of the tensor.
@@ -39,9 +39,7 @@ class Float8Weight:
 
     def scale(self, amax: Tensor) -> Tensor:
         """Returns what a weight whose largest magnitude is `amax`, fp32 [], is multiplied by before it is cast."""
-        from torchao.float8.float8_utils import amax_to_scale
-
-        return cast(Tensor, amax_to_scale(amax, self.dtype))
+        return cast(Tensor, sys.modules["torchao.float8.float8_utils"].amax_to_scale(amax, self.dtype))
 
     def cast(self, values: Tensor, scale: Tensor, out: Tensor) -> None:
         """Fills `out`, uint8 of the shape of `values`, with these in fp8."""

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
-from scale_fsdp import CommunicationPolicy, full_state_dict, fully_shard, fully_shard_modules, no_split_policy
+from scale_fsdp import (
+    CommunicationPolicy,
+    StepError,
+    full_state_dict,
+    fully_shard,
+    fully_shard_modules,
+    no_split_policy,
+)
 from scale_fsdp.runtime.unit import units_in
 
 pytest.importorskip("torchao")
@@ -120,13 +127,15 @@ def float8_loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def train_float8(emulate: bool, options: dict[str, Any]) -> list[str]:
-    """Three steps over shards that are gathered in fp8, beside the plain model with the average of all ranks."""
+    """Steps over shards that are gathered in fp8, beside the plain model with the average of all ranks."""
     group, wrong = group_of(), []
     model, plain = float8_layers(gathered=True, emulate=emulate), float8_layers(gathered=False, emulate=emulate)
     fully_shard(model.second, **options)
     fully_shard(model, **options)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
-    for step in range(3):
+    for step in range(4):
+        if step >= 2 and group.size > 1:
+            wrong += give_up_float8(model, in_backward=step == 3)
         total: dict[str, Tensor] = {}
         for rank in range(group.size):
             plain.zero_grad()
@@ -148,6 +157,21 @@ def train_float8(emulate: bool, options: dict[str, Any]) -> list[str]:
         ours, theirs = full_state_dict(model), plain.state_dict()
         wrong += [f"step {step}: {name}" for name in theirs if not torch.equal(ours[name], theirs[name])]
     return wrong
+
+
+def give_up_float8(model: Layers, *, in_backward: bool) -> list[str]:
+    """A step in which rank 1 fails: the ranks meet again, whichever of them had the scales of its weights."""
+
+    def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    hook = model.second.register_full_backward_pre_hook if in_backward else model.second.register_forward_pre_hook
+    handle = hook(broken) if group_of().rank == 1 else None
+    with pytest.raises((ValueError, StepError)):
+        float8_loss(model, 9, group_of().rank).backward()
+    if handle is not None:
+        handle.remove()
+    return [f"{name} has a gradient" for name, param in model.named_parameters() if param.grad is not None]
 
 
 def train_all_float8() -> list[str]:
