@@ -25,8 +25,8 @@ from scale_core.errors import renamed_arguments
 from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, ShardGroups
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.shard_storage import copy_attributes
-from scale_core.float8 import Float8Weight, plain_parameter
 from scale_core.optim.step_checks import register_replaced
+from scale_core.quantization.float8_weights import Float8Weight, plain_parameter
 from scale_core.shard import check_undivided, set_shard, shard_of
 from scale_fsdp.api import AtomChoice, UnitOptions, resolve_placement, resolve_precision
 from scale_fsdp.communication import CommunicationPolicy, looks_like_embedding, unquantized_params
