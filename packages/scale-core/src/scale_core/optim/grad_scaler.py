@@ -148,7 +148,9 @@ class ShardedGradScaler(GradScaler):
         Raises:
             ValueError: `new_scale` is not one finite number above 0.
         """
-        if self._enabled and new_scale is not None:
+        if not self._enabled:
+            return
+        if new_scale is not None:
             if isinstance(new_scale, Tensor):
                 if new_scale.numel() != 1:
                     raise ValueError(f"expected a new_scale of one element, got shape {tuple(new_scale.shape)}")
@@ -162,8 +164,7 @@ class ShardedGradScaler(GradScaler):
         super().update(new_scale)
         for feedback, skips in skipped.items():
             feedback.settle(skipped=skips)
-        if self._enabled:
-            set_loss_scale(None)
+        set_loss_scale(None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_covered": None}

@@ -62,7 +62,7 @@ class ErrorFeedback:
         """The pass has succeeded."""
         if self._next is None:
             return
-        if loss_scale() is not None and not self.is_unsettled:
+        if loss_scale() is not None and (not self.is_unsettled or self._scale is None):
             self._settled = self.error
         self.is_unsettled, self._scale = True, _active
         self.error, self._next = self._next, None
