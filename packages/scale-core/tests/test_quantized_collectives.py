@@ -123,6 +123,7 @@ def test_the_error_of_a_sum_that_is_not_finite_does_not_wait() -> None:
 
 
 def test_errors_are_those_of_gradients_that_are_not_scaled_and_a_skipped_step_gives_back_what_waited() -> None:
+    set_loss_scale(None)  # Another test may have left its scaler's.
     feedback, scale = ErrorFeedback(), torch.tensor(4.0)
     feedback.keep(torch.tensor([1.0]), torch.tensor([0.75]))
     feedback.commit()
