@@ -128,12 +128,14 @@ class FlatBuffer(FlatReduced):
     Attributes:
         unsharded_params: Per parameter, a view of the full buffer in the full shape.
         state: Whether they can be read.
+        gathers_float8: Whether the full buffer is in fp8, of which `float8_param` makes what is computed with.
         part: [W * S / size of the part's group], what `release(keep_part=True)` has left of the full buffer, or None.
     """
 
     state: State
     part: Tensor | None
     float8: Sequence[Float8Weight] | None
+    gathers_float8: bool
     _gathering: CollectiveWork | None
     _scales: list[Tensor]  # Of what is gathered in fp8, [] each
     _scales_version: int | None  # `version` when they were made
@@ -175,11 +177,6 @@ class FlatBuffer(FlatReduced):
             if param.requires_grad != shard.requires_grad:
                 param.requires_grad_(shard.requires_grad)
 
-    @property
-    def gathers_float8(self) -> bool:
-        """Whether the full buffer is in fp8, of which `float8_param` makes what is computed with."""
-        return bool(self.float8) and self.group.size > 1
-
     def float8_param(self, index: int) -> Tensor:
         """Returns a gathered parameter as torchao computes with it; its gradient goes to the unsharded parameter."""
         assert self.float8 is not None
@@ -219,7 +216,8 @@ class FlatBuffer(FlatReduced):
             pending.wait(limit_seconds)
             if self._moves:
                 self._stream.join()
-            self.reduction.held.check()
+            if self.reduction.held.error is not None:
+                self.reduction.held.check()
         self.part = None
         self.state = State.GATHERED
         self._unsharded_version = self.unsharded_params[0]._version
@@ -359,6 +357,7 @@ class FlatBuffer(FlatReduced):
         ]
         # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
         self.full, self._scales, self._scales_version = full.data, [], None
+        self.gathers_float8 = bool(self.float8) and self.group.size > 1
         if self.float8 and self.gathers_float8:  # Then these parameters stay without memory: gradients come to them.
             full.untyped_storage().resize_(0)
             self.full = full = self._new_full(self.float8[0].dtype)

@@ -371,13 +371,15 @@ class Reduction:
             self._replicating = self._all_reduce(reduced)
         else:
             self._keep(reduced)
-        self.held.check()
+        if self.held.error is not None:
+            self.held.check()
 
     def finish(self, limit_seconds: float | None = None) -> None:
         """Waits for all parts of the average, those between nodes or replicas too."""
         self.wait(limit_seconds)
         self._wait_replicated(limit_seconds)
-        self.held.check()
+        if self.held.error is not None:
+            self.held.check()
 
     def results(self, limit_seconds: float | None = None) -> list[Tensor]:
         """Returns what was reduced since the last call, each [S], in the order of `start`."""

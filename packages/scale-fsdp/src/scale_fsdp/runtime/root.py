@@ -327,7 +327,7 @@ class Root(UnitContext):
                 self._reduce(unit, unit.trained_buffers())
         self.wait_previous_reduction()
         for unit in self.units:  # What may fail in the last part of a reduction does so before all compare.
-            if unit in self._reduced:
+            if unit.options.communication is not None and unit in self._reduced:
                 unit.finish_rounding()
         for unit in self.units if self._unused else ():
             self._record_late(unit)
