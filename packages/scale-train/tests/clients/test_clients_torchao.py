@@ -50,7 +50,7 @@ def train_and_refuse(folder: str) -> tuple[list[str], str]:
     return train_adapters(quantised, None, folder, ignored=True), str(refused.value)
 
 
-def test_adapters_on_quantised_weights_train_as_on_one_process_where_those_stay_whole(tmp_path: Path) -> None:
+def test_adapters_on_quantized_weights_train_as_on_one_process_where_those_stay_whole(tmp_path: Path) -> None:
     for wrong, message in run_ranks(train_and_refuse, 2, str(tmp_path)):
         assert not wrong
         assert "q_proj.base_layer.weight' is a Int8Tensor, which can't be cut into shards" in message
@@ -71,7 +71,7 @@ def step_all(folder: str) -> dict[str, list[str]]:
         make: Callable[..., Any] = functools.partial(optimizer_class(name), lr=0.01)
         wrong[f"{name} on blocks"] = low_bit.trains_on_blocks(make)
         wrong[f"{name} under OSS"] = low_bit.trains_under_oss(optimizer_class(name))
-    # Where it is not quantised, their state has the dtype of the weights.
+    # Where it is not quantized, their state has the dtype of the weights.
     cls, dtype = optimizer_class("_AdamW"), torch.bfloat16
     wrong["in bf16 on blocks"] = low_bit.trains_on_blocks(functools.partial(cls, lr=0.01), dtype)
     wrong["in bf16 under OSS"] = low_bit.trains_under_oss(cls, dtype)
@@ -135,7 +135,7 @@ def train_float8(emulate: bool, options: dict[str, Any]) -> list[str]:
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
     for step in range(4):
         if step >= 2 and group.size > 1:
-            wrong += give_up_float8(model, in_backward=step == 3)
+            wrong += abort_float8(model, in_backward=step == 3)
         total: dict[str, Tensor] = {}
         for rank in range(group.size):
             plain.zero_grad()
@@ -159,7 +159,7 @@ def train_float8(emulate: bool, options: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def give_up_float8(model: Layers, *, in_backward: bool) -> list[str]:
+def abort_float8(model: Layers, *, in_backward: bool) -> list[str]:
     """A step in which rank 1 fails: the ranks meet again, whichever of them had the scales of its weights."""
 
     def broken(*_: object) -> None:
