@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_core.tree import map_tensors
+from scale_core.tree import map_leaves
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
-    """Returns a container of any kind with each tensor replaced by what `fn` makes of it."""
-    return map_tensors(fn, container)
+    """Returns a container of any kind, sets too, with each tensor replaced by what `fn` makes of it."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, set):
+            return {apply_to_tensors(fn, each) for each in leaf}
+        return fn(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(of_leaf, container)
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -49,7 +55,7 @@ def unpack_non_tensors(tensors: Sequence[Tensor], packed: dict[str, list[Any]] |
     """Returns what `split_non_tensors` was given."""
     if packed is None:
         return tuple(tensors)
-    assert len(tensors) + len(packed["objects"]) == len(packed["is_tensor"]), (
+    assert hasattr(packed, "keys") and len(tensors) + len(packed["objects"]) == len(packed["is_tensor"]), (
         "got an argument that split_non_tensors has not made"
     )
     given, rest = iter(tensors), iter(packed["objects"])
