@@ -252,15 +252,39 @@ def on_two_nodes() -> dict[str, Any]:
     assert told_outputs[0] is outputs and told_inputs is inputs
     assert [each[0].item() for each in outputs] == [0.0, 1.0]
     synchronised_batch_norms()
-    slow = {"slowmo_momentum": 0.5, "slowmo_frequency": 4, "localsgd_frequency": 2}
+    with pytest.raises(NotImplementedError, match=r"slowmo_memory_efficient=False with slowmo_frequency=47 and local"):
+        slow_model(momentum=0.5, slow_every=47, average_every=3, slowmo_memory_efficient=False)
     return {
-        "slowmo": train(SlowMoDistributedDataParallel(layers(), nprocs_per_node=1, **slow), 8),
-        "local": train(SlowMoDistributedDataParallel(layers(), 1, slowmo_momentum=0.0, localsgd_frequency=2), 4),
         "one node": train(SlowMoDistributedDataParallel(layers(), 2, slowmo_momentum=0.0), 2),
+        **{name: train(slow_model(**settings), 8) for name, settings in SLOWMO.items()},
     }
 
 
-def slowmo_reference(steps: int, momentum: float, slow_every: int, average_every: int) -> list[Tensor]:
+SLOWMO: dict[str, dict[str, Any]] = {
+    "slow steps": {"momentum": 0.5, "slow_every": 4, "average_every": 2},
+    "averages alone": {"momentum": 0.0, "slow_every": 4, "average_every": 2},
+    "slow steps between averages": {"momentum": 0.5, "slow_every": 4, "average_every": 3},
+    "slow steps without momentum": {"momentum": 0.0, "slow_lr": 0.5, "slow_every": 2, "average_every": 100},
+}
+
+
+def slow_model(
+    *, momentum: float, slow_every: int, average_every: int, slow_lr: float = 1.0, **options: Any
+) -> SlowMoDistributedDataParallel:
+    return SlowMoDistributedDataParallel(
+        layers(),
+        nprocs_per_node=1,
+        slowmo_momentum=momentum,
+        slowmo_lr=slow_lr,
+        slowmo_frequency=slow_every,
+        localsgd_frequency=average_every,
+        **options,
+    )
+
+
+def slowmo_reference(
+    steps: int, *, momentum: float, slow_every: int, average_every: int, slow_lr: float = 1.0
+) -> list[Tensor]:
     """Algorithm 1 of arXiv 1910.00643 over two nodes, on one process."""
     nodes = [layers(), layers()]
     vector = nn.utils.parameters_to_vector
@@ -274,12 +298,13 @@ def slowmo_reference(steps: int, momentum: float, slow_every: int, average_every
             with torch.no_grad():
                 for param in node.parameters():
                     param.sub_(0.1 * param.grad)
-        with torch.no_grad():
-            mean = sum(vector(node.parameters()) for node in nodes) / 2
-            if momentum and (step + 1) % slow_every == 0:
-                u = momentum * u + (outer - mean) / 0.1
-                outer = mean = outer - 0.1 * u
-            if (step + 1) % average_every == 0:
+        is_slow = (momentum != 0 or slow_lr != 1) and (step + 1) % slow_every == 0
+        if is_slow or (step + 1) % average_every == 0:
+            with torch.no_grad():
+                mean = sum(vector(node.parameters()) for node in nodes) / 2
+                if is_slow:
+                    u = momentum * u + (outer - mean) / 0.1
+                    outer = mean = outer - slow_lr * 0.1 * u
                 for node in nodes:
                     nn.utils.vector_to_parameters(mean.clone(), node.parameters())
         history.append(vector(nodes[0].parameters()).detach().clone())
@@ -288,10 +313,10 @@ def slowmo_reference(steps: int, momentum: float, slow_every: int, average_every
 
 def test_slowmo_is_that_of_the_paper() -> None:
     first, second = run_ranks(on_two_nodes, 2)
-    torch.testing.assert_close(first["slowmo"], slowmo_reference(8, 0.5, 4, 2))
-    torch.testing.assert_close(first["local"], slowmo_reference(4, 0.0, 4, 2))
-    assert not torch.equal(first["slowmo"][0], second["slowmo"][0])  # between two averages
-    for name in ("slowmo", "local", "one node"):
+    for name, settings in SLOWMO.items():
+        torch.testing.assert_close(first[name], slowmo_reference(8, **settings))
+        assert not torch.equal(first[name][0], second[name][0])  # Between two averages.
+    for name in ("slow steps", "averages alone", "slow steps without momentum", "one node"):
         assert torch.equal(first[name][-1], second[name][-1])
 
 
@@ -313,10 +338,11 @@ def test_slowmo_leaves_no_hook_behind() -> None:
 def test_gossip_and_copies_of_parameters_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="SGP is not offered"):
         SlowMoDistributedDataParallel(layers(), 1, slowmo_base_algorithm=SlowMoBaseAlgorithm["SGP"])
-    with pytest.raises(NotImplementedError, match="slowmo_frequency=45"):
-        SlowMoDistributedDataParallel(layers(), 1, slowmo_frequency=47, localsgd_frequency=3)
     with pytest.raises(TypeError, match="unexpected argument 'slow'"):
         SlowMoDistributedDataParallel(layers(), 1, slow=3)
+    by_place = SlowMoDistributedDataParallel(layers(), 1, True, SlowMoBaseAlgorithm.LOCALSGD, 0.4, True, 24, 0.9, 32, 5)
+    assert (by_place.slowmo_momentum, by_place.slowmo_frequency, by_place.slowmo_lr) == (0.4, 24, 0.9)
+    assert by_place.localsgd_frequency == 5
     model = SlowMoDistributedDataParallel(layers(), 1)
     with pytest.raises(NotImplementedError, match="copies of the parameters"):
         model.perform_slowmo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))

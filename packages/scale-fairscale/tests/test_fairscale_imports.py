@@ -29,6 +29,7 @@ PATHS = {
     "fairscale.experimental.nn.auto_shard": "shard_model",
     "fairscale.experimental.nn.ampnet_pipe.pipe": "AMPnetPipe",
     "fairscale.experimental.nn.data_parallel": "SlowMoBaseAlgorithm SlowMoDistributedDataParallel",
+    "fairscale.experimental.nn.data_parallel.gossip": "SlowMoBaseAlgorithm SlowMoDistributedDataParallel",
     "fairscale.experimental.optim": "DynamicLossScaler",
     "fairscale.experimental.tooling.layer_memory_tracker": "LayerwiseMemoryTracker ProcessGroupTracker "
     "suggest_checkpoint_location find_best_reset_points compare_memory_traces_in_plot",
@@ -39,7 +40,7 @@ PATHS = {
     "fairscale.internal.containers": "apply_to_tensors pack_kwargs unpack_kwargs split_non_tensors unpack_non_tensors",
     "fairscale.internal.parallel": "chunk_and_pad get_process_group_cached ProcessGroupName validate_process_group",
     "fairscale.internal.params": "calc_grad_norm recursive_copy_to_device",
-    "fairscale.internal.state_dict": "replace_by_prefix_",
+    "fairscale.internal.state_dict": "find_module_instances replace_by_prefix_",
 }
 
 
