@@ -193,6 +193,16 @@ def test_memory_is_traced_and_checkpoints_are_suggested(tmp_path: Path) -> None:
     assert tracker.memory_traces == [] and tracker.max_memory_allocated == 0
 
 
+def test_a_sparse_gradient_is_no_new_memory() -> None:
+    table = nn.Embedding(8, 4, sparse=True)
+    tracker = LayerwiseMemoryTracker()
+    tracker.monitor(table)
+    table(torch.arange(3)).sum().backward()
+    tracker.stop()
+    forward, backward = tracker.memory_traces
+    assert (forward.event.memory_activations, backward.event.memory_activations) == (3 * 4 * 4, 0)
+
+
 def train(model: SlowMoDistributedDataParallel, steps: int) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     history = []

@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -221,9 +222,13 @@ class LayerwiseMemoryTracker:
 
 
 def _new_bytes(before: Any, after: Any) -> int:
-    """The bytes of the tensors in `after` that have no storage of one in `before`."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(before)}
-    return sum(each.nbytes for each in tensors_in(after) if each.untyped_storage().data_ptr() not in known)
+    """The bytes of the tensors in `after` that have no storage of one in `before`; sparse ones have none."""
+    places_before, places = (
+        [(each.untyped_storage().data_ptr(), each.nbytes) for each in tensors_in(tree) if each.layout is torch.strided]
+        for tree in (before, after)
+    )
+    known = {place for place, _ in places_before}
+    return sum(num_bytes for place, num_bytes in places if place not in known)
 
 
 class ProcessGroupTrackingEvent(Enum):
