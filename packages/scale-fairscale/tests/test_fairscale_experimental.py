@@ -20,6 +20,7 @@ from fairscale.experimental.tooling.layer_memory_tracker import (
     LayerwiseMemoryTracker,
     ProcessGroupTracker,
     ProcessGroupTrackingEvent,
+    compare_memory_traces_in_plot,
     suggest_checkpoint_location,
 )
 from fairscale.nn import FullyShardedDataParallel, checkpoint_wrapper
@@ -191,6 +192,26 @@ def test_memory_is_traced_and_checkpoints_are_suggested(tmp_path: Path) -> None:
     assert (suggested.max_memory, suggested.split_modules, suggested.all_modules) == (32 * kib, ["3"], names)
     tracker.clear_traces()
     assert tracker.memory_traces == [] and tracker.max_memory_allocated == 0
+
+
+@pytest.mark.soak  # It needs matplotlib.
+def test_traces_with_and_without_checkpoints_are_drawn_beside_each_other() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+    jobs = {}
+    for name in ("no checkpoint", "checkpoint"):
+        tracker = LayerwiseMemoryTracker()
+        tracker.monitor(model)
+        model(torch.randn(64, 16)).sum().backward()
+        tracker.stop()
+        jobs[name] = tracker.memory_traces
+        for block in model:
+            checkpoint_wrapper(block)
+    forward = [[trace.module_name for trace in traces if trace.is_forward] for traces in jobs.values()]
+    assert forward[1][:6] == forward[0] and len(forward[1]) > 6  # Blocks run again in the backward.
+    picture = compare_memory_traces_in_plot(jobs, figsize=(6, 5), capture=True)
+    assert (picture.size, picture.mode) == ((600, 500), "RGB")
+    assert len(picture.getcolors(maxcolors=1 << 20)) > 10
+    assert tracker.show_plots(capture=True).size == (1600, 2000)
 
 
 def test_a_sparse_gradient_is_no_new_memory() -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -103,3 +104,4 @@ def test_losses_at_fairseqs_own_sizes_are_those_of_legacy_ddp_before_and_after_a
     save = ("--save-dir", str(tmp_path / "checkpoints"), "--save-interval-updates", "3")
     assert train(tmp_path, 3, *SHARDED, *save, model="") == plain[:3]
     assert train(tmp_path, 5, *SHARDED, *save, model="") == plain[3:]
+    shutil.rmtree(tmp_path / "checkpoints")  # 841 MB each.
