@@ -270,6 +270,24 @@ def synchronised_batch_norms() -> None:
     assert type(converted[1]) is SyncBatchNorm and converted(torch.randn(2, 2)).shape == (2, 2)
 
 
+def gathered_for_each_pass() -> None:
+    """100 weights and 10 biases of 4 bytes each, gathered again in the backward but for the outermost wrapper's."""
+    torch.manual_seed(0)
+    group = ProcessGroupTracker(None)
+    inner = [FullyShardedDataParallel(nn.Linear(10, 10), process_group=group) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), inner[0], nn.ReLU(), inner[1])
+    model = FullyShardedDataParallel(model, process_group=group)
+    for _ in range(2):  # In the second step gathers begin early.
+        tracker = LayerwiseMemoryTracker()
+        tracker.monitor(model)
+        model(torch.randn(16, 10)).sum().backward()
+        tracker.stop()
+        found = [(trace.is_forward, trace.all_gathered, trace.cumul_all_gathered) for trace in tracker.memory_traces]
+        forward = [(True, 440, 440), (True, 0, 440), (True, 440, 880), (True, 0, 440), (True, 440, 880)]
+        backward = [(False, 440, 0), (False, 0, 0), (False, 440, 0), (False, 0, 0), (False, 0, 0)]
+        assert found == forward + backward
+
+
 def on_two_nodes() -> dict[str, Any]:
     events: list[tuple[Any, ...]] = []
     tracker = ProcessGroupTracker(None, lambda *event: events.append(event))
@@ -283,6 +301,7 @@ def on_two_nodes() -> dict[str, Any]:
     assert told_outputs[0] is outputs and told_inputs is inputs
     assert [each[0].item() for each in outputs] == [0.0, 1.0]
     synchronised_batch_norms()
+    gathered_for_each_pass()
     with pytest.raises(NotImplementedError, match=r"slowmo_memory_efficient=False with slowmo_frequency=47 and local"):
         slow_model(momentum=0.5, slow_every=47, average_every=3, slowmo_memory_efficient=False)
     return {

@@ -22,7 +22,9 @@ from scale_checkpoint import suggest_checkpoint_location as suggest_for_layer_tr
 from scale_checkpoint.live_memory import LiveMemory
 from scale_checkpoint.memory_tracker import find_best_reset_points
 from scale_checkpoint.planner.step import device_of
+from scale_core.flat.buffer import State
 from scale_core.tree import tensors_in
+from scale_fsdp.runtime.unit import Unit, units_in
 
 
 class TraceForwardEvent(NamedTuple):
@@ -56,8 +58,8 @@ class LayerMemoryTrace(NamedTuple):
         allocated: What lives when the pass ends, over what lived when `monitor` was called.
         reserved: The same: what an allocator caches is not counted.
         is_forward: Whether it is a forward or a backward.
-        all_gathered: 0: a profiler shows gathers, as `scale_fsdp::all_gather`.
-        cumul_all_gathered: 0.
+        all_gathered: What wrappers have gathered for it, since the pass before.
+        cumul_all_gathered: What wrappers hold gathered when a forward ends; 0 of a backward.
         event: What it has made.
     """
 
@@ -117,6 +119,8 @@ class LayerwiseMemoryTracker:
         self._stack = ExitStack()
         self._entered: str | None = None  # The module that was entered last, if none was left since.
         self._start_bytes = 0
+        self._units: list[Unit] = []
+        self._gathered: dict[int, int] = {}  # The bytes of each gathered buffer, by its identity.
 
     def monitor(self, model: nn.Module) -> None:
         """Starts to follow a model, until `stop()`.
@@ -127,6 +131,7 @@ class LayerwiseMemoryTracker:
         if self._memory is not None:
             raise RuntimeError("a tracker follows one model at a time; call tracker.stop() first")
         self._memory = self._stack.enter_context(LiveMemory(device_of(model)))
+        self._units, self._gathered = units_in(model), {}
         for name, module in model.named_modules():
             for handle in self._register_hooks(name, module, self._memory):
                 self._stack.callback(handle.remove)
@@ -212,13 +217,27 @@ class LayerwiseMemoryTracker:
             if self._memory is memory:
                 self._add(name, module, TraceBackwardEvent(_new_bytes(of_outputs, gradients)))
 
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        # Between the hooks of a wrapper, which gather before and release after.
+        handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after, prepend=True)]
+        return [*handles, module.register_forward_hook(lambda *_: self._forget_released())]
 
     def _add(self, name: str, module: nn.Module, event: TraceForwardEvent | TraceBackwardEvent) -> None:
         assert self._memory is not None
         num_bytes, is_forward = self._memory.current_bytes, isinstance(event, TraceForwardEvent)
         params = sum(param.nbytes for param in module.parameters())
-        self.memory_traces.append(LayerMemoryTrace(name, params, num_bytes, num_bytes, is_forward, 0, 0, event))
+        before, self._gathered = self._gathered, self._gathered_now()
+        gathered = sum(size for key, size in self._gathered.items() if key not in before)
+        held = sum(self._gathered.values()) if is_forward else 0
+        trace = LayerMemoryTrace(name, params, num_bytes, num_bytes, is_forward, gathered, held, event)
+        self.memory_traces.append(trace)
+
+    def _forget_released(self) -> None:
+        now = self._gathered_now()
+        self._gathered = {key: size for key, size in self._gathered.items() if key in now}
+
+    def _gathered_now(self) -> dict[int, int]:
+        buffers = [buffer for unit in self._units for buffer in unit.buffers if buffer.group.size > 1]
+        return {id(buffer): buffer.full.nbytes for buffer in buffers if buffer.state is State.GATHERED}
 
 
 def _new_bytes(before: Any, after: Any) -> int:
