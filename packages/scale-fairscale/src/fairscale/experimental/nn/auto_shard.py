@@ -79,7 +79,7 @@ def _num_params(traced: fx.GraphModule, node: fx.Node) -> int:
 
 
 def _divide(nodes: Sequence[fx.Node], sizes: Sequence[int], count: int) -> list[list[fx.Node]]:
-    """Neighbouring nodes in parts of about equally many parameters; nothing but the last node of each is needed later.
+    """Neighboring nodes in parts of about equally many parameters; nothing but the last node of each is needed later.
 
     Args:
         nodes: All but the output.
