@@ -1,4 +1,4 @@
-"""Offloading, shards, loss scales, synchronised batch norms, SlowMo and the memory tracker, against plain PyTorch."""
+"""Offloading, shards, loss scales, synchronized batch norms, SlowMo and the memory tracker, against plain PyTorch."""
 
 import gc
 import weakref
@@ -237,7 +237,7 @@ def train(model: SlowMoDistributedDataParallel, steps: int) -> list[Tensor]:
     return history
 
 
-def synchronised_batch_norms() -> None:
+def synchronized_batch_norms() -> None:
     """Statistics and gradients are those of a plain batch norm on all samples, 3 of this rank and 5 of that."""
     rank = dist.get_rank()
     mine = slice(0, 3) if rank == 0 else slice(3, 8)
@@ -300,7 +300,7 @@ def on_two_nodes() -> dict[str, Any]:
     assert event is ProcessGroupTrackingEvent.allgather and tracker.size() == 2
     assert told_outputs[0] is outputs and told_inputs is inputs
     assert [each[0].item() for each in outputs] == [0.0, 1.0]
-    synchronised_batch_norms()
+    synchronized_batch_norms()
     gathered_for_each_pass()
     with pytest.raises(NotImplementedError, match=r"slowmo_memory_efficient=False with slowmo_frequency=47 and local"):
         slow_model(momentum=0.5, slow_every=47, average_every=3, slowmo_memory_efficient=False)

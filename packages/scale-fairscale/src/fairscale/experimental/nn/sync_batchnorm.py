@@ -35,7 +35,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the normalised input, [N, C, ...]; batches of ranks may differ in length."""
+        """Returns the normalized input, [N, C, ...]; batches of ranks may differ in length."""
         if input.device.type != "cpu":
             found: Tensor = nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]  # with its attributes
             return found
@@ -55,10 +55,10 @@ class SyncBatchNorm(nn.BatchNorm2d):
         centered = values - mean.to(values.dtype).view(shape)
         variance = _sum_over_ranks(centered.square().sum(dims, dtype=torch.float64), group) / total
         self._update_statistics(mean.detach(), variance.detach() * (total / (total - 1)))
-        normalised = centered * torch.rsqrt(variance + self.eps).to(values.dtype).view(shape)
+        normalized = centered * torch.rsqrt(variance + self.eps).to(values.dtype).view(shape)
         if self.affine:
-            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
-        return normalised.to(input.dtype)
+            normalized = normalized * self.weight.view(shape) + self.bias.view(shape)
+        return normalized.to(input.dtype)
 
     def _update_statistics(self, mean: Tensor, variance: Tensor) -> None:
         """Moves the running statistics towards those of this batch, the variance without bias, [C] each."""
