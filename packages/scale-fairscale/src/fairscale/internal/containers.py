@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_core.tree import map_leaves
+from scale_core.tree import map_tensors
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
-    """Returns a container of any kind, sets too, with each tensor replaced by what `fn` makes of it."""
+    """Returns a container of any kind, sets included, with each tensor replaced by what `fn` makes of it.
 
-    def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, set):
-            return {apply_to_tensors(fn, each) for each in leaf}
-        return fn(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(of_leaf, container)
+    >>> apply_to_tensors(lambda tensor: tensor + 1, [{torch.ones(1)}, "as it is"])
+    [{tensor([2.])}, 'as it is']
+    """
+    if type(container) in (list, tuple, set):
+        return type(container)(apply_to_tensors(fn, each) for each in container)
+    if type(container) is dict:
+        return {key: apply_to_tensors(fn, each) for key, each in container.items()}
+    return map_tensors(fn, container)
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -55,7 +57,8 @@ def unpack_non_tensors(tensors: Sequence[Tensor], packed: dict[str, list[Any]] |
     """Returns what `split_non_tensors` was given."""
     if packed is None:
         return tuple(tensors)
-    assert hasattr(packed, "keys") and len(tensors) + len(packed["objects"]) == len(packed["is_tensor"]), (
+    assert isinstance(packed, dict), f"expected what split_non_tensors gave, got a {type(packed).__name__}"
+    assert len(tensors) + len(packed["objects"]) == len(packed["is_tensor"]), (
         "got an argument that split_non_tensors has not made"
     )
     given, rest = iter(tensors), iter(packed["objects"])

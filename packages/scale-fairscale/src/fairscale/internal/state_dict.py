@@ -1,4 +1,4 @@
-"""Keys of a state dict by prefixes, and the prefixes of modules of a class."""
+"""Keys of a state dict: those that begin with a prefix, and the prefixes of modules of a class."""
 
 from typing import Any
 
@@ -6,11 +6,10 @@ from torch import nn
 
 
 def find_module_instances(module: nn.Module, search_class: type[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Returns all modules of a class in a module, itself included, each with the prefix of its keys in a state dict.
+    """Returns the modules of a class in a module, itself included, with the prefix that each has in a state dict.
 
-    >>> net = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
-    >>> [prefix for prefix, _ in find_module_instances(net, nn.ReLU)]
-    ['1.0.']
+    >>> [prefix for prefix, _ in find_module_instances(nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU())), nn.ReLU)]
+    ['0.', '1.0.']
     """
     named = module.named_modules(remove_duplicate=False)
     return [(f"{name}." if name else "", each) for name, each in named if isinstance(each, search_class)]

@@ -130,8 +130,8 @@ def _activation_problems(options: Options) -> Iterator[str]:
         yield f"--checkpoint-activations {choice}: take all, selective, or a budget, as budget:2GiB"
     elif parallel.parallel in ("fsdp", "pipe"):
         yield (
-            f"--checkpoint-activations {choice}: a plan is measured on an unsharded model, and {parallel.parallel} "
-            "shards it; take all or selective, or --parallel sharded-ddp"
+            f"--checkpoint-activations {choice}: a plan is measured on a full model, which "
+            f"{parallel.parallel} has on no rank; take all or selective, or --parallel sharded-ddp"
         )
     elif parallel.offload_activations:
         yield f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded"
