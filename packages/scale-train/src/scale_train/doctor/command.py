@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from dataclasses import asdict
 
@@ -24,6 +26,8 @@ from scale_train.resolve import resolve_device
 
 FAILED = 1
 _RANKS = 2
+WHOLE_TEST = 1.5
+"""Times the longest wait for a rank: how long the test of ranks that are started here may take."""
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -73,12 +77,39 @@ def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
 
 def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | str:
     """Starts two ranks; what they have found, or why they have not."""
-    code, outcomes = launch_and_collect(_as_rank, _RANKS, options, device, device=device, grace=2.0)
+    limit, late = options.limit_seconds * WHOLE_TEST, threading.Event()
+
+    def end() -> None:
+        late.set()
+        os.kill(os.getpid(), signal.SIGTERM)  # It is passed on to the ranks, and handled by who waits for them.
+
+    timer = threading.Timer(limit, end)
+    timer.start()
+    try:
+        code, outcomes = launch_and_collect(_as_rank, _RANKS, options, device, device=device, grace=1.0)
+    finally:
+        timer.cancel()
+    if late.is_set() and code:
+        return f"no result of the {_RANKS} ranks within {limit:g} s; {_load()}"
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        raise SystemExit(code)  # Somebody has stopped it: that says nothing of the ranks.
     errors = [each for each in outcomes if isinstance(each, str)]
     if errors or code or not outcomes:
         return errors[0] if errors else f"the ranks ended with code {code}"
     results: list[SelfTest] = outcomes
     return next((each for each in results if not each.is_right), results[0])
+
+
+def _load() -> str:
+    """How busy the machine is, in words."""
+    cores = os.cpu_count() or 1
+    waiting = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if waiting <= 1.5 * cores:
+        return "one of them hangs"
+    return (
+        f"{waiting:.0f} processes share {cores} cores here, so this may be no fault: try again when the machine is "
+        "idle, or with --limit-seconds 60"
+    )
 
 
 def judge(outcome: SelfTest | str, device: str) -> list[Finding]:
