@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from scale_adascale.norm_reduction import key_of
-from scale_adascale.param_info import (
+from scale_adascale.measurement.norm_reduction import key_of
+from scale_adascale.measurement.param_info import (
     NormWeights,
     data_group_of,
     model_group_of,
@@ -16,9 +16,9 @@ from scale_adascale.param_info import (
     norm_weights,
     param_info_of,
 )
-from scale_core.autograd_hooks import mark_without_autograd_hooks
 from scale_core.comm.group import Group, group_of
-from scale_core.microbatch_grads import register_pipeline
+from scale_core.hooks.autograd import mark_without_autograd_hooks
+from scale_core.hooks.microbatch_grads import register_pipeline
 from scale_core.shard import Axis, Placement, Shard, set_shard
 
 
@@ -157,7 +157,7 @@ def test_the_ranks_of_a_pipeline_have_other_parts_of_the_model_if_they_have_para
 
 def test_what_is_given_is_taken_unless_it_has_other_stages_of_the_pipeline(monkeypatch) -> None:
     model, optimizer = announced(fake(0, 3))
-    monkeypatch.setattr("scale_adascale.param_info.group_of", lambda given: given)
+    monkeypatch.setattr("scale_adascale.measurement.param_info.group_of", lambda given: given)
     replicas = fake(0, 1)
     assert data_group_of(optimizer, replicas) is replicas
     assert model_group_of(optimizer, replicas, fake(0, 2)) == fake(0, 2)
@@ -168,6 +168,6 @@ def test_what_is_given_is_taken_unless_it_has_other_stages_of_the_pipeline(monke
 
 def test_where_all_ranks_are_those_of_one_pipeline_none_has_other_data(monkeypatch) -> None:
     model, optimizer = announced(fake(0, 1))
-    monkeypatch.setattr("scale_adascale.param_info.group_of", lambda given: fake(0, 1))
+    monkeypatch.setattr("scale_adascale.measurement.param_info.group_of", lambda given: fake(0, 1))
     assert data_group_of(optimizer, None) == Group()
     del model

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
-from scale_core.autograd_hooks import register_post_backward
+from scale_core.hooks.autograd import register_post_backward
 from scale_core.uneven_inputs import LossShare
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scale_adascale.gradient_checks import (
+from scale_adascale.measurement.gradient_checks import (
     are_zero,
     bit_checksum,
     checksum_term,

@@ -13,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
 from scale_adascale.gain import Moments, bounded, gain
-from scale_adascale.local_grad_norms import (
+from scale_adascale.measurement.local_grad_norms import (
     LocalGradNorms,
     NormAccumulator,
     has_later_hook,
     has_post_accumulate_hook,
 )
 from scale_adascale.squared_norms import sum_of_squares
-from scale_core.autograd_hooks import has_local_grad_hooks
 from scale_core.comm.group import Group
-from scale_core.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted, register_pipeline
+from scale_core.hooks.autograd import has_local_grad_hooks
+from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted, register_pipeline
 
 
 def test_nobody_is_told_of_gradients_once_an_adascale_is_gone() -> None:

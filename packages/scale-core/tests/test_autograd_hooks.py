@@ -1,4 +1,4 @@
-"""autograd_hooks.py: when things happen in a backward pass."""
+"""autograd.py: when things happen in a backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.autograd_hooks import (
+from scale_core.compat import queue_callback
+from scale_core.hooks.autograd import (
     after_backward,
     after_gradient,
     alias_outputs,
@@ -30,7 +31,6 @@ from scale_core.autograd_hooks import (
     register_reduced_grad_hook,
     weak_hook,
 )
-from scale_core.compat import queue_callback
 
 
 class Watched(nn.Module):

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_core import buffer_pool, compat
-from scale_core.autograd_hooks import register_local_grad_hook
-from scale_core.buffer_pool import MAX_IDLE, SMALLEST_BYTES, allocate, empty, free, free_unshared
+from scale_core import compat
 from scale_core.comm.group import group_of
+from scale_core.device import buffer_pool
+from scale_core.device.buffer_pool import MAX_IDLE, SMALLEST_BYTES, allocate, empty, free, free_unshared
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
+from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.testing import run_ranks
 
 NUMEL = SMALLEST_BYTES // 4

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from scale_core import Axis, DivergenceError, Placement, Shard, check_replicas, group_of, set_shard
 from scale_core.comm.collectives import subgroup_of
-from scale_core.divergence import check_interval, digests_of
+from scale_core.consistency.divergence import check_interval, digests_of
 from scale_core.testing import run_ranks
 
 

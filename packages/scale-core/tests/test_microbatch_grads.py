@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_core.microbatch_grads import (
+from scale_core.hooks.microbatch_grads import (
     MicrobatchStep,
     StepObserver,
     StepSignature,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scale_core.part_hooks import ForEachShardHook, is_for_each_part, take_hooks
+from scale_core.hooks.module_parts import ForEachShardHook, is_for_each_part, take_hooks
 
 
 class Seen(ForEachShardHook):

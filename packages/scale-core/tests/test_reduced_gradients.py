@@ -10,9 +10,9 @@ import torch
 from flat_by_hand import SHAPES, average, backward, local_grad, make, pieces_of, whole_params
 from torch import Tensor
 
-from scale_core.autograd_hooks import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.buffer import DtypePolicy
+from scale_core.hooks.autograd import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join
 

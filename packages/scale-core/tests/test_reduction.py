@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
+from scale_core.device.streams import Stream
 from scale_core.flat.reduction import Reduction
-from scale_core.streams import Stream
 from scale_core.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from scale_core import rng
+from scale_core.device import rng
 
 
 def test_only_generators_that_were_drawn_from_are_replayed() -> None:

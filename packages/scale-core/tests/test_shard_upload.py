@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import scale_core.flat.shard_storage
 from scale_core.comm.group import Group
+from scale_core.device.streams import Stream, copy_over
 from scale_core.flat import buffer as flat
 from scale_core.flat import reduction as flat_reduced
 from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, wait_sent
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.shard_storage import HostToDeviceCopy
-from scale_core.streams import Stream, copy_over
 
 HOST, NEAR = torch.device("cpu"), torch.device("cpu", 0)
 """The host under two names: what compares them takes the second for another device, and has real memory on it."""

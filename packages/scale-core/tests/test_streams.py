@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scale_core.streams import (
+from scale_core.device.streams import (
     CudaStream,
     InlineExecutor,
     Stream,

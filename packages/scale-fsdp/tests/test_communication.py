@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core import ShardedGradScaler
-from scale_core.autograd_hooks import register_reduced_grad_hook
 from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
+from scale_core.hooks.autograd import register_reduced_grad_hook
 from scale_core.quantization.blocks import BlockFormat
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks

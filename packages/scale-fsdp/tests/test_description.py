@@ -6,8 +6,8 @@ from fsdp_beside import noise, sharded
 from fsdp_cases import Net, batch, loss_of
 from torch import nn
 
-from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.flat.buffer import live_buffers
+from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.testing import run_ranks
 from scale_fsdp import Description, FullyShardedDataParallel, MixedPrecisionPolicy, describe, fully_shard
 

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import scale_core.flat.buffer
 import scale_core.flat.reduction
 import scale_fsdp.runtime.recovery
-from scale_core.autograd_hooks import register_grad_published_hook
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
+from scale_core.hooks.autograd import register_grad_published_hook
 from scale_core.testing import run_ranks
 from scale_fsdp import CommunicationPolicy, StepError, fully_shard
 from scale_fsdp.runtime.unit import units_in

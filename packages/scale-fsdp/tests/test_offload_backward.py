@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import scale_fsdp.offload.backward
-from scale_core.autograd_hooks import call_grad_published_hooks
+from scale_core.hooks.autograd import call_grad_published_hooks
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Shard, set_shard

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import scale_core.flat.shard_storage
+from scale_core.device.streams import Stream
 from scale_core.flat import buffer as flat
 from scale_core.flat import reduction as flat_reduced
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
-from scale_core.streams import Stream
 from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedEMA, fully_shard
 from scale_fsdp.runtime.unit import units_in
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import scale_fsdp.offload.backward
-from scale_core.autograd_hooks import register_reduced_grad_hook
 from scale_core.flat import reduction as flat_reduced
+from scale_core.hooks.autograd import register_reduced_grad_hook
 from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadOptimizer, ShardedEMA, fully_shard
 from scale_fsdp.fully_sharded_data_parallel import shard_for_wrapper
 

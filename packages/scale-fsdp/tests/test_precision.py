@@ -7,7 +7,7 @@ import torch
 from fsdp_beside import adam, noise, sharded
 from torch import nn
 
-from scale_core.autograd_hooks import register_local_grad_hook
+from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_fsdp.api import UnitPrecision

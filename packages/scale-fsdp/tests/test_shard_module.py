@@ -11,8 +11,8 @@ from fsdp_cases import differing_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.comm.group import group_of
+from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.shard import full_shape, shard_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.autograd_hooks import after_gradient
+from scale_core.hooks.autograd import after_gradient
 from scale_oss.grad_accumulation import GradAccumulation
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.comm.group import group_of
+from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from scale_core import group_of
 from scale_core.testing import run_ranks
-from scale_pipe.distributed.messages import WHOLE, ChunkSize, Failure, Flow, Payload, Slot, pack, unpack
-from scale_pipe.distributed.p2p import (
+from scale_pipe.distributed.p2p.channel import (
     HEADER_LENGTH,
     P2PChannel,
     P2PError,
@@ -25,6 +24,7 @@ from scale_pipe.distributed.p2p import (
     pack_message,
     unpack_message,
 )
+from scale_pipe.distributed.p2p.messages import WHOLE, ChunkSize, Failure, Flow, Payload, Slot, pack, unpack
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024  # One of the old kind.
 

@@ -11,7 +11,7 @@ from distributed_in_order import in_order_transport
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_core.microbatch_grads import StepObserver, on_microbatch_steps
+from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, pop, skippable, stash
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, Schedule, StageError, StagePlacement, build_schedule, gpipe, interleaved_1f1b
-from scale_pipe.distributed.p2p import P2PChannel
+from scale_pipe.distributed.p2p.channel import P2PChannel
 from scale_pipe.schedules.action import backward, forward, input_gradient, weight_gradient
 
 SCHEDULES = {

@@ -10,7 +10,7 @@ import pytest
 from pipe_schedules import BUILDERS
 
 from scale_pipe import Kind, StagePlacement, interleaved_1f1b, one_forward_one_backward, zb_v
-from scale_pipe.distributed.messages import Flow, Slot
+from scale_pipe.distributed.p2p.messages import Flow, Slot
 from scale_pipe.distributed.program import (
     AverageGrads,
     CrossStageTensors,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core import DivergenceError, ShardedGradScaler, check_replicas
-from scale_core.microbatch_grads import StepObserver, on_microbatch_steps
+from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
 from scale_pipe.distributed.profile import measure_link_times

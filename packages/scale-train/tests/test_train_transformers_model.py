@@ -18,12 +18,12 @@ from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
 from scale_train.data import Sampler, read_text, windows_at
 from scale_train.errors import InputError
+from scale_train.huggingface.model import TransformersSource, export_model
 from scale_train.tokenizer import open_tokenizer
 from scale_train.training.checkpoint import check_same_fields, load
 from scale_train.training.state import LRSchedule, build_state
 from scale_train.training.train import train_language_model
 from scale_train.training.trainer import train_step
-from scale_train.transformers_model import TransformersSource, export_model
 
 STEPS = 3
 LLAMA = LlamaConfig(

@@ -23,7 +23,7 @@ from transformers import (
 
 from scale_core.testing import ranks as testing
 from scale_core.testing import run_ranks
-from scale_train.transformers_trainer import ScaleTrainer, ScaleTrainerMixin
+from scale_train.huggingface.trainer import ScaleTrainer, ScaleTrainerMixin
 
 testing._PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate"]
 

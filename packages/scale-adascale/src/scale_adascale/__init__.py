@@ -3,10 +3,10 @@
 `adascale` is the optimizer; read it first. Below it:
 
 - `gain`, `noise_scale`, `batch_size`: the formulas, numbers in and numbers out;
-- `local_grad_norms`, `norm_reduction`, `squared_norms`: from each local gradient to the sums over all ranks;
-- `step_statistics`, `estimates`: what one step gives, and the averages of all steps;
-- `param_info`, `adam_preconditioner`: which rank holds what how often, and gradients as Adam scales them;
-- `validation`, `gradient_checks`: what is refused;
+- `measurement/`: from each local gradient to the sums over all ranks, and what one step gives;
+- `estimates`: the averages of all steps;
+- `squared_norms`, `adam_preconditioner`: norms of one gradient, and gradients as Adam scales them;
+- `validation`: checks of arguments;
 - `gain_scheduler`: a training that is counted in steps of the small batch.
 """
 

@@ -19,17 +19,17 @@ from torch.optim import SGD, Optimizer
 from scale_adascale.adam_preconditioner import is_adaptive
 from scale_adascale.estimates import GROUP_KEY, Estimates, EstimatorState, without_fairscale
 from scale_adascale.gain import check_scale, gain
+from scale_adascale.measurement.errors import no_step_error
+from scale_adascale.measurement.norm_reduction import NormReducer
+from scale_adascale.measurement.param_info import data_group_of, model_group_of
+from scale_adascale.measurement.step_statistics import Settings, StepStatistics, default_smoothing
 from scale_adascale.noise_scale import NoiseScale, noise_scale
-from scale_adascale.norm_reduction import NormReducer
-from scale_adascale.param_info import data_group_of, model_group_of
-from scale_adascale.step_statistics import Settings, StepStatistics, default_smoothing
 from scale_adascale.validation import (
     check_num_gradients,
     check_numbers,
     check_optimizer,
     check_rule,
     check_trains,
-    no_step_error,
 )
 from scale_core import uneven_inputs
 from scale_core.arguments import checked_arguments

@@ -1,4 +1,4 @@
-"""What AdaScale raises: checks of its arguments, and the errors of passes and steps in a wrong order."""
+"""Checks of AdaScale's arguments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from torch.optim import Optimizer
 
 from scale_adascale.adam_preconditioner import base_optimizer, is_adaptive, is_rescaling
 from scale_adascale.gain import is_real
-from scale_adascale.local_grad_norms import LocalGradNorms
-from scale_adascale.param_info import all_params
+from scale_adascale.measurement.param_info import all_params
 from scale_core.comm.group import Group
-from scale_core.microbatch_grads import pipeline_ranks
-from scale_core.shard import title_of
-from scale_core.state.param_ownership import flat_buffer_of
-
-# Arguments.
+from scale_core.hooks.microbatch_grads import pipeline_ranks
 
 
 def check_optimizer(optimizer: Any, wrapper: type[Optimizer]) -> None:
@@ -91,20 +86,6 @@ def check_rule(optimizer: Optimizer, data: Group, power: float | None, precondit
         )
 
 
-def check_tensors(optimizer: Optimizer) -> None:
-    """Raises ValueError for a flat parameter, where each tensor's gradient is divided by its own second moments."""
-    for param in all_params(optimizer):
-        buffer = flat_buffer_of(param)
-        if buffer is not None:
-            raise ValueError(
-                f"expected each parameter as a tensor of its own, got {title_of(param)}, which holds "
-                f"{len(buffer.names)}, as '{buffer.names[0]}': AdaScale divides the gradient of each by the root of "
-                "its own mean second moment, as Adam uses it, and of a flat one the gain would be another. Shard the "
-                "model with flatten_parameters=False, or measure gradients as they are by "
-                "AdaScale(..., preconditioned=False)"
-            )
-
-
 def check_trains(optimizer: Optimizer, data: Group, model: Group) -> None:
     """Raises ValueError on a rank with frozen parameters alone: others in its model group would wait for it."""
     params = all_params(optimizer)
@@ -115,68 +96,3 @@ def check_trains(optimizer: Optimizer, data: Group, model: Group) -> None:
             "Give its stage a layer that is trained, by another balance, or build AdaScale(..., process_group=the "
             f"ranks with other data, {list(data.ranks)}, model_parallel_group=a group of the ranks that train)"
         )
-
-
-# Steps and passes.
-
-
-def no_step_error(passes: int, num_gradients: int, local: LocalGradNorms) -> RuntimeError:
-    """The error of a step whose gradients are not all there."""
-    begin, around = "Don't step without finishing backward phase", "put it around OSS, not inside: AdaScale(OSS(...))"
-    if not passes and not local.can_get_grads:
-        return RuntimeError(
-            f"{begin}: no parameter of the optimizer can have a gradient. Unfreeze some and call "
-            f"optimizer.zero_grad(); {around}; and call optimizer.unhook() where gradients come by hand"
-        )
-    last = ", and one is running" if local.in_backward else ", and the last one has failed" if local.failed else ""
-    shorter = ""
-    if 0 < passes < num_gradients and not last:
-        shorter = (
-            " Where the last accumulation of an epoch is shorter, call "
-            f"optimizer.set_num_gradients_to_accumulate({passes}) and optimizer.set_scale(optimizer.scale * {passes} / "
-            f"{num_gradients}, update_estimate=False) before the first of them, and both back after."
-        )
-    return RuntimeError(
-        f"{begin}: expected {num_gradients} backward passes since the last step, got {passes}{last}.{shorter} Call "
-        "backward() once for each gradient to accumulate, build AdaScale(..., "
-        f"num_gradients_to_accumulate={max(1, passes)}), or optimizer.unhook() where gradients come by hand; and "
-        f"{around}"
-    )
-
-
-def too_many_error(num_gradients: int, came: int | None) -> RuntimeError:
-    """The error of a pass after the last one of a step; None for the begin of a pipeline's step, of any number."""
-    what = "another step of the pipeline began after them" if came is None else f"{came} came"
-    number = "the micro-batches of all steps of the pipeline" if came is None else came
-    return RuntimeError(
-        f"expected {num_gradients} backward pass{'es' if num_gradients > 1 else ''} between two steps, but {what} "
-        "(each micro-batch of a pipeline is one, and so may be each reentrant checkpoint: use_reentrant=False). Call "
-        "optimizer.step() after the last one, optimizer.zero_grad() where the step is left out, or pass "
-        f"num_gradients_to_accumulate={number} if that many are meant"
-    )
-
-
-def leftover_gradients_text(*, pass_failed: bool) -> str:
-    """The error of a step whose first backward pass has added its gradients to others."""
-    why = (
-        "a backward pass has failed after it had brought some, or they are those of the last step"
-        if pass_failed
-        else "those of the last step, or of passes that were not measured"
-    )
-    return (
-        f"expected no gradients, or zeros, before the first backward pass of a step, but there are some ({why}), so "
-        "that the mean would not be that of what is measured. Call optimizer.zero_grad() before it"
-    )
-
-
-def changed_gradients_text(passes: int, num_gradients: int, *, pass_failed: bool) -> str:
-    """The error of a backward pass before which gradients have been changed since the last of `passes`."""
-    what = (
-        f"a backward pass has failed after {passes} of {num_gradients} of a step, and had added to some gradients"
-        if pass_failed
-        else f"gradients were changed or cleared after {passes} of {num_gradients} backward passes of a step"
-    )
-    return (
-        f"{what}, so that their mean is not that of what was measured. Call optimizer.zero_grad() and begin with the "
-        "first pass of the step; clip gradients and call model.zero_grad() after the last pass only"
-    )

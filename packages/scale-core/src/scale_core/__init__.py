@@ -2,14 +2,13 @@
 
 Each line imports only from those above it; every folder's `__init__` says where to begin.
 
-- `errors`, `fault_points`, `compat`, `streams`, `tree`: one tree of errors, where tests put faults, torch versions,
-  CUDA streams, tensors in containers;
-- `buffer_pool`, `comm/`: host memory, groups of ranks and the collectives between them;
-- `consistency/`: checks that all ranks run the same, and one error on all of them where they don't;
-- `autograd_hooks`, `microbatch_grads`, `uneven_inputs`, `part_hooks`: hooks of the backward pass;
+- `errors`, `fault_points`, `compat`, `tree`: one tree of errors, where tests put faults, torch versions, tensors in
+  containers;
+- `device/`, `comm/`: streams and host memory, groups of ranks and the collectives between them;
+- `consistency/`: checks that all ranks run the same and hold the same bits, and one error on all of them where not;
+- `hooks/`, `uneven_inputs`: hooks of the backward pass, and ranks that run out of data;
 - `quantization/`: values in 8 or 4 bits, and collectives that send these;
 - `flat/`, `shard`: parameters in one flat buffer, and what a local tensor is a shard of;
-- `divergence`: what must be equal on several ranks, compared by its bits;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;
 - `state/`, `sharded_module`, `snapshot/`, `pretrained/`, `convert/`: sharded state dicts, modules with parts of
   parameters, verified checkpoints, weights of Hugging Face,
@@ -23,17 +22,17 @@ import typing
 
 from scale_core import torch_patches as _torch_patches  # noqa: F401  # It patches torch at the first shard.
 from scale_core.arguments import checked_arguments as _checked
-from scale_core.autograd_hooks import register_grad_published_hook, register_local_grad_hook, register_reduced_grad_hook
 from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.comm.work import CollectiveWork
 from scale_core.consistency.contract import Contract
+from scale_core.consistency.divergence import check_replicas
 from scale_core.consistency.execution_order import Event
 from scale_core.consistency.late_ranks import LateRanks
-from scale_core.divergence import check_replicas
 from scale_core.errors import ContractError, DivergenceError, ScaleDistributedError, StepError, TransferError
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
 from scale_core.flat.layout import BlockAtom, FlatLayout
+from scale_core.hooks.autograd import register_grad_published_hook, register_local_grad_hook, register_reduced_grad_hook
 from scale_core.optim.clip_grad import clip_grad_norm_, grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Placement, Shard, full_numel, full_shape, set_shard, shard_of

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from scale_core import compat
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
-from scale_core.divergence import check_interval
+from scale_core.consistency.divergence import check_interval
 from scale_core.flat.buffer import DevicePolicy, ShardGroups
 from scale_core.flat.layout import Atom
 from scale_core.tree import map_tensors

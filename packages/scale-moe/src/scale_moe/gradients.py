@@ -11,11 +11,11 @@ from functools import partial
 from torch import Tensor, nn
 
 from scale_core.arguments import checked_arguments
-from scale_core.autograd_hooks import lacks_autograd_hooks, register_post_backward
 from scale_core.comm.collectives import exchange, exchange_text, peer_to_peer
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.errors import ContractError
+from scale_core.hooks.autograd import lacks_autograd_hooks, register_post_backward
 from scale_core.shard import Placement, shard_of
 from scale_moe.mappings import all_reduced
 

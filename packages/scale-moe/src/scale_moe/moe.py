@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from scale_core import compat
 from scale_core.arguments import checked_arguments
-from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.hooks.autograd import in_backward
 from scale_moe.experts import Activation, Experts
 from scale_moe.mappings import copy_to_expert_tensor_parallel_region, reduce_from_expert_tensor_parallel_region
 from scale_moe.mesh_info import resolve_expert_mesh

@@ -15,14 +15,14 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from scale_core import uneven_inputs
-from scale_core.autograd_hooks import call_local_grad_hooks, local_grad_hooks
 from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
 from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.execution_order import Event
+from scale_core.device.streams import Stream
 from scale_core.flat.reduction import FlatGradient, Reduction
+from scale_core.hooks.autograd import call_local_grad_hooks, local_grad_hooks
 from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
-from scale_core.streams import Stream
 from scale_oss.partition import BucketPartition
 from scale_oss.state_placement import Range, ShardedParam, StatePlacement
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from scale_core.autograd_hooks import weak_hook
+from scale_core.hooks.autograd import weak_hook
 
 
 class GradAccumulation:

@@ -23,9 +23,9 @@ from scale_core.comm.group import GroupLike, group_of
 from scale_core.compat import profiler_runs
 from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
+from scale_core.consistency.divergence import check_interval, compare_replicas
 from scale_core.consistency.execution_order import message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
-from scale_core.divergence import check_interval, compare_replicas
 from scale_core.errors import renamed_arguments
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from scale_core.autograd_hooks import after_gradient, in_backward, register_post_backward, weak_hook
 from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.all_ranks import all_gather_failures, all_gather_json, format_abort
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
+from scale_core.hooks.autograd import after_gradient, in_backward, register_post_backward, weak_hook
 from scale_core.tree import tensors_in
 from scale_oss.bucket import Bucket
 from scale_oss.grad_accumulation import GradAccumulation

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from scale_core import uneven_inputs
 from scale_core.arguments import checked_arguments
-from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
+from scale_core.hooks.autograd import in_backward
 from scale_core.optim.clip_grad import register_gradient_keeper
 from scale_core.optim.step_checks import register_owner, watch_optimizers
 from scale_core.shard import unit_shard_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from scale_core.streams import on_host
+from scale_core.device.streams import on_host
 from scale_core.tree import map_leaves, map_tensors, tensors_in
 from scale_pipe.integers import plain_integer
 

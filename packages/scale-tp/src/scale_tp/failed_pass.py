@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scale_core.autograd_hooks import before_backward, register_post_backward
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.compat import ends_recomputation, graph_task_id
 from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_core.errors import TransferError, recovery_hint
-from scale_core.part_hooks import ForEachShardHook
+from scale_core.hooks.autograd import before_backward, register_post_backward
+from scale_core.hooks.module_parts import ForEachShardHook
 
 # How long the other ranks may take to fail as well, where all of them do.
 _GRACE_SECONDS = 5.0

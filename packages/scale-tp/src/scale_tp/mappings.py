@@ -22,11 +22,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import untraced
 from scale_core.errors import TransferError
+from scale_core.hooks.autograd import in_backward
 from scale_tp.comm import (
     accumulation_dtype,
     all_gather_along,

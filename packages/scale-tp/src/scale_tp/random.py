@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from scale_core import compat
 from scale_core.arguments import checked_arguments
-from scale_core.autograd_hooks import in_backward
 from scale_core.comm.group import Group
-from scale_core.part_hooks import ForEachShardHook
+from scale_core.hooks.autograd import in_backward
+from scale_core.hooks.module_parts import ForEachShardHook
 from scale_tp.parallel_state import get_tensor_model_parallel_rank
 
 

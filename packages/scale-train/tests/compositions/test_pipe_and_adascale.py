@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_adascale import AdaScale
 from scale_core import ShardedGradScaler
-from scale_core.microbatch_grads import microbatch_steps_wanted
+from scale_core.hooks.microbatch_grads import microbatch_steps_wanted
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel

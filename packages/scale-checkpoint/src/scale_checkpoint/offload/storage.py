@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from scale_checkpoint.live_memory import not_counted
-from scale_core.streams import InlineExecutor, StreamEvent, copy_into, host_memory, stream_for, worker_for
+from scale_core.device.streams import InlineExecutor, StreamEvent, copy_into, host_memory, stream_for, worker_for
 
 Target: TypeAlias = Literal["host"] | os.PathLike[str]
 """Where to: the memory of the host, or a folder by its path."""

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from scale_checkpoint.offload.storage import StorageBackend, StoredBytes, Target, backend_for, copy_streams, storage_of
 from scale_checkpoint.state import InternalOps
-from scale_core.streams import StreamEvent
+from scale_core.device.streams import StreamEvent
 
 _MAX_IN_FLIGHT_BYTES = 1 << 30  # Beyond this the device waits until what it computes with has left.
 _MAX_FETCHED_AHEAD = 64  # storages

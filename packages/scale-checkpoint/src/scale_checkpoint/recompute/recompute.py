@@ -35,7 +35,7 @@ from scale_checkpoint.recompute.policy import OperatorPolicy
 from scale_checkpoint.recompute.selective import Key, ReuseResults, SavedResults, SaveResults
 from scale_checkpoint.state import STATE
 from scale_checkpoint.tree import extract_tensors, insert_tensors, unknown_classes
-from scale_core import rng
+from scale_core.device import rng
 
 
 @dataclass(frozen=True)

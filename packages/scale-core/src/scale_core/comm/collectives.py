@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from scale_core import buffer_pool, compat, fault_points
+from scale_core import compat, fault_points
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork, Work, process_limit, start_work, wait_for
+from scale_core.device import buffer_pool
 from scale_core.errors import TransferError
 
 # A group of NCCL alone moves nothing on the host. Control messages and shards that are kept on the host need that, so

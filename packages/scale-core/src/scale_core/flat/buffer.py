@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scale_core import buffer_pool
 from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
+from scale_core.device import buffer_pool
+from scale_core.device.streams import Stream
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.reduction import FlatReduced, copy_stream, view_of
 from scale_core.flat.shard_storage import (
@@ -38,7 +39,6 @@ from scale_core.optim.step_checks import (
 )
 from scale_core.quantization.blocks import BlockFormat, dequantize
 from scale_core.quantization.collectives import WireFormats, all_gather_quantized, new_messages
-from scale_core.streams import Stream
 
 
 class UnshardedParameter(nn.Parameter):

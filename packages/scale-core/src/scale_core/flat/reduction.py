@@ -18,15 +18,16 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from scale_core import buffer_pool, uneven_inputs
-from scale_core.autograd_hooks import call_local_grad_hooks, local_grad_hooks
+from scale_core import uneven_inputs
 from scale_core.comm.collectives import CollectiveWork, all_reduce, reduce_scatter
 from scale_core.comm.group import Group
+from scale_core.device import buffer_pool
+from scale_core.device.streams import Stream, StreamEvent, copy_over, copy_to, stream_for
 from scale_core.flat.layout import FlatLayout, LayoutEntry
 from scale_core.flat.shard_storage import DevicePolicy, FlatShard, NodeGroups, ShardGroups
+from scale_core.hooks.autograd import call_local_grad_hooks, local_grad_hooks
 from scale_core.quantization.collectives import WireFormats, all_reduce_quantized, reduce_scatter_quantized
 from scale_core.quantization.error_feedback import ErrorFeedback
-from scale_core.streams import Stream, StreamEvent, copy_over, copy_to, stream_for
 
 # From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
 # packed while they are in a processor's cache, which is what smaller ones gain by being packed at once.

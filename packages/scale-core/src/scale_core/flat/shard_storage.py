@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import compat
-from scale_core.autograd_hooks import mark_without_autograd_hooks
 from scale_core.comm.group import Group
+from scale_core.device.streams import Stream, StreamEvent, copy_into
 from scale_core.flat.layout import FlatLayout
+from scale_core.hooks.autograd import mark_without_autograd_hooks
 from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
-from scale_core.streams import Stream, StreamEvent, copy_into
 
 
 @dataclass(frozen=True)

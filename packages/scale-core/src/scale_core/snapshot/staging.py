@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_core import buffer_pool
+from scale_core.device import buffer_pool
 from scale_core.state.chunks import LocalShard
 
 _ALIGNMENT = 16  # bytes: the largest element

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from scale_core.autograd_hooks import (
+from scale_core.device.streams import on_host, worker_for
+from scale_core.hooks.autograd import (
     after_gradient,
     register_grad_published_hook,
     register_post_backward,
     register_reduced_grad_hook,
 )
 from scale_core.shard import title_of, unit_shard_of
-from scale_core.streams import on_host, worker_for
 from scale_core.tree import tensors_in
 from scale_fsdp.offload.host_kernel import CHUNK_ELEMENTS
 from scale_fsdp.offload.host_update import OffloadUpdate, buckets

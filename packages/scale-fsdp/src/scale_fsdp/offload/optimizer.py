@@ -19,9 +19,9 @@ from torch.utils.weak import TensorWeakRef
 
 from scale_core import compat
 from scale_core.arguments import checked_arguments
+from scale_core.device.streams import on_host
 from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm
 from scale_core.shard import shard_of, title_of
-from scale_core.streams import on_host
 from scale_fsdp.offload.backward import ConsumedGradient, GradientPrefetch, GradReadyHooks, OptimizerInBackward
 from scale_fsdp.offload.host_kernel import FUSED_MULTIPLE, host_options
 from scale_fsdp.offload.host_update import OffloadUpdate

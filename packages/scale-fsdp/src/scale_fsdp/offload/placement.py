@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from scale_core.device.streams import on_host
 from scale_core.optim.traits import KINDS
 from scale_core.shard import title_of
-from scale_core.streams import on_host
 from scale_fsdp.offload.host_kernel import with_strides_of
 
 _HOST = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from scale_core import compat
-from scale_core.streams import StreamEvent, copy_into, host_memory, on_host, stream_for
+from scale_core.device.streams import StreamEvent, copy_into, host_memory, on_host, stream_for
 from scale_fsdp.offload.host_kernel import HostChunk
 from scale_fsdp.offload.placement import StatePart, dense_strides, is_dense
 

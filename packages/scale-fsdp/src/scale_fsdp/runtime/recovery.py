@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from scale_core.autograd_hooks import is_consumed_in_backward
 from scale_core.consistency.all_ranks import all_gather_failures, format_abort, format_traceback
 from scale_core.consistency.execution_order import END, Event, Pass
 from scale_core.errors import ScaleDistributedError, StepError
+from scale_core.hooks.autograd import is_consumed_in_backward
 from scale_fsdp.runtime.unit import GATHERING_PHASES, UnitContext
 
 

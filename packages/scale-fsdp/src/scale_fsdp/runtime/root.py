@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from scale_core import uneven_inputs
-from scale_core.autograd_hooks import (
+from scale_core.consistency.all_ranks import all_gather_json
+from scale_core.consistency.divergence import check_interval, compare_replicas
+from scale_core.consistency.execution_order import Event, PassKind, unit_title
+from scale_core.errors import StepError
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.hooks.autograd import (
     call_grad_published_hooks,
     call_reduced_grad_hooks,
     grad_published_hooks,
     in_backward,
     is_consumed_in_backward,
 )
-from scale_core.consistency.all_ranks import all_gather_json
-from scale_core.consistency.execution_order import Event, PassKind, unit_title
-from scale_core.divergence import check_interval, compare_replicas
-from scale_core.errors import StepError
-from scale_core.flat.buffer import FlatBuffer
 from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
 from scale_fsdp.runtime.recovery import PassStatus, abort_message, abort_on_all_ranks, can_abort, raise_aborted

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from scale_core import compat
-from scale_core.autograd_hooks import (
+from scale_core.compat import profiler_runs
+from scale_core.consistency.execution_order import unit_title
+from scale_core.hooks.autograd import (
     after_backward,
     after_gradient,
     alias_outputs,
@@ -25,8 +27,6 @@ from scale_core.autograd_hooks import (
     has_reduced_grad_hooks,
     register_post_backward,
 )
-from scale_core.compat import profiler_runs
-from scale_core.consistency.execution_order import unit_title
 from scale_fsdp.api import cast_floating
 from scale_fsdp.runtime import checks
 from scale_fsdp.runtime.root import Root

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
-from scale_pipe.distributed.messages import WHOLE, Payload, pack, unpack
-from scale_pipe.distributed.p2p import P2PChannel
+from scale_pipe.distributed.p2p.channel import P2PChannel
+from scale_pipe.distributed.p2p.messages import WHOLE, Payload, pack, unpack
 from scale_pipe.distributed.program import state_slots
 from scale_pipe.schedules.placement import StagePlacement
 

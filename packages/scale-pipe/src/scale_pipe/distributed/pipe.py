@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from scale_core import Contract, GroupLike, group_of
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import HOST
+from scale_core.consistency.divergence import check_interval, compare_replicas
 from scale_core.consistency.flight_recorder import next_unique_id
-from scale_core.divergence import check_interval, compare_replicas
-from scale_core.microbatch_grads import microbatch_steps_wanted, register_pipeline
+from scale_core.hooks.microbatch_grads import microbatch_steps_wanted, register_pipeline
 from scale_core.optim.clip_grad import clip, measured_gradients
 from scale_core.shard import register_stages
 from scale_pipe.batch_norm import DeferredBatchNorm
-from scale_pipe.distributed.data_parallel import check_disjoint_wrappers
 from scale_pipe.distributed.errors import failure_from_error
-from scale_pipe.distributed.messages import StepKind
-from scale_pipe.distributed.microbatch_grads import MicrobatchGrads, ranks_with_parameters
+from scale_pipe.distributed.gradients.data_parallel import check_disjoint_wrappers
+from scale_pipe.distributed.gradients.microbatch_grads import MicrobatchGrads, ranks_with_parameters
+from scale_pipe.distributed.gradients.shared_params import SharedParams
 from scale_pipe.distributed.module_view import ModelFQNs, StageModuleView
+from scale_pipe.distributed.p2p.messages import StepKind
 from scale_pipe.distributed.profile import (
     costs_from_spans,
     gather_spans,
@@ -38,7 +39,6 @@ from scale_pipe.distributed.program import (
     split_into_stages,
 )
 from scale_pipe.distributed.runtime import PassRuntime
-from scale_pipe.distributed.shared_params import SharedParams
 from scale_pipe.distributed.stage import Stage
 from scale_pipe.distributed.step_inputs import LossFunction, Optimizers, StepArgs, StepInputs, prepare_inputs
 from scale_pipe.distributed.step_loop import StepLoop, restore_grads_on_error

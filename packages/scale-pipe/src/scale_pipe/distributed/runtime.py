@@ -19,12 +19,12 @@ from torch.profiler import record_function
 from scale_core.comm.group import Group
 from scale_core.compat import NO_RANGE, profiler_runs
 from scale_pipe.distributed import errors
-from scale_pipe.distributed.data_parallel import check_all_ok
-from scale_pipe.distributed.messages import ChunkSize, Failure, Flow, Message, Payload, Slot, StepKind, pack
-from scale_pipe.distributed.microbatch_grads import MicrobatchGrads
-from scale_pipe.distributed.p2p import P2PError
+from scale_pipe.distributed.gradients.data_parallel import check_all_ok
+from scale_pipe.distributed.gradients.microbatch_grads import MicrobatchGrads
+from scale_pipe.distributed.gradients.shared_params import SharedParams
+from scale_pipe.distributed.p2p.channel import P2PError
+from scale_pipe.distributed.p2p.messages import ChunkSize, Failure, Flow, Message, Payload, Slot, StepKind, pack
 from scale_pipe.distributed.program import AverageGrads, RankChannels, Receive, Send, SumSharedGrads
-from scale_pipe.distributed.shared_params import SharedParams
 from scale_pipe.distributed.stage import OUTPUT, Stage
 from scale_pipe.distributed.step_inputs import StepInputs
 from scale_pipe.microbatch import Arguments, gather

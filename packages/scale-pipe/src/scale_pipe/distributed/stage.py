@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_vers
 from scale_checkpoint import checkpoint_wrapper, disable_checkpointing, is_checkpointed
 from scale_core import compat
 from scale_pipe.batch_norm import DeferredBatchNorm
-from scale_pipe.distributed.data_parallel import DataParallelWrappers, outermost_wrappers
-from scale_pipe.distributed.messages import ChunkSize, Payload, pack, unpack
+from scale_pipe.distributed.gradients.data_parallel import DataParallelWrappers, outermost_wrappers
+from scale_pipe.distributed.p2p.messages import ChunkSize, Payload, pack, unpack
 from scale_pipe.microbatch import Arguments
 from scale_pipe.partition.partition import Checkpoint, starts_in_place
 from scale_pipe.recompute import PartitionFunction

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from scale_pipe.distributed.errors import failure_from_error
-from scale_pipe.distributed.messages import ChunkSize, Failure, StepKind
+from scale_pipe.distributed.p2p.messages import ChunkSize, Failure, StepKind
 from scale_pipe.distributed.stage import StageLoss
 from scale_pipe.microbatch import Arguments, batch_size_of, copy_to, scatter, scatter_with_sizes, unwrap_no_chunk
 from scale_pipe.schedules.schedule import Schedule

@@ -18,9 +18,9 @@ from scale_core.comm.group import Group
 from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_core.errors import TransferError, recovery_hint
 from scale_pipe.distributed import errors
-from scale_pipe.distributed.data_parallel import grad_holders
-from scale_pipe.distributed.messages import Failure, StepKind
-from scale_pipe.distributed.p2p import P2PError
+from scale_pipe.distributed.gradients.data_parallel import grad_holders
+from scale_pipe.distributed.p2p.channel import P2PError
+from scale_pipe.distributed.p2p.messages import Failure, StepKind
 from scale_pipe.distributed.runtime import PassRuntime
 from scale_pipe.distributed.stage import Stage
 from scale_pipe.schedules.action import Action

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from scale_core import rng
+from scale_core.device import rng
 from scale_core.errors import ScaleError
 from scale_core.tree import map_tensors
 from scale_pipe.module_split.collected_outputs import add_collected, collecting

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from scale_core.arguments import checked_arguments
-from scale_core.part_hooks import is_for_each_part
+from scale_core.hooks.module_parts import is_for_each_part
 from scale_pipe.module_split.collected_outputs import install_collectors
 from scale_pipe.module_split.cut_plan import CutPlan, plan_cuts
 from scale_pipe.module_split.placeholder_tensor import PlaceholderTensor, to_meta

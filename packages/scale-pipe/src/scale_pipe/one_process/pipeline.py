@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from scale_checkpoint import checkpoint_wrapper
 from scale_core.compat import profiler_runs
-from scale_core.streams import InlineExecutor, worker_for
+from scale_core.device.streams import InlineExecutor, worker_for
 from scale_core.tree import map_tensors
 from scale_pipe.microbatch import Arguments, copy_to
 from scale_pipe.one_process.worker import CallerContext

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from scale_checkpoint import disable_checkpointing
 from scale_checkpoint import state as phase
-from scale_core.rng import only_device
+from scale_core.device.rng import only_device
 
 R = TypeVar("R")
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import nn
 
-from scale_core.part_hooks import is_for_each_part, take_hooks
+from scale_core.hooks.module_parts import is_for_each_part, take_hooks
 from scale_pipe.integers import plain_integer
 from scale_pipe.microbatch import Arguments, describe_arguments
 

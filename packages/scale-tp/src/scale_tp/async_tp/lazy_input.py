@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from scale_core.autograd_hooks import in_backward
 from scale_core.comm.group import Group
+from scale_core.hooks.autograd import in_backward
 from scale_tp.async_tp.all_reduce_matmul import linear_with_grad_all_reduce
 from scale_tp.async_tp.chunks import SequenceChunks
 from scale_tp.async_tp.collective_matmul import all_gather_linear, chunk_sequence

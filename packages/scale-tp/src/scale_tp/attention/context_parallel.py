@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import next_node_number, plain_tensor_types, saved_tensor_hooks
 from scale_core.consistency.execution_order import fingerprint_of
+from scale_core.hooks.autograd import in_backward
 from scale_tp.attention.model_checks import checked_models
 from scale_tp.attention.padding import Padding, gather_padding, padding_mask
 from scale_tp.attention.ring import ring_attention

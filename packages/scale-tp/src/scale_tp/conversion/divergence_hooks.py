@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
 from scale_core.consistency.contract import Contract
-from scale_core.divergence import compare_inputs, compare_replicas
-from scale_core.part_hooks import ForEachShardHook
+from scale_core.consistency.divergence import compare_inputs, compare_replicas
+from scale_core.hooks.module_parts import ForEachShardHook
 from scale_core.shard import Placement, shard_of
 
 

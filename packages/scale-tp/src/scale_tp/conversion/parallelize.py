@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, GroupLike
+from scale_core.consistency.divergence import check_interval
 from scale_core.consistency.same_call import check_same_call
-from scale_core.divergence import check_interval
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import set_shard, shard_of
 from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, Heads

@@ -20,7 +20,7 @@ from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
 from scale_core.consistency.execution_order import fingerprint_of
-from scale_core.part_hooks import ForEachShardHook
+from scale_core.hooks.module_parts import ForEachShardHook
 from scale_tp.layers.base import ParallelModule
 
 _NUM_COMPARED = 32  # elements of a weight

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scale_core.autograd_hooks import in_backward
 from scale_core.comm.group import Group
+from scale_core.hooks.autograd import in_backward
 from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
 from scale_tp.conversion.styles import Style
 from scale_tp.layers.linear_ops import SEQUENCE_DIM, to_region

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.compat import untraced
-from scale_core.part_hooks import ForEachShardHook
+from scale_core.hooks.autograd import in_backward
+from scale_core.hooks.module_parts import ForEachShardHook
 from scale_tp.async_tp.all_reduce_matmul import linear_all_reduce
 from scale_tp.async_tp.collective_matmul import linear_scatter
 from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor

@@ -16,12 +16,12 @@ from scale_core.pretrained.materialize import materialize
 from scale_core.snapshot import latest_snapshot
 from scale_core.snapshot.format.metadata import read_manifest
 from scale_train.errors import InputError
+from scale_train.huggingface.config import has_weights, number_in, read_config
+from scale_train.huggingface.model import build_on_meta
 from scale_train.model import GPT
 from scale_train.model_config import ModelConfig
 from scale_train.tokenizer import BYTE, Tokenizer, open_tokenizer, tokenizer_file
 from scale_train.training.checkpoint import CHECKPOINTS, PROGRAM
-from scale_train.transformers_config import has_weights, number_in, read_config
-from scale_train.transformers_model import build_on_meta
 
 _MOST_POSITIONS = 1024  # of a window, where nothing says how long one is
 

@@ -29,11 +29,11 @@ from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snap
 from scale_core.snapshot.foreign import recognize
 from scale_core.snapshot.format.metadata import JSON, read_manifest
 from scale_train.errors import InputError, reason_of
+from scale_train.huggingface.model import config_facts
 from scale_train.model_config import ModelConfig
 from scale_train.options import Options, RunOptions
 from scale_train.training.parallelize import PipelineEngine
 from scale_train.training.state import TrainState
-from scale_train.transformers_model import config_facts
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"

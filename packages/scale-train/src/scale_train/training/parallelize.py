@@ -35,11 +35,11 @@ from scale_tp.conversion.styles import Plan, Style
 from scale_tp.split import even_sizes
 from scale_train.configuration.derived import budget_bytes
 from scale_train.errors import InputError
+from scale_train.huggingface.model import TransformersSource
 from scale_train.model import GPT, IGNORED, Block
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 from scale_train.resolve import pipeline_shape
 from scale_train.training.reporters import ProgressCallback
-from scale_train.transformers_model import TransformersSource
 
 PLAN: Plan = {
     "blocks.*.attention.qkv": Style("outputs", output="part", stacked=3),

@@ -17,6 +17,7 @@ from scale_core.comm.group import Group
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.snapshot import AsyncSave
 from scale_train.data import Sampler, Text
+from scale_train.huggingface.model import TransformersSource
 from scale_train.model import GPT
 from scale_train.options import Options
 from scale_train.resolve import model_config, resolve_device
@@ -24,7 +25,6 @@ from scale_train.training.adascale import with_adascale
 from scale_train.training.mfu import UtilizationModel, utilization_model
 from scale_train.training.parallelize import Engine, make_engine, plan_blocks
 from scale_train.training.reporters import Reporter, initialization_bar, uses_progress_bar
-from scale_train.transformers_model import TransformersSource
 
 
 class MicrobatchTimer:

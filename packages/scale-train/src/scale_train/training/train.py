@@ -17,6 +17,7 @@ from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.toml_file import to_toml
 from scale_train.data import Text, check_length, read_data
 from scale_train.errors import InputError, RanksLost, reason_of
+from scale_train.huggingface.model import export_model
 from scale_train.memory import count_parameters, format_bytes, held_bytes, peak_bytes, replicated_bytes
 from scale_train.model import generate
 from scale_train.options import Options
@@ -38,7 +39,6 @@ from scale_train.training.plot import plot_loss
 from scale_train.training.reporters import begin_metrics, make_reporter
 from scale_train.training.state import TrainState, build_state
 from scale_train.training.trainer import train
-from scale_train.transformers_model import export_model
 
 GENERATION_TEMPERATURE = 0.8
 

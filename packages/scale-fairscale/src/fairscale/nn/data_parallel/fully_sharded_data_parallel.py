@@ -19,7 +19,7 @@ from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number
 from fairscale.nn.data_parallel.param_metadata import param_metadata
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from scale_core.consistency.contract import Contract
-from scale_core.divergence import digests_of
+from scale_core.consistency.divergence import digests_of
 from scale_core.shard import unit_shard_of
 from scale_fsdp.runtime.param_registry import managed_params
 from scale_fsdp.runtime.unit import Unit, unit_of, units_in

@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fairscale._warnings import refuse, warn_argument
-from scale_core.autograd_hooks import weak_hook
 from scale_core.comm.collectives import all_reduce, broadcast
 from scale_core.comm.group import Group, group_of
+from scale_core.hooks.autograd import weak_hook
 from scale_oss import LocalSGD
 
 

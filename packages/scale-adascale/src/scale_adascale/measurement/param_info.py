@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from scale_adascale.adam_preconditioner import MomentShard, SecondMoments
-from scale_adascale.gradient_checks import fingerprint
-from scale_adascale.local_grad_norms import NormAccumulator
-from scale_core.autograd_hooks import lacks_autograd_hooks
+from scale_adascale.measurement.gradient_checks import fingerprint
+from scale_adascale.measurement.local_grad_norms import NormAccumulator
 from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.microbatch_grads import pipeline_ranks
+from scale_core.hooks.autograd import lacks_autograd_hooks
+from scale_core.hooks.microbatch_grads import pipeline_ranks
 from scale_core.shard import Axis, Placement, shard_of, title_of
 
 

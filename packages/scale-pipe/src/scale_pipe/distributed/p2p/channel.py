@@ -36,7 +36,7 @@ from scale_core.comm.collectives import HOST, group_for, torch_group
 from scale_core.comm.group import Group
 from scale_core.comm.work import Work, start_work, wait_for
 from scale_core.errors import TransferError
-from scale_pipe.distributed.messages import ChunkSize, Failure, Message, Payload, Slot
+from scale_pipe.distributed.p2p.messages import ChunkSize, Failure, Message, Payload, Slot
 
 HEADER_LENGTH = 6  # int64: kind, bytes of the description, the three numbers of a ChunkSize, kind of the pass
 LARGEST_PACKED_BYTES = 1 << 17  # copying so many takes about as long as sending a message of its own

@@ -1,7 +1,7 @@
 """The squared norms of this rank's own gradients before they are averaged, one backward pass after another.
 
 A parameter that is whole here has a hook, which gets its gradient ahead of what reduces it. One that is sharded has
-none; its owner reports its gradient (`scale_core.autograd_hooks.register_local_grad_hook`).
+none; its owner reports its gradient (`scale_core.hooks.autograd.register_local_grad_hook`).
 
 A model has hundreds of gradients, many of them short, and between two layers' products each call of torch costs some
 ten times what it costs in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
@@ -9,7 +9,7 @@ over; of long ones norms of rows are written side by side. No gradient is kept i
 would have to copy what it can take now, and the memory of a gradient may be used again. Nothing waits for the device.
 
 A pass is a sample, and gradients are averaged when it ends; unless a pipeline runs the passes, which says what a sample
-is (`scale_core.microbatch_grads`). One step of a pipeline then counts as one pass that brings several samples.
+is (`scale_core.hooks.microbatch_grads`). One step of a pipeline then counts as one pass that brings several samples.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.utils.hooks import RemovableHandle
 
 from scale_adascale.squared_norms import CHUNK, stored_values, sum_of_squares
 from scale_core import compat
-from scale_core.autograd_hooks import (
+from scale_core.hooks.autograd import (
     is_nested,
     lacks_autograd_hooks,
     register_local_grad_hook,
     register_post_backward,
     weak_hook,
 )
-from scale_core.microbatch_grads import MicrobatchStep, StepObserver, StepSignature, on_microbatch_steps
+from scale_core.hooks.microbatch_grads import MicrobatchStep, StepObserver, StepSignature, on_microbatch_steps
 from scale_core.shard import title_of
 
 _OURS = ("scale_", "torch.")  # Hooks of these packages read gradients, and leave them as they are.

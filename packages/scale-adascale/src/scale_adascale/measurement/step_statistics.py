@@ -12,12 +12,17 @@ from torch import Tensor
 
 from scale_adascale.estimates import Estimates, EstimatorState, NoiseAverage
 from scale_adascale.gain import Moments, moments, moments_of_two
-from scale_adascale.gradient_checks import Versions, are_zero, has_new, versions_of, were_changed
-from scale_adascale.local_grad_norms import LocalGradNorms
-from scale_adascale.norm_reduction import NormReducer
-from scale_adascale.validation import changed_gradients_text, leftover_gradients_text, no_step_error, too_many_error
+from scale_adascale.measurement.errors import (
+    changed_gradients_text,
+    leftover_gradients_text,
+    no_step_error,
+    too_many_error,
+)
+from scale_adascale.measurement.gradient_checks import Versions, are_zero, has_new, versions_of, were_changed
+from scale_adascale.measurement.local_grad_norms import LocalGradNorms
+from scale_adascale.measurement.norm_reduction import NormReducer
 from scale_core.comm.work import CollectiveWork
-from scale_core.microbatch_grads import StepSignature
+from scale_core.hooks.microbatch_grads import StepSignature
 
 
 class ConsecutiveGradients:

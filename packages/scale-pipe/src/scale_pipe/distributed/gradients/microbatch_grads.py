@@ -2,8 +2,8 @@
 
 A parameter belongs to one stage, so the squared norm of a micro-batch's gradient is the sum of those of its parts,
 which each rank knows. A part is computed in one pass or two, between the passes of other micro-batches and stages; so
-each pass announces its micro-batch (`scale_core.microbatch_grads`), and the step ends when all ranks have finished and
-gradients are averaged.
+each pass announces its micro-batch (`scale_core.hooks.microbatch_grads`), and the step ends when all ranks have
+finished and gradients are averaged.
 
 A parameter that several stages hold gets a sum, whose square is not that of its parts. While it is measured, what
 stages add to a micro-batch is kept; at the end of the step the first rank that holds the parameter receives it from the
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scale_core.autograd_hooks import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.comm.collectives import exchange_text, subgroup_of
 from scale_core.comm.group import Group
-from scale_core.microbatch_grads import MicrobatchStep, StepSignature
-from scale_pipe.distributed.messages import WHOLE, Flow, Payload, Slot, pack, unpack
-from scale_pipe.distributed.p2p import P2PChannel
+from scale_core.hooks.autograd import lacks_autograd_hooks, register_local_grad_hook
+from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature
+from scale_pipe.distributed.p2p.channel import P2PChannel
+from scale_pipe.distributed.p2p.messages import WHOLE, Flow, Payload, Slot, pack, unpack
 from scale_pipe.distributed.program import SharedParameter, first_stage_by_rank
 from scale_pipe.schedules.placement import StagePlacement
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.shard import Ranges
-from scale_pipe.distributed.data_parallel import GradientState, ReduceMode, gradient_state
-from scale_pipe.distributed.messages import WHOLE, ChunkSize, Payload, Slot, pack, unpack
+from scale_pipe.distributed.gradients.data_parallel import GradientState, ReduceMode, gradient_state
 from scale_pipe.distributed.module_view import StageModuleView, module_fqns, original_fqn
-from scale_pipe.distributed.p2p import P2PChannel
+from scale_pipe.distributed.p2p.channel import P2PChannel
+from scale_pipe.distributed.p2p.messages import WHOLE, ChunkSize, Payload, Slot, pack, unpack
 from scale_pipe.distributed.program import SharedParameter, first_stage_by_rank, shared_grad_slots
 from scale_pipe.schedules.placement import StagePlacement
 
