@@ -303,13 +303,15 @@ def test_cheapest_is_the_fewest_device_seconds_for_a_token_and_others_are_told_w
     one, four, eight = row(1, 10.0), row(4, 2.0), row(8, 1.5)
     found = suggest([eight, row(2, 0.1, fits=False), one, four])
     assert found is not None
-    assert [(name, each.found.strategy.ranks) for name, each in found.named()] == [
+    assert [(name, each.found.strategy.ranks) for name, each in found.named(several=True)] == [
         ("cheapest", 4),
         ("fastest", 8),
-        ("on the fewest devices", 1),
+        ("fewest devices", 1),
     ]
     same = suggest([row(8, 2.0), four, row(4, 3.0)])
-    assert same is not None and same.named() == [("cheapest and fastest and on the fewest devices", four)]
+    assert same is not None
+    assert same.named(several=True) == [("cheapest, fastest and fewest devices", four)]
+    assert same.named(several=False) == [("cheapest and fastest", four)]
     assert suggest([row(1, 1.0, fits=False)]) is None
 
 
@@ -382,7 +384,7 @@ def test_fp16_is_planned_with_its_scaler() -> None:
 def test_the_table_names_what_fits_and_the_margin_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--only", "fsdp"]) == 0
     printed = capsys.readouterr().out
-    assert "The cheapest and fastest and on the fewest devices that fits: fsdp\n" in printed
+    assert "Cheapest and fastest of what fits: fsdp\n" in printed
     assert "--parallel fsdp" in printed and "MiB of one rank at its peak" in printed and "33.7" not in printed
     peak = found_for("fsdp").peak_bytes
     run_json(capsys, "--only", "fsdp", "--device-memory", f"{peak}B", "--margin", "0.2", code=1)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,14 @@ def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
             dist.destroy_process_group()
 
 
-def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | str:
+class Late(NamedTuple):
+    """Ranks that were ended, as they took too long: what is said of it, and what to do."""
+
+    text: str
+    advice: str
+
+
+def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | Late | str:
     """Starts two ranks; what they have found, or why they have not."""
     limit, late = options.limit_seconds * WHOLE_TEST, threading.Event()
 
@@ -90,7 +98,7 @@ def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | str:
     finally:
         timer.cancel()
     if late.is_set() and code:
-        return f"no result of the {_RANKS} ranks within {limit:g} s; {_load()}"
+        return _late(limit, device)
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         raise SystemExit(code)  # Somebody has stopped it: that says nothing of the ranks.
     errors = [each for each in outcomes if isinstance(each, str)]
@@ -100,20 +108,21 @@ def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | str:
     return next((each for each in results if not each.is_right), results[0])
 
 
-def _load() -> str:
-    """How busy the machine is, in words."""
+def _late(limit: float, device: str) -> Late:
+    """Ranks hang, or the machine is too busy for them."""
     cores = os.cpu_count() or 1
-    waiting = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if waiting <= 1.5 * cores:
-        return "one of them hangs"
-    return (
-        f"{waiting:.0f} processes share {cores} cores here, so this may be no fault: try again when the machine is "
-        "idle, or with --limit-seconds 60"
-    )
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    text = f"no result of the {_RANKS} ranks within {limit:g} s"
+    if busy <= 1.5 * cores:
+        return Late(f"{text}: they hang", _advice(device))
+    text += f", while {busy:.0f} processes share {cores} cores here: it may be no fault of theirs"
+    return Late(text, "try again when the machine is idle, or with --limit-seconds 60")
 
 
-def judge(outcome: SelfTest | str, device: str) -> list[Finding]:
+def judge(outcome: SelfTest | Late | str, device: str) -> list[Finding]:
     """Returns the verdict on the ranks, and the speed of their link."""
+    if isinstance(outcome, Late):
+        return [Finding("self-test", "failed", outcome.text, outcome.advice)]
     if isinstance(outcome, str):
         return [Finding("self-test", "failed", f"the ranks could not train together: {outcome}", _advice(device))]
     where = f"{outcome.ranks} ranks ({outcome.backend})"

@@ -69,17 +69,19 @@ class Suggested:
     fastest: PlanRow
     fewest_devices: PlanRow
 
-    def named(self) -> list[tuple[str, PlanRow]]:
-        """Each row once, with all that it is: "cheapest and fastest"."""
+    def named(self, *, several: bool) -> list[tuple[str, PlanRow]]:
+        """Each row once, with all that it is: "cheapest and fastest"; fewest devices among several numbers of ranks."""
+        best = [("cheapest", self.cheapest), ("fastest", self.fastest)]
+        best += [("fewest devices", self.fewest_devices)] * several
         names: dict[int, list[str]] = {}
-        rows = {id(row): row for row in (self.cheapest, self.fastest, self.fewest_devices)}
-        for name, row in (
-            ("cheapest", self.cheapest),
-            ("fastest", self.fastest),
-            ("on the fewest devices", self.fewest_devices),
-        ):
+        for name, row in best:
             names.setdefault(id(row), []).append(name)
-        return [(" and ".join(said), rows[key]) for key, said in names.items()]
+        rows = {id(row): row for _, row in best}
+        return [(_listed(said), rows[key]) for key, said in names.items()]
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def suggest(rows: list[PlanRow]) -> Suggested | None:
@@ -297,9 +299,10 @@ def _print(
         near = "" if smallest is None else f"; {smallest.found.strategy.title} needs least: {smallest.reason}"
         console.print(f"Nothing fits{near}. Take more --ranks, or a smaller --batch or --sequence.")
         return
-    for name, row in suggested.named():
-        on = f", {row.found.strategy.ranks} ranks" if len(options.ranks) > 1 else ""
-        console.print(f"\nThe {name} that fits: {row.found.strategy.title}{on}", markup=False)
+    several = len(options.ranks) > 1
+    for name, row in suggested.named(several=several):
+        on = f", {row.found.strategy.ranks} ranks" if several else ""
+        console.print(f"\n{name.capitalize()} of what fits: {row.found.strategy.title}{on}", markup=False)
         if row.command is not None:
             console.print(row.command, markup=False, soft_wrap=True)
         for line in row.python:
@@ -378,8 +381,9 @@ def draw(rows: list[PlanRow], suggested: Suggested | None, memory: int, path: Pa
     from matplotlib import pyplot
 
     shown = [row for row in reversed(rows) if row.found.work is not None]
-    best = {} if suggested is None else {id(row): f" ({name})" for name, row in suggested.named()}
     several = len({row.found.strategy.ranks for row in shown}) > 1
+    named = [] if suggested is None else suggested.named(several=several)
+    best = {id(row): f" ({name})" for name, row in named}
     labels = [
         row.found.strategy.title + (f", {row.found.strategy.ranks} ranks" if several else "") + best.get(id(row), "")
         for row in shown

@@ -244,8 +244,9 @@ def _reduce_gradients(model: nn.Module, data: Group, simulation: Simulation) -> 
     buckets = {param: torch.zeros_like(param) for param in model.parameters() if param.requires_grad}
 
     def reduce(param: nn.Parameter) -> None:
-        bucket = buckets[param]
-        bucket.copy_(param.grad)
+        bucket, gradient = buckets[param], param.grad
+        assert gradient is not None
+        bucket.copy_(gradient)
         param.grad = bucket
         dist.all_reduce(bucket, group=data.process_group)
 
