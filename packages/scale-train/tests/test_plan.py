@@ -205,6 +205,7 @@ def test_pipelines_that_shard_or_divide_their_stages_hold_less_and_send_what_tha
     whole, sharded = found_for("pipe", 2), found_for("pipe", 2, shards_stages=True)
     assert sharded.problem == "" and sharded.work is not None
     stage = whole.peak_by_kind["parameters"]
+    assert whole.peak_by_kind["reduction"] == stage, "the buckets of DistributedDataParallel"
     assert sharded.peak_by_kind["parameters"] == pytest.approx(stage / 2, rel=0.02)
     assert sharded.peak_by_kind["optimizer state"] == pytest.approx(stage, rel=0.02)
     # Gradients are reduced once per step, parameters gathered for the passes of each of the four micro-batches.

@@ -290,6 +290,11 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
         if strategy.shards_stages:
             policy = _mixed_precision(dtype)
             fully_shard_modules(mine, planned.blocks(mine), mesh=axes.data.process_group, mp_policy=policy)
+        # Pipelines beside each other average whole stages by DistributedDataParallel: its buckets stay beside gradients.
+        has_buckets = strategy.data_ranks > 1 and not strategy.shards_stages
+        buckets = [torch.zeros_like(param) for param in mine.parameters()] if has_buckets else []
+        for bucket in buckets:
+            simulation.label(bucket, "reduction")
         optimizer = AdamW(mine.parameters(), lr=1e-3, fused=True)
         scaler = ShardedGradScaler(enabled=dtype == torch.float16)
         live: dict[int, tuple[Any, Any]] = {}
