@@ -290,7 +290,7 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
         if strategy.shards_stages:
             policy = _mixed_precision(dtype)
             fully_shard_modules(mine, planned.blocks(mine), mesh=axes.data.process_group, mp_policy=policy)
-        # Pipelines beside each other average whole stages by DistributedDataParallel: its buckets stay beside gradients.
+        # Pipelines beside each other average whole stages by DistributedDataParallel, which keeps buckets as well.
         has_buckets = strategy.data_ranks > 1 and not strategy.shards_stages
         buckets = [torch.zeros_like(param) for param in mine.parameters()] if has_buckets else []
         for bucket in buckets:
