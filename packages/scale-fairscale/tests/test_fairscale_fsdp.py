@@ -72,7 +72,7 @@ def test_attributes_are_read_as_in_fairscale() -> None:
 
 
 class Shifted(nn.Module):
-    """Adds a buffer to its input, as positions are added, and normalises by running statistics."""
+    """Adds a buffer to its input, as positions are added, and normalizes by running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
