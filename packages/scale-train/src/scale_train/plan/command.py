@@ -403,7 +403,7 @@ def draw(rows: list[PlanRow], suggested: Suggested | None, memory: int, path: Pa
     costs.barh(
         places, [row.device_seconds or 0.0 for row in shown], color=["C0" if row.fits else "0.8" for row in shown]
     )
-    costs.set_xlabel("device-seconds for a million tokens\n(grey: does not fit)")
+    costs.set_xlabel("device-seconds for a million tokens\n(gray: does not fit)")
     figure.tight_layout()
     try:
         figure.savefig(path)
