@@ -29,6 +29,7 @@ from scale_train.training.parallelize import make_engine
 TINY = PlanOptions(layers=2, width=32, heads=4, size="tiny", ranks=(4,), batch=8, sequence=16, precision="fp32", jobs=1)
 OF_ANY = ["plan", "--batch", "8", "--sequence", "16", "--ranks", "4", "--precision", "fp32", "--jobs", "1"]
 COMMAND = [*OF_ANY, "--size", "tiny", "--layers", "2", "--width", "32", "--heads", "4"]
+KEPT = ["--activations", "keep"]
 NUM_PARAMS = sum(param.numel() for param in GPT(ModelConfig(2, 32, 4)).parameters())
 
 
@@ -413,12 +414,12 @@ def test_a_model_of_ones_own_and_one_of_transformers_are_planned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    found = run_json(capsys, "--factory", f"{__name__}:Blocks", "--only", "fsdp", command=OF_ANY)
+    found = run_json(capsys, "--factory", f"{__name__}:Blocks", "--only", "fsdp", *KEPT, command=OF_ANY)
     assert found["num_parameters"] == 50 * 8 + 3 * 72
     assert all(each["fits"] and each["command"] is None for each in found["strategies"])
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4).save_pretrained(tmp_path)
-    found = run_json(capsys, "--config", str(tmp_path), "--only", "tensor-parallel", command=OF_ANY)
+    found = run_json(capsys, "--config", str(tmp_path), "--only", "tensor-parallel", *KEPT, command=OF_ANY)
     assert [each["reason"] for each in found["strategies"]] == [""] * len(found["strategies"])
 
 
