@@ -43,6 +43,23 @@ def test_a_rank_that_is_missing_is_found_out(tmp_path):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_experts_that_differ_between_ranks_are_not_lost(tmp_path, is_alike):
+    experts = [torch.ones(4), torch.ones(4) if is_alike else torch.zeros(4)]
+    for rank, path in enumerate(fairscale_files(tmp_path, WEIGHTS, 2, UNITS)):
+        saved = torch.load(path)
+        saved["model"]["experts.0.flat_param_0"] = experts[rank]
+        params = {"flat_param_0": {"names": ("weight",), "shapes": ((2, 2),), "numels": (4,), "padding": 0}}
+        unit = {"fsdp_path": "experts.0", "params": params, "no_broadcast_optim_state": True, "shared_param_info": []}
+        saved["shard_metadata"]["param_metadata"].append(unit)
+        torch.save(saved, path)
+    if is_alike:
+        assert torch.equal(open_checkpoint(tmp_path).tensors["model.experts.0.weight"].load(), torch.ones(2, 2))
+    else:
+        with pytest.raises(ValueError, match=r"experts\.0\.flat_param_0 is another parameter in .* as an expert is"):
+            open_checkpoint(tmp_path)
+
+
 def test_files_of_another_run_are_found_out(tmp_path):
     fairscale_files(tmp_path, WEIGHTS, 2, UNITS)
     (tmp_path / "x").mkdir()

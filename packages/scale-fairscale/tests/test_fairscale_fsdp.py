@@ -18,6 +18,7 @@ from fairscale.nn.wrap import config_auto_wrap_policy
 from fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
 from fairscale.utils.testing import DummyProcessGroup
 from scale_core.errors import ContractError
+from scale_core.state import sharded_state_dict
 from scale_core.testing import run_ranks
 
 
@@ -45,7 +46,7 @@ def test_the_wrapper_inside_has_flat_parameters_and_the_module() -> None:
     assert model.module.flat_param is model.params[0]
     assert model.module.num_params_managed == 6
     assert isinstance(model[3], nn.Linear) and isinstance(model.module[3], nn.Linear)
-    assert [name for name, _ in model.named_parameters()] == ["flat_param_0"]
+    assert [name for name, _ in model.named_parameters()] == ["_fsdp_wrapped_module.flat_param_0"]
     assert list(model.state_dict()) == list(model.module.state_dict()) == list(plain_model().state_dict())
 
 
@@ -69,6 +70,32 @@ def test_attributes_are_read_as_in_fairscale() -> None:
     with pytest.raises(ValueError, match=r"expected to be in states .*FORWARD.* but current state is .*IDLE"):
         model.assert_state([TrainingState.FORWARD])
     assert "world_size=1, flatten_parameters=True, mixed_precision=False" in repr(model)
+
+
+def test_names_of_flat_parameters_have_the_wrappers_in_them() -> None:
+    model = nested_model()
+    inner = "_fsdp_wrapped_module._fpw_module.0._fsdp_wrapped_module.flat_param_0"
+    named = dict(model.named_parameters())
+    assert set(named) == {"_fsdp_wrapped_module.flat_param_0", inner}
+    assert all(model.get_parameter(name) is param for name, param in named.items())
+    assert [name for name, _ in model.named_parameters("model")] == [f"model.{name}" for name in named]
+    assert list(model.state_dict()) == [name for name, _ in plain_model().named_parameters()]
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    saved = sharded_state_dict(model, optimizer)
+    assert {key for key in saved if key.startswith("model.")} == {
+        f"model.{name}" for name in plain_model().state_dict()
+    }
+    unflattened = FullyShardedDataParallel(plain_model(), flatten_parameters=False)
+    assert [name for name, _ in unflattened.named_parameters()] == list(plain_model().state_dict())
+
+
+def test_full_parameters_are_released_when_asked() -> None:
+    model = FullyShardedDataParallel(plain_model())
+    model(torch.ones(2, 4)).sum().backward()
+    model.unshard()
+    assert model.has_full_params
+    model._free_full_params()
+    assert not model.has_full_params
 
 
 class Shifted(nn.Module):
@@ -278,6 +305,60 @@ def test_two_ranks_train_save_consolidate_and_resume() -> None:
     (outer, *inner) = first["local"][1]["param_metadata"]
     assert outer["fsdp_path"] == "" and outer["params"]["flat_param_0"]["names"] == ["3.weight", "3.bias"]
     assert [each["fsdp_path"] for each in inner] == ["0", "2"]
+
+
+def as_fairscale_saves(
+    path: str, wanted: dict[str, Tensor], rank: int, *, whole: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """One of two ranks' chunk of these parameters, in one flat parameter, and FairScale's metadata of it."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in wanted.values()])
+    size = len(flat) if whole else -(-len(flat) // 2)
+    padding = 0 if whole else size * (rank + 1) - len(flat) if rank else 0
+    chunk = flat if whole else nn.functional.pad(flat[size * rank : size * (rank + 1)], [0, padding])
+    described = {
+        "names": list(wanted),
+        "shapes": [tuple(tensor.shape) for tensor in wanted.values()],
+        "numels": [tensor.numel() for tensor in wanted.values()],
+        "padding": padding,
+    }
+    entry = {"fsdp_path": path, "params": {"flat_param_0": described}, "no_broadcast_optim_state": whole}
+    return {f"{path}.flat_param_0".lstrip("."): chunk}, {**entry, "shared_param_info": []}
+
+
+def test_shards_that_fairscale_has_saved_become_whole_weights() -> None:
+    outer = {"weight": torch.randn(3, 3), "bias": torch.randn(2)}
+    inner = {"fc.weight": torch.randn(2, 2)}
+    buffers = {"mean": torch.ones(2)}
+    weights, metadata = [], []
+    for rank in range(2):
+        units = [as_fairscale_saves("", outer, rank), as_fairscale_saves("experts.0", inner, rank, whole=True)]
+        units[0][1]["shared_param_info"] = [("weight", "head.weight")]
+        weights.append({**units[0][0], **units[1][0], **buffers})
+        metadata.append({"param_metadata": [unit for _, unit in units], "buffer_names": list(buffers)})
+    consolidate = FullyShardedDataParallel.consolidate_shard_weights
+    expected = {**outer, "experts.0.fc.weight": inner["fc.weight"], "head.weight": outer["weight"]}
+    torch.testing.assert_close(consolidate(weights, metadata), {**expected, **buffers}, rtol=0, atol=0)
+    torch.testing.assert_close(consolidate(weights, metadata, with_module_buffers=False), expected, rtol=0, atol=0)
+    expert = {"experts.0.flat_param_0": weights[0]["experts.0.flat_param_0"]}
+    assert list(consolidate([expert], metadata[:1], strict=False)) == ["experts.0.fc.weight"]
+    with pytest.raises(ValueError, match="'flat_param_0' is missing in the weights"):
+        consolidate([expert], metadata[:1])
+    with pytest.raises(ValueError, match="expected 11 elements on all ranks together, got 6"):
+        consolidate(weights[:1], metadata[:1])
+    with pytest.raises(ValueError, match="Require metadata for each shard"):
+        consolidate(weights, metadata[:1])
+    weights[1]["experts.0.flat_param_0"] = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"'experts\.0\.flat_param_0' is another parameter on each rank"):
+        consolidate(weights, metadata)
+
+
+def test_metadata_says_which_parameters_are_shared() -> None:
+    module = plain_model()
+    module[0] = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[0][1].weight = module[0][0].weight
+    module[0] = FullyShardedDataParallel(module[0])
+    (outer, inner) = FullyShardedDataParallel(module).local_metadata_dict()["param_metadata"]
+    assert (outer["shared_param_info"], inner["shared_param_info"]) == ([], [("0.weight", "1.weight")])
 
 
 def test_a_whole_optimizer_state_loads_into_a_plain_optimizer() -> None:

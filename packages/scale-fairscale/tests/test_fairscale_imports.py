@@ -39,7 +39,7 @@ PATHS = {
     "fairscale.internal.containers": "apply_to_tensors pack_kwargs unpack_kwargs split_non_tensors unpack_non_tensors",
     "fairscale.internal.parallel": "chunk_and_pad get_process_group_cached ProcessGroupName validate_process_group",
     "fairscale.internal.params": "calc_grad_norm recursive_copy_to_device",
-    "fairscale.internal.state_dict": "replace_by_prefix_",
+    "fairscale.internal.state_dict": "find_module_instances replace_by_prefix_",
 }
 
 

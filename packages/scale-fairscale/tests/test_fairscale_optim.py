@@ -79,6 +79,85 @@ def test_oss_is_built_and_subclassed_as_trainers_do() -> None:
         ]
 
 
+def on_gradients_that_nobody_has_reduced() -> list[str]:
+    """Each part of the parameters takes the step of the rank that updates it; what a scaler divides must be reduced."""
+    module = model()
+    optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.5)
+    wrapped = ShardedDataParallel(module, optimizer)
+    said = []
+    for step in range(2):  # the second after one whose gradients were kept
+        before = [param.detach().clone() for param in wrapped.parameters()]
+        with wrapped.no_sync():
+            wrapped(torch.full((2, 4), 1.0 + step + dist.get_rank())).square().sum().backward()
+        grads = [[torch.zeros_like(param) for _ in range(2)] for param in module.parameters()]
+        for param, by_rank in zip(module.parameters(), grads, strict=True):
+            assert param.grad is not None
+            dist.all_gather(by_rank, param.grad)
+        with pytest.raises(RuntimeError, match=r"Call model\.reduce\(\) before"):
+            ShardedGradScaler().unscale_(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said += [str(warning.message) for warning in caught]
+        (bucket,) = optimizer.buckets
+        for index, (param, old) in enumerate(zip(wrapped.parameters(), before, strict=True)):
+            expected = old.flatten()
+            for rank, spans in enumerate(bucket.partition.spans_by_rank):
+                own = slice(spans[index].start, spans[index].stop)
+                expected[own] -= 0.5 * grads[index][rank].flatten()[own]
+            assert torch.equal(param.flatten(), expected) and param.grad is None
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    adascale = AdaScale(torch.optim.SGD([parameter := nn.Parameter(torch.zeros(3))], lr=0.1))
+    parameter.grad = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, -3.0]][dist.get_rank()])
+    assert adascale._compute_intra_grad_corr_mean() == pytest.approx(-4 / 28**0.5)
+    return said
+
+
+def test_gradients_that_were_not_reduced_are_stepped_on_with_a_warning() -> None:
+    for said in run_ranks(on_gradients_that_nobody_has_reduced, 2):
+        (text,) = said
+        assert "run the last backward() before the step outside of no_sync(), or call model.reduce()" in text
+
+
+def test_the_state_inside_is_found_by_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = OSS([parameter], torch.optim.SGD, lr=0.5, momentum=0.9)
+    parameter.sum().backward()
+    optimizer.step()
+    assert torch.equal(optimizer.optim.state[parameter]["momentum_buffer"], torch.ones(2))
+    assert optimizer.optim.state[nn.Parameter(torch.ones(2))] == {}
+    optimizer.consolidate_state_dict()
+    resumed = OSS([parameter], torch.optim.SGD, lr=0.1)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert torch.equal(resumed.optim.state[parameter]["momentum_buffer"], torch.ones(2))
+    assert resumed._per_device_params == {torch.device("cpu"): [[parameter]]}
+
+
+def test_a_wrapped_model_may_be_half_for_a_while() -> None:
+    module, plain = model(), model()
+    optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(module, optimizer)
+    assert wrapped.half()(torch.ones(1, 4).half()).dtype == torch.float16
+    with pytest.raises(RuntimeError, match=r"was torch\.float32 on cpu when OSS was built, and is torch\.float16"):
+        optimizer.step()
+    wrapped.float()
+    reference = torch.optim.SGD(plain.half().float().parameters(), lr=0.1)
+    for each, stepped in ((wrapped, optimizer), (plain, reference)):
+        each(torch.ones(1, 4)).sum().backward()
+        stepped.step()
+    torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+def test_gradients_that_require_gradients_are_refused_before_a_pass() -> None:
+    module = model()
+    wrapped = ShardedDataParallel(module, OSS(module.parameters(), lr=0.1))
+    module[2].bias.grad = torch.zeros(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"gradients that don't require grad, got one of '2\.bias'"):
+        wrapped(torch.ones(1, 4))
+    wrapped.eval()(torch.ones(1, 4))
+
+
 def test_buckets_and_flags_of_fairscale_warn() -> None:
     with pytest.warns(FairScaleWarning, match="broadcast_buffer_size"):
         optimizer = OSS(model().parameters(), broadcast_buffer_size=10, lr=0.1)
@@ -87,7 +166,7 @@ def test_buckets_and_flags_of_fairscale_warn() -> None:
     with pytest.warns(FairScaleWarning, match="reduce_buffer_size"):
         wrapped = ShardedDataParallel(module, optimizer, reduce_buffer_size=100)
     with pytest.raises(AssertionError, match="Changing devices is not supported"):
-        wrapped.double()
+        wrapped.to("meta")
 
 
 def test_adascale_refuses_one_gradient_on_one_rank_as_fairscale_does() -> None:

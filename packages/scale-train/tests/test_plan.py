@@ -147,7 +147,14 @@ def test_experts_are_planned_for_data_parallel_ways_alone() -> None:
     assert {each.parallel for each in found} == {"ddp", "oss", "sharded-ddp", "fsdp"}
     divided = next(each for each in found if each.expert_ranks == 4)
     assert divided.title == "fsdp, experts over 4"
-    assert divided.command(options, "tiny") is None
+    for each in found:
+        command = each.command(options, planned_model(options).size)
+        assert command is not None
+        asked = parse(shlex.split(command)[1:])
+        assert isinstance(asked, Options)
+        check_options(asked, 8)
+        assert (asked.model.experts, asked.model.top_k) == (8, 2)
+        assert asked.parallel.expert_parallel == each.expert_ranks
     assert "mesh = init_device_mesh(device.type, (2, 4), mesh_dim_names=('replica', 'expert'))" in divided.python(
         "fp32"
     )

@@ -194,6 +194,7 @@ def _table_of_chunks(
                 filled.append((begin, begin + length))
                 begin += length
                 if unit["no_broadcast_optim_state"]:  # It is replicated.
+                    _check_alike(files, weights, key)
                     break
             if begin != sum(described["numels"]):
                 raise ValueError(
@@ -216,6 +217,15 @@ def _table_of_chunks(
             whole = first if first in table else prefix + first
             tied[other if first in table else prefix + other] = whole
     return table, shapes, {name: first for name, first in tied.items() if first in table}
+
+
+def _check_alike(files: Sequence[Path], weights: Sequence[Mapping[str, Any]], key: str) -> None:
+    for path, of_rank in zip(files, weights, strict=True):
+        if key in of_rank and not torch.equal(of_rank[key], weights[0][key]):
+            raise ValueError(
+                f"{key} is another parameter in {path} than in {files[0]}, as an expert is, and one file of whole "
+                "weights has place for one: load the checkpoint with FairScale and save model.state_dict() on each rank"
+            )
 
 
 def _in_order_of_ranks(files: Any, loaded: Any, weights: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:

@@ -12,7 +12,15 @@ from scale_core.tree import map_tensors
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
-    """Returns a container of any kind with each tensor replaced by what `fn` makes of it."""
+    """Returns a container of any kind, sets included, with each tensor replaced by what `fn` makes of it.
+
+    >>> apply_to_tensors(lambda tensor: tensor + 1, [{torch.ones(1)}, "as it is"])
+    [{tensor([2.])}, 'as it is']
+    """
+    if type(container) in (list, tuple, set):
+        return type(container)(apply_to_tensors(fn, each) for each in container)
+    if type(container) is dict:
+        return {key: apply_to_tensors(fn, each) for key, each in container.items()}
     return map_tensors(fn, container)
 
 
@@ -49,6 +57,7 @@ def unpack_non_tensors(tensors: Sequence[Tensor], packed: dict[str, list[Any]] |
     """Returns what `split_non_tensors` was given."""
     if packed is None:
         return tuple(tensors)
+    assert isinstance(packed, dict), f"expected what split_non_tensors gave, got a {type(packed).__name__}"
     assert len(tensors) + len(packed["objects"]) == len(packed["is_tensor"]), (
         "got an argument that split_non_tensors has not made"
     )

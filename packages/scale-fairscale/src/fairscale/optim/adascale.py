@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 import scale_adascale
+from scale_core.comm.collectives import all_gather
 
 
 class AdaScale(scale_adascale.AdaScale):
@@ -51,6 +55,30 @@ class AdaScale(scale_adascale.AdaScale):
     @property
     def _smoothing(self) -> float:
         return self.smoothing
+
+    @property
+    def _hook_handles(self) -> list[RemovableHandle]:
+        return list(self._statistics.local._handles.values())
+
+    def _gather_flat_grad(self) -> Tensor:
+        """Returns all gradients in one vector; of a parameter without one, zeros."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        return torch.cat([(grad if grad.layout is torch.strided else grad.to_dense()).reshape(-1) for grad in grads])
+
+    def _compute_intra_grad_corr_mean(self) -> Tensor:
+        """Returns the mean correlation between the gradients of any two ranks; under `no_sync()`, all ranks together.
+
+        Raises:
+            AssertionError: There is one rank.
+        """
+        group = self._statistics.reducer._data
+        assert group.size > 1, "Only for distributed training: the gradients of several ranks are compared"
+        own = self._gather_flat_grad().float()
+        by_rank = own.new_empty(group.size * own.numel())
+        all_gather(by_rank, own, group).wait()
+        correlations = by_rank.view(group.size, -1).corrcoef()
+        return correlations[torch.triu(torch.ones_like(correlations), diagonal=1) == 1].mean()
 
 
 class AdaScaleWrapper(AdaScale):

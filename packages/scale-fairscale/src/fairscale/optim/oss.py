@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 import scale_oss
-from fairscale._warnings import warn_argument
+from fairscale._warnings import warn_argument, warn_once
+from scale_oss.bucket import Bucket
+from scale_oss.state_placement import StatePlacement
+
+
+class _StateByParam(defaultdict[Any, Any]):
+    """The state of the optimizer inside, by the pieces that it steps on; the user's parameters find it, too."""
+
+    def __init__(self, state: Mapping[Any, Any], placements: Mapping[int, StatePlacement]) -> None:
+        super().__init__(dict, state)
+        self._placements = placements
+
+    def __missing__(self, key: Any) -> Any:
+        placement = self._placements.get(id(key))
+        if placement is None or placement.optimizer_param is None or placement.optimizer_param is key:
+            return super().__missing__(key)
+        return self[placement.optimizer_param]
 
 
 class OSS(scale_oss.OSS):
@@ -48,6 +67,88 @@ class OSS(scale_oss.OSS):
         if force_broadcast_object:
             warn_argument("OSS", "force_broadcast_object", "has no effect, leave it out: state is sent as tensors")
         super().__init__(params, optim, process_group=group, broadcast_fp16=broadcast_fp16, **default)
+        self._show_state()
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Updates this rank's part of the parameters, and gives all ranks all parts.
+
+        As in FairScale, gradients of a `ShardedDataParallel` that no pass outside of `no_sync()` has reduced are
+        stepped on as they are: each part by those of the rank that updates it. It warns of that once.
+
+        Args:
+            closure: As for `scale_oss.OSS`.
+            **kwargs: As for `scale_oss.OSS`.
+
+        Returns:
+            What the closure has returned.
+        """
+        loss = None
+        if callable(closure):
+            self.wait()
+            with torch.enable_grad():
+                loss = closure()
+            closure = None
+        self._take_local_grads()
+        stepped = super().step(closure, **kwargs)
+        return stepped if loss is None else loss
+
+    def _take_local_grads(self) -> None:
+        waiting = self._unreduced()
+        if waiting and self.group.size > 1:
+            warn_once(
+                "OSS.step()",
+                "these gradients were accumulated under no_sync() and not reduced, so that each part of the parameters "
+                "is updated by those of one rank alone; run the last backward() before the step outside of no_sync(), "
+                "or call model.reduce()",
+            )
+        for bucket in {id(bucket): bucket for bucket, _ in waiting}.values():
+            bucket.drop_consumed_grads()
+        for bucket, index in waiting:
+            _step_on_local_grad(bucket, index)
+        if self.gets_reduced_gradients:  # Another rank may have some where this one has none.
+            for bucket in self.buckets:
+                bucket.needs_gather = bucket.needs_gather or any(param.requires_grad for param in bucket.params)
+
+    def _unreduced(self) -> list[tuple[Bucket, int]]:
+        """Where gradients are in `param.grad` that a `ShardedDataParallel` has not reduced: buckets and indices."""
+        if not self.gets_reduced_gradients:
+            return []
+        return [
+            (bucket, index)
+            for bucket in self.buckets
+            for index, param in enumerate(bucket.params)
+            if param.grad is not None
+        ]
+
+    @property
+    def params_with_gradients(self) -> list[nn.Parameter]:
+        """What has averaged gradients before a step, for a scaler to divide.
+
+        Raises:
+            RuntimeError: Some were not averaged, and would be stepped on undivided.
+        """
+        if self._unreduced():
+            raise RuntimeError(
+                "a scaler divides gradients of which some were accumulated under no_sync() and not reduced. Call "
+                "model.reduce() before, or run the last backward() before the step outside of no_sync()"
+            )
+        return super().params_with_gradients
+
+    @property
+    def _per_device_params(self) -> dict[torch.device, list[list[nn.Parameter]]]:
+        """By device and rank the parameters of which the rank updates some part."""
+        by_rank = [[param for group in its for param in group["params"]] for its in self.partition_parameters()]
+        devices = dict.fromkeys(param.device for its in by_rank for param in its)
+        return {device: [[param for param in its if param.device == device] for its in by_rank] for device in devices}
+
+    def load_checked(self, local: dict[str, Any]) -> None:
+        """Loads what `check_state_dict` has returned."""
+        super().load_checked(local)
+        self._show_state()
+
+    def _show_state(self) -> None:
+        """Lets `optimizer.optim.state[param]` be this rank's part of the state of a parameter, as in FairScale."""
+        self.optim.state = _StateByParam(self.optim.state, self.placements)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, filter_params_fn: Any = None) -> torch.Tensor:
         """Clips by the norm over all ranks; `clip_grad_norm_` in new code."""
@@ -58,6 +159,18 @@ class OSS(scale_oss.OSS):
 
     def _clear_cache(self) -> None:
         """Takes what trainers call; nothing is cached."""
+
+
+def _step_on_local_grad(bucket: Bucket, index: int) -> None:
+    """Gives a piece its part of this rank's own gradient, in addition to what was reduced."""
+    param, piece, span = bucket.params[index], bucket.pieces[index], bucket.spans[index]
+    assert param.grad is not None, "found by its gradient"
+    grad = param.grad if param.grad.layout is torch.strided else param.grad.to_dense()
+    param.grad = None
+    if bucket.placements[index].optimizer_param is not None:
+        part = grad.reshape(-1)[span.start : span.stop].view(span.shape).to(piece.dtype)
+        piece.grad = part if piece.grad is None else piece.grad + part
+    bucket.averaged.add(index)
 
 
 __all__ = ["OSS"]

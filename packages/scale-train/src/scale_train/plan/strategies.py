@@ -82,11 +82,13 @@ class Strategy:
 
     def command(self, options: PlanOptions, size: str | None) -> str | None:
         """What to type; None where `scale-train lm` has no such model."""
-        if size is None or options.experts:
+        if size is None:
             return None
         words = ["scale-train lm", f"--size {size}"]
         for flag, value in (("--layers", options.layers), ("--width", options.width), ("--heads", options.heads)):
             words += [f"{flag} {value}"] if value is not None else []
+        words += [f"--experts {options.experts} --top-k {options.top_k}"] if options.experts else []
+        words += [f"--expert-parallel {self.expert_ranks}"] if self.expert_ranks > 1 else []
         words += [f"--ranks {self.ranks}"]
         match self.parallel:
             case "tensor-parallel":

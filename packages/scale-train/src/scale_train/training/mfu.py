@@ -1,7 +1,8 @@
 """Model FLOPs utilization: the part of the devices' peak that the arithmetic of the model itself takes.
 
 Chowdhery et al., "PaLM", arXiv 2204.02311, Appendix B: a token costs 6 N + 12 L H Q T operations in forward and
-backward (N parameters, L layers, H heads of Q features, T tokens in a sequence). Recomputation does not count.
+backward (N parameters, L layers, H heads of Q features, T tokens in a sequence). Recomputation does not count, and nor
+do experts that a token does not go to.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from scale_train.configuration.derived import attention_width, model_shape
 from scale_train.huggingface.config import is_mixture, read_config
-from scale_train.memory import count_parameters
+from scale_train.memory import count_active_parameters
 from scale_train.options import Options
 
 # Operations in a second of bf16 and fp16 matrix products with sums in fp32, from the maker's data sheets, looked up on
@@ -91,5 +92,5 @@ def utilization_model(options: Options, num_ranks: int, device: torch.device) ->
     of_experts = options.model.model is not None and is_mixture(read_config(options.model.model))
     if peak is None or not layers or not width or of_experts:  # Of experts, a token passes through a part of them.
         return None
-    cost = flops_per_token(count_parameters(options), layers, width, options.data.sequence)
+    cost = flops_per_token(count_active_parameters(options), layers, width, options.data.sequence)
     return UtilizationModel(cost, peak * num_ranks)

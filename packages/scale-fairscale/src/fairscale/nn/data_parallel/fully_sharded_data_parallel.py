@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import scale_fsdp
 from fairscale._warnings import warn_argument, warn_once
 from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number
-from fairscale.nn.data_parallel.param_metadata import param_metadata
+from fairscale.nn.data_parallel.param_metadata import consolidate_shard_weights, param_metadata
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import digests_of
 from scale_core.shard import unit_shard_of
 from scale_fsdp.runtime.param_registry import managed_params
 from scale_fsdp.runtime.unit import Unit, unit_of, units_in
-from scale_fsdp.state_dict.local import consolidate_shards, shard_metadata
+from scale_fsdp.state_dict.local import shard_metadata
 
 # How each module was wrapped.
 _OPTIONS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
@@ -99,7 +99,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         >>> from fairscale.nn import FullyShardedDataParallel
         >>> model = FullyShardedDataParallel(torch.nn.Linear(2, 2))
         >>> [name for name, _ in model.named_parameters()]
-        ['flat_param_0']
+        ['_fsdp_wrapped_module.flat_param_0']
 
     Args:
         module: As in FairScale.
@@ -241,6 +241,28 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         return found
 
     @property
+    def _fsdp_wrapped_module(self) -> FlattenParamsWrapper:
+        """`.module`, by the name that is in the names of parameters."""
+        return self.module
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters; while they are flat, the names have the wrappers in them, as in FairScale.
+
+        As in `_fsdp_wrapped_module._fpw_module.0._fsdp_wrapped_module.flat_param_0`. Those of a state dict, of whole
+        parameters and of a model that is not flattened are the plain module's.
+        """
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        if not self.flatten_parameters or self._unit.in_summon:
+            yield from named
+            return
+        wrappers = {name for name, each in self.named_modules() if isinstance(each, FullyShardedDataParallel)}
+        start = f"{prefix}." if prefix else ""
+        for name, param in named:
+            yield start + _name_through_wrappers(name.removeprefix(start), wrappers), param
+
+    @property
     def process_group_reduce_scatter(self) -> Any:
         """The group of all collectives, `process_group`."""
         return self.process_group
@@ -312,6 +334,10 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         if self.training_state not in states:
             raise ValueError(f"expected to be in states {states} but current state is {self.training_state}")
 
+    def _free_full_params(self, params: Any = None) -> None:
+        """Releases the whole parameters, unless a pass uses them."""
+        self.sharded_module.reshard()
+
     # Methods whose errors or results were others.
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -374,7 +400,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         units = [(name, each._unit, each.no_broadcast_optim_state) for name, each in wrappers]
         return {**own, "param_metadata": param_metadata(units, own)}
 
-    consolidate_shard_weights = staticmethod(consolidate_shards)
+    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides summed gradients by `pre * post`, once, in place of the number of ranks."""
@@ -579,6 +605,18 @@ def _weights_of(module: nn.Module) -> list[str]:
     ]
     digests = digests_of([param for _, param in held])
     return [f"{name}: {digest}" for (name, _), digest in zip(held, digests, strict=True)]
+
+
+def _name_through_wrappers(name: str, wrappers: Container[str]) -> str:
+    """The name of a parameter with the wrappers on the way to it, whose plain names are given."""
+    parts: list[str] = []
+    plain = name.split(".")
+    for depth, part in enumerate(plain):
+        if ".".join(plain[:depth]) in wrappers:
+            is_flat = depth == len(plain) - 1 and part.startswith("flat_param_")
+            parts += ["_fsdp_wrapped_module"] if is_flat else ["_fsdp_wrapped_module", "_fpw_module"]
+        parts.append(part)
+    return ".".join(parts)
 
 
 def _is_group(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -69,7 +70,27 @@ class ShardedDataParallel(scale_oss.ShardedDataParallel):
             reduce_fp16=reduce_fp16,
         )
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module.
+
+        Raises:
+            RuntimeError: A gradient that is there requires a gradient itself.
+        """
+        if torch.is_grad_enabled() and self.training:
+            for name, param in self.module.named_parameters():
+                if param.grad is not None and param.grad.requires_grad:
+                    raise RuntimeError(
+                        "ShardedDataParallel only works with gradients that don't require grad, got one of "
+                        f"'{name}': call backward() without create_graph=True, or model.zero_grad() before the pass"
+                    )
+        return super().forward(*args, **kwargs)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        if self._changes_dtypes_alone(fn):
+            # As in FairScale, for an evaluation in half precision, say: the next step checks that they are back.
+            self.wait()
+            nn.Module._apply(self, fn, recurse)
+            return self
         try:
             return super()._apply(fn, recurse)
         except RuntimeError as error:
@@ -78,6 +99,12 @@ class ShardedDataParallel(scale_oss.ShardedDataParallel):
             raise DeviceChangedError(
                 f"Changing devices is not supported, because this would break OSSs state: {error}"
             ) from error
+
+    def _changes_dtypes_alone(self, fn: Callable[..., Any]) -> bool:
+        probes = [bucket.full.new_empty(0) for bucket in self._buckets]
+        converted = [fn(probe) for probe in probes]
+        pairs = list(zip(probes, converted, strict=True))
+        return all(old.device == new.device for old, new in pairs) and any(old.dtype != new.dtype for old, new in pairs)
 
     def refresh_trainable(self) -> None:
         """Takes FairScale's call, which is not needed: each forward pass looks up what trains."""
