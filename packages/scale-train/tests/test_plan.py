@@ -24,7 +24,7 @@ from scale_train.plan.options import PlanOptions
 from scale_train.plan.step_time import StepWork
 from scale_train.plan.strategies import Strategy, strategies, with_offload
 from scale_train.resolve import check_options, options_without_effect
-from scale_train.training.parallelize import make_engine
+from scale_train.training.parallelize import make_engine, parallel_axes
 
 TINY = PlanOptions(layers=2, width=32, heads=4, size="tiny", ranks=(4,), batch=8, sequence=16, precision="fp32", jobs=1)
 OF_ANY = ["plan", "--batch", "8", "--sequence", "16", "--ranks", "4", "--precision", "fp32", "--jobs", "1"]
@@ -91,7 +91,8 @@ def _measured_step(parallel: Any, checkpoint: Any, group: Group) -> dict[str, in
     host = torch.device("cpu")
     with watched(Simulation(group.rank, group.size, check=True, device=host)) as books:
         options = ParallelOptions(ranks=2, parallel=parallel, checkpoint_activations=checkpoint)
-        engine = make_engine(GPT(ModelConfig(3, 64, 4)), options, OptimizerOptions(), group, host)
+        axes = parallel_axes(group, options)
+        engine = make_engine(GPT(ModelConfig(3, 64, 4)), options, OptimizerOptions(), axes, host)
         for _ in range(2):
             books.restart()
             tokens = torch.zeros(4, 33, dtype=torch.int64)
