@@ -92,7 +92,7 @@ class Root(UnitContext):
 
     def _log_plan(self) -> None:
         """Logs how many units there are, and what they take."""
-        gathered = [sum(b.layout.full_numel * b.compute_dtype.itemsize for b in unit.buffers) for unit in self.units]
+        gathered = [sum(b.layout.full_numel * b.full.dtype.itemsize for b in unit.buffers) for unit in self.units]
         largest = gathered.index(max(gathered))
         mesh = self.outermost.options.mesh_info
         _logger.info(
@@ -326,6 +326,9 @@ class Root(UnitContext):
             if unit.is_shared and unit not in self._reduced:
                 self._reduce(unit, unit.trained_buffers())
         self.wait_previous_reduction()
+        for unit in self.units:  # What may fail in the last part of a reduction does so before all compare.
+            if unit.options.communication is not None and unit in self._reduced:
+                unit.finish_rounding()
         for unit in self.units if self._unused else ():
             self._record_late(unit)
         late = LateGradients([], [])
