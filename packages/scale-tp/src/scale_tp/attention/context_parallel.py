@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
-from scale_core.compat import next_node_number, saved_tensor_hooks
+from scale_core.compat import next_node_number, plain_tensor_types, saved_tensor_hooks
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.divided_samples import divide_samples
 from scale_core.hooks.autograd import in_backward
@@ -165,7 +165,7 @@ class _Block:
     ) -> None:
         what = "scaled_dot_product_attention inside of context_parallel: expected "
         kinds = {type(tensor) for tensor in (query, key, value)} - {Tensor, nn.Parameter}
-        if kinds:
+        if kinds and (kinds := kinds - plain_tensor_types()):  # Those of a simulation are plain as well.
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(
                 f"{what}plain tensors, got {names}: give local tensors to the model, and compile it, if at all, before "
