@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from scale_core.comm.group import Group, group_of
-from scale_core.simulate.simulation import Simulation, watched
+from scale_core.simulate.simulation import Simulation, track_memory
 from scale_core.testing import run_ranks
 from scale_train.cli import main, parse
 from scale_train.errors import InputError
@@ -89,18 +89,18 @@ def _measured_steps() -> list[dict[str, int]]:
 
 def _measured_step(parallel: Any, checkpoint: Any, group: Group) -> dict[str, int]:
     host = torch.device("cpu")
-    with watched(Simulation(group.rank, group.size, check=True, device=host)) as books:
+    with track_memory(Simulation(group.rank, group.size, check=True, device=host)) as tracked:
         options = ParallelOptions(ranks=2, parallel=parallel, checkpoint_activations=checkpoint)
         axes = parallel_axes(group, options)
         engine = make_engine(GPT(ModelConfig(3, 64, 4)), options, OptimizerOptions(), axes, host)
         for _ in range(2):
-            books.restart()
+            tracked.restart()
             tokens = torch.zeros(4, 33, dtype=torch.int64)
             engine.loss(tokens[:, :-1], tokens[:, 1:]).backward()
             engine.optimizer.step()
             engine.params()
             engine.optimizer.zero_grad()
-        return books.peak_by_kind
+        return tracked.peak_by_kind
 
 
 @pytest.mark.simulation

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from scale_adascale.squared_norms import CHUNK, stored_values, sum_of_squares
-from scale_core import compat, divided_samples
+from scale_core import compat
+from scale_core.comm import context_parallel_group
 from scale_core.hooks.autograd import (
     is_nested,
     lacks_autograd_hooks,
@@ -370,7 +371,7 @@ class NormAccumulator:
 
 def _check_whole_samples() -> None:
     """Refuses the gradients of parts of sequences: their squares are those of no sample."""
-    group = divided_samples.active_group
+    group = context_parallel_group.active_group
     if group is not None:
         raise RuntimeError(
             f"AdaScale measures gradients of whole samples, and in context_parallel() the ranks {list(group.ranks)} "
