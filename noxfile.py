@@ -163,11 +163,11 @@ def house(session: nox.Session) -> None:
 
 @nox.session(allow_parallel=True)
 def lint(session: nox.Session) -> None:
-    """Check style and format; `nox -s lint -- --fix` mends what can be mended."""
+    """Check style and format; `nox -s lint -- --fix` fixes what can be fixed."""
     session.install("ruff>=0.17,<0.18")
-    mend = "--fix" in session.posargs
-    session.run("ruff", "check", *(["--fix"] if mend else []), ".")
-    session.run("ruff", "format", *([] if mend else ["--check"]), ".")
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
 
 
 @nox.session(allow_parallel=True)

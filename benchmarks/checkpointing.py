@@ -274,7 +274,7 @@ def measure(row: str, ways: Sequence[str], turns: int, steps: int, depths: Seque
         training.step()
     for turn in range(turns):
         shift = turn % len(ways)
-        for way in [*ways[shift:], *ways[:shift]]:  # Nobody always runs after the same neighbour.
+        for way in [*ways[shift:], *ways[:shift]]:  # Nobody always runs after the same neighbor.
             with spending() as spent:
                 for _ in range(steps):
                     trainings[way].step()

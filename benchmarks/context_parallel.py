@@ -83,7 +83,7 @@ def kept_bytes(block: Block, x: Tensor) -> int:
 
 
 def measure(attention: Any, width: int, length: int, turns: int) -> dict[str, Any]:
-    """What one rank finds; `attention` None is the whole sequence."""
+    """What one rank finds; `attention` None is the full sequence."""
     world, block = group_of(), Block(width)
     whole = torch.randn(1, length, width, generator=torch.Generator().manual_seed(1))
     x = (whole if attention is None else split_sequence(whole, world)).requires_grad_()

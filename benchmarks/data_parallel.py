@@ -192,7 +192,7 @@ def measure_time(
         for turn in range(turns):
             names = list(teams)
             shift = turn % len(names)
-            for name in names[shift:] + names[:shift]:  # Nobody always runs after the same neighbour.
+            for name in names[shift:] + names[:shift]:  # Nobody always runs after the same neighbor.
                 answers = teams[name].ask("run", steps=steps)
                 result, timing = results[name], results[name].timings[environment]
                 timing.cpu_seconds.append(sum(a["cpu_seconds"] for a in answers) / steps)

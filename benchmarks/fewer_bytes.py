@@ -9,7 +9,7 @@ unit of `fully_shard(..., communication=...)`, the rest another one. gloo, one t
 
 A step: the tiny size, with few tokens. "sent" is what one rank writes to its sockets in a step, counted by the kernel;
 "formula" is what its collectives send: (W - 1) messages of `BlockFormat.num_bytes` of a shard for each gather and
-reduction of what is quantised, and of the shard's own bytes for the rest. What the kernel counts beyond that is gloo's
+reduction of what is quantized, and of the shard's own bytes for the rest. What the kernel counts beyond that is gloo's
 headers and what ranks compare. "CPU" is that of both ranks over that of fp32, the median over steps; here no network is
 waited for, so it is all cost.
 
@@ -18,7 +18,7 @@ Losses: nats per byte, the mean of the last 20 steps, and of the held-out text a
 Simulated: rank 0 of 64 and 512 in nodes of 8, forward and backward of four blocks as wide as those of GPT-3 6.7B.
 "sent" is all bytes of a step, "between nodes" the part of them that goes to ranks of other nodes, where each rank sends
 each other one a message, as over gloo. A ring, as NCCL has for what is sent as it is, takes a gather past each node's
-border once and not once per rank of the node: an eighth of the first row, where nothing is quantised.
+border once and not once per rank of the node: an eighth of the first row, where nothing is quantized.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def newest(name: str) -> tuple[Figures, str] | None:
 
 
 def rows_of_the_guide() -> dict[str, list[tuple[str, list[str]]]]:
-    """What comes of each fault of docs/guides/faults.md and its tests, by section."""
+    """The result of each fault of docs/guides/faults.md and its tests, by section."""
     text = (ROOT / "docs" / "guides" / "faults.md").read_text(encoding="utf-8")
     sections = re.findall(r"^### [A-F]\. (.*?)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL)
     return {
@@ -62,7 +62,7 @@ def faults() -> str:
     rows.append(["all", str(len(every)), str(len({test for _, tests in every for test in tests}))])
     table = Table("", ["faults of", "tried, and end as the guide says", "tests"], rows)
     return (
-        "Each row of the [guide of faults](faults.md#what-comes-of-each-fault) is a fault with what comes of it "
+        "Each row of the [guide of faults](faults.md#faults-and-their-results) is a fault with its result "
         "and the tests that show it. None ends in a wrong number, a wait without a limit or a lost snapshot.\n"
         f"{_body(table)}"
     )
@@ -100,7 +100,7 @@ def restart(figures: Figures) -> str:
             f"{max(again):.1f} s",
         ]
         rows.append([names[way], *row])
-    heads = ["", "start to the first step", "kill to the next step", "at most"]
+    heads = ["what runs", "start to the first step", "kill to the next step", "at most"]
     return (
         "One of two ranks is killed, `torchrun --max-restarts` starts both again, and they go on from the last "
         "snapshot. Most of the time is the start of Python, torch and the ranks, as the first column shows.\n"
@@ -118,7 +118,7 @@ def bad_inputs(figures: Figures) -> str:
     rows = [[f"`{p}`", str(callables[p]), *(str(counts[p, outcome]) for outcome in outcomes)] for p in packages]
     total = [sum(counts[p, outcome] for p in packages) for outcome in outcomes]
     rows.append(["all", str(sum(callables.values())), *map(str, total)])
-    heads = ["", "functions and classes", "clear error", "unclear error", "taken"]
+    heads = ["package", "functions and classes", "clear error", "unclear error", "taken"]
     taken = [f"`{each['name']}({each['parameter']}={each['value']})`" for each in figures if each["outcome"] == "taken"]
     return (
         f"{sum(total)} calls, each with one argument of a wrong type or value: None, text in the place of a number or "
@@ -150,9 +150,8 @@ def snapshots(figures: Figures) -> str:
             lines.append(
                 [each["operation"], ways[each["way"]], speed, f"{each['ratio']:.2f}", f"{each['cpu_ratio']:.2f}"]
             )
-        parts.append(
-            Table(f"{row}:", ["", "", "GB/s", "time over plain", "CPU time over plain"], lines).markdown().strip()
-        )
+        heads = ["operation", "format", "GB/s", "time over plain", "CPU time over plain"]
+        parts.append(Table(f"{row}:", heads, lines).markdown().strip())
         parts += _cost_of_checksums([each for each in figures if each["row"] == row])
     return "\n\n".join(parts)
 
@@ -176,7 +175,7 @@ def async_save(figures: Figures) -> str:
         done = "" if each["engine"] == "plain copy" else f"{1e3 * total:.0f} ms"
         name = each["engine"] if each["engine"] == "plain copy" else f"`{each['engine']}`"
         rows.append([name, f"{1e3 * stall:.0f} ms", f"{stall / copy:.2f}", done, f"{each['extra_memory']:.2f}"])
-    heads = ["", "stall of the step", "over a plain copy", "until it is saved", "extra memory, of the state"]
+    heads = ["engine", "stall of the step", "over a plain copy", "until it is saved", "extra memory, of the state"]
     return (
         f"{figures[0]['held_mb']:.0f} MB of state on each of 2 ranks: the time until the call returns, against a clone "
         f"of the same tensors, and the time until the snapshot is there.\n{_body(Table('', heads, rows))}"

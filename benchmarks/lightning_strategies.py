@@ -155,7 +155,7 @@ def measure(row: str, turns: int, steps: int, memory: bool) -> list[Result]:
         try:
             for turn in range(turns):
                 shift, losses = turn % len(teams), {}
-                for name in [*teams][shift:] + [*teams][:shift]:  # Nobody always runs after the same neighbour.
+                for name in [*teams][shift:] + [*teams][:shift]:  # Nobody always runs after the same neighbor.
                     answers, result = teams[name].ask("fit", steps=steps), results[name]
                     result.cpu_seconds.append(sum(each["cpu_seconds"] for each in answers) / steps)
                     result.wall_seconds.append(max(each["wall_seconds"] for each in answers) / steps)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MB = 1e6
 
-# Operations that copy whole tensors, and those of them whose first argument is the list of the tensors that are filled.
+# Operations that copy full tensors, and those of them whose first argument is the list of the tensors that are filled.
 _COPIES = {
     "_chunk_cat",
     "_copy_from",

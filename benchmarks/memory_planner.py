@@ -118,7 +118,7 @@ def measure(row: str, turns: int) -> tuple[MemoryProfile, list[Result]]:
     for turn in range(turns):
         names = list(results)
         shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:  # No plan always runs after the same neighbour.
+        for name in names[shift:] + names[:shift]:  # No plan always runs after the same neighbor.
             apply_plan(model, plans[name][0])
             results[name].turns.append(measure_step(model, batch, repeats=3).seconds)
     for result in results.values():

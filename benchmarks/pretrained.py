@@ -16,7 +16,7 @@ long as its slower rank, and ratios are medians of ratios within one turn. Loadi
 The files are in the system's cache (*warm*), or were taken out of it before (*cold*). Saving waits for the disk:
 
 - *plain write*: each rank writes its share of the bytes into a file of its own.
-- *save_pretrained*: ours, of the sharded model; and *gathered*: the whole state dict is gathered on rank 0, which
+- *save_pretrained*: ours, of the sharded model; and *gathered*: the full state dict is gathered on rank 0, which
   calls `save_pretrained` of transformers, whose files are then brought to the disk.
 
 Extra memory is the largest resident size during a call over that before it, less what stays, of the rank with most.

@@ -153,7 +153,7 @@ def work(kind: str, folder: Path, seed: str, actions: Sequence[str]) -> None:
     put = [fault for action, fault in plan if action not in AGENT]
     fault_trainings.train(kind, str(folder), put, LIMIT_SECONDS, None, True, STEPS, SAVE_EVERY)
     dist.destroy_process_group()
-    os._exit(0)  # Past every finaliser: a thread of the transport may abort the process.
+    os._exit(0)  # Past every finalizer: a thread of the transport may abort the process.
 
 
 def start_torchrun(kind: str, num_ranks: int, folder: Path, seed: str, start: int, actions: Sequence[str]) -> int:

@@ -1,12 +1,12 @@
-"""Gathering and loading whole state dicts at world 2: scale-fsdp beside torch.distributed.checkpoint over FSDP2.
+"""Gathering and loading full state dicts at world 2: scale-fsdp beside torch.distributed.checkpoint over FSDP2.
 
     python benchmarks/state_dicts.py                         # 200M parameters, 5 turns; some 16 GB of memory
     python benchmarks/state_dicts.py --rows 20m --turns 2    # a quick look
     python benchmarks/state_dicts.py --smoke                 # seconds: what does not depend on time
     python benchmarks/state_dicts.py --date 2026-11-21       # also writes results/2026-11-21-state_dicts.*
 
-A GPT in fp32, one unit per block, with fused Adam that has stepped once. "gather" brings the whole state to the host of
-rank 0, and to no other rank; "load" takes whole tensors that every rank has, as from a file that all of them map.
+A GPT in fp32, one unit per block, with fused Adam that has stepped once. "gather" brings the full state to the host of
+rank 0, and to no other rank; "load" takes full tensors that every rank has, as from a file that all of them map.
 FSDP2's are `get_model_state_dict` and `get_optimizer_state_dict` with `full_state_dict=True, cpu_offload=True`, and
 `set_model_state_dict` and `set_optimizer_state_dict` with `full_state_dict=True`. scale-fsdp's are `full_state_dict`,
 `full_optim_state_dict`, `model.load_state_dict` and `shard_optim_state_dict` with the optimizer's own
@@ -276,7 +276,7 @@ def measure_time(nursery: Nursery, row: str, results: Results, engines: Sequence
             for turn in range(-1, turns):  # The first one warms up.
                 tell(f"{row}: {operation}, {f'turn {turn + 1} of {turns}' if turn >= 0 else 'warming up'}")
                 shift = turn % len(engines)
-                for name in (*engines[shift:], *engines[:shift]):  # Nobody always runs after the same neighbour.
+                for name in (*engines[shift:], *engines[:shift]):  # Nobody always runs after the same neighbor.
                     result = results[name, operation]
                     if result.error is not None:
                         continue

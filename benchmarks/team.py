@@ -1,7 +1,7 @@
 """A team of ranks that waits for orders: how several candidates take turns on one noisy machine.
 
 Each candidate of a benchmark keeps its own ranks alive, warmed up and blocked in a read, which costs nothing; the
-caller lets one team after the other do a few steps. A neighbour's load then falls on all candidates alike, and the
+caller lets one team after the other do a few steps. A neighbor's load then falls on all candidates alike, and the
 ratio of two of them within one turn is steady where seconds are not.
 
 Ranks are forked by a nursery: a process that is started with the settings of the C allocator (they are read only

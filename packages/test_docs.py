@@ -264,6 +264,7 @@ def test_doctests_of_a_page_pass(page: str, monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, .tensorboardX:UserWarning")  # of lightning
+@pytest.mark.filterwarnings("ignore:The .srun. command is available:UserWarning")  # of lightning, beside SLURM
 @pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.where)
 def test_a_program_of_a_page_runs(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from scale_core.testing import run_ranks

@@ -465,10 +465,10 @@ def test_public_names_live_where_they_are_imported_from(package: str) -> None:
 
 STATE_DICTS = {
     *("state_dict", "load_state_dict"),  # as of torch: whole, or of this rank where an optimizer steps on shards
-    *("full_state_dict", "load_full_state_dict"),  # whole tensors
+    *("full_state_dict", "load_full_state_dict"),  # full tensors
     *("full_optim_state_dict", "shard_optim_state_dict"),  # the same of an optimizer, and what a rank takes of it
     *("sharded_state_dict", "load_sharded_state_dict", "target_state_dict"),  # each rank its part, for files
-    *("local_state_dict", "load_local_state_dict"),  # this rank's part alone
+    *("local_state_dict", "load_local_state_dict"),  # this rank's shard alone
     "consolidate_local_state_dicts",  # of those of all ranks, the whole one
     "consolidate_state_dict",  # as of torch's ZeroRedundancyOptimizer
 }

@@ -32,6 +32,7 @@ WITHOUT_A_QUERY = {
 """Pages of the navigation that no query is to find, and why; those of the API are found by the names of the code."""
 MAX_WORDS = 2500
 MAX_COLUMNS = 88
+MAX_API_COLUMNS = 111  # in the smaller letters of stylesheets/extra.css
 
 pages = [
     pytest.param(path, id=str(path.relative_to(DOCS)))
@@ -185,6 +186,57 @@ def test_the_api_page_has_every_public_name_once(package: str) -> None:
     assert names == [], "missing, or there more than once; in backquotes where it is another's"
 
 
+def test_each_package_has_an_api_page() -> None:
+    """`fairscale` and `torchgpipe` have one together."""
+    packages = {path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py")} - {"torchgpipe"}
+    assert packages == {path.stem for path in (DOCS / "api").glob("*.md")}
+
+
+@pytest.mark.parametrize("package", [path.stem for path in sorted((DOCS / "api").glob("*.md"))])
+def test_code_on_an_api_page_is_not_cut_at_1400_pixels(package: str) -> None:
+    page = SITE / "api" / package / "index.html"
+    if not page.exists():
+        pytest.skip("the site is not built: nox -s docs")
+    blocks = re.findall(r"<pre[^>]*>(.*?)</pre>", page.read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line for block in blocks for line in html.unescape(re.sub(r"<[^>]+>", "", block)).splitlines()]
+    assert [line for line in lines if len(line) > MAX_API_COLUMNS] == []
+
+
+def public_members() -> dict[str, tuple[list[str], set[str]]]:
+    """Returns for each class of ours its bases and its public members that have docstrings."""
+    found: dict[str, tuple[list[str], set[str]]] = {}
+    for path in sorted(ROOT.glob("packages/*/src/scale_*/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).split("[")[0].rsplit(".", 1)[-1] for base in node.bases]
+                functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                names = {each.name for each in functions if ast.get_docstring(each) and not each.name.startswith("_")}
+                found[node.name] = (bases, names)
+    return found
+
+
+@pytest.mark.parametrize("package", [path.stem for path in sorted((DOCS / "api").glob("scale_*.md"))])
+def test_the_api_page_shows_inherited_members(package: str) -> None:
+    page = SITE / "api" / package / "index.html"
+    if not page.exists():
+        pytest.skip("the site is not built: nox -s docs")
+    source = (DOCS / "api" / f"{package}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^::: ([\w.]+)((?:\n[ ]+.*)*)", source, re.MULTILINE)
+    chosen = {path.rsplit(".", 1)[-1] for path, options in blocks if "members:" in options}
+    ids = set(re.findall(r'<h\d id="(scale_[\w.]+)"', page.read_text(encoding="utf-8")))
+    classes, missing = public_members(), []
+    for path in sorted(ids):
+        name = path.rsplit(".", 1)[-1]
+        if name not in classes or name in chosen:
+            continue
+        bases = list(classes[name][0])
+        for base in bases:  # grows while it is read
+            above, members = classes.get(base, ([], set()))
+            bases += above
+            missing += [f"{path}.{member}" for member in sorted(members) if f"{path}.{member}" not in ids]
+    assert missing == []
+
+
 # ---------------------------------------------------------------------------------------------------------------- form
 @pytest.mark.parametrize("page", pages)
 def test_a_page_is_short_its_code_is_narrow_and_its_tables_have_headers(page: Path) -> None:
@@ -196,6 +248,6 @@ def test_a_page_is_short_its_code_is_narrow_and_its_tables_have_headers(page: Pa
         wrong += [f"a line of {len(line)} columns: {line}" for line in block.splitlines() if len(line) > MAX_COLUMNS]
     for head in re.findall(r"^(\|.*\|)\n\|[ :|-]+\|$", text, re.MULTILINE):
         cells = [cell.strip() for cell in head.strip("|").split("|")]
-        if not any(cells):
-            wrong.append(f"a table without headers, after: {text[: text.index(head)].strip().splitlines()[-1][:60]}")
+        if not all(cells):
+            wrong.append(f"a column without a header, after: {text[: text.index(head)].strip().splitlines()[-1][:60]}")
     assert not wrong, "\n".join(wrong)

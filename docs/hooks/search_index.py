@@ -18,6 +18,7 @@ BOOSTS = {
     "guides/faults": 0.2,
     "guides/reliability-figures": 0.1,
     "guides/adascale.md": 1.5,
+    "guides/compared": 0.3,
     "guides/debugging.md": 2,
     "guides/fsdp.md": 1.5,
     "guides/fsdp2-differences.md": 0.7,
@@ -26,7 +27,7 @@ BOOSTS = {
     "guides/migration-fsdp.md": 0.3,
     "guides/migration-pipelines.md": 0.5,
     "guides/oss.md": 1.5,
-    "guides/tensor-parallel.md": 1.5,
+    "guides/tensor-parallel.md": 1.6,
     "guides/troubleshooting.md": 1.5,
 }
 

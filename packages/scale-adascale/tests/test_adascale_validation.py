@@ -184,5 +184,5 @@ def test_what_is_no_optimizer_or_an_adascale_already_is_refused():
 
 def test_ranks_without_a_process_group_do_not_train_alone(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialised"):
+    with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialized"):
         AdaScale(SGD(nn.Linear(2, 1).parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""The blocks of a model: found by repetition, named by the model or by its user, and recognised again."""
+"""The blocks of a model: found by repetition, named by the model or by its user, and recognized again."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_bars_are_as_long_as_peaks_are_high() -> None:
     ]
 
 
-def test_many_blocks_share_bars_with_their_neighbours() -> None:
+def test_many_blocks_share_bars_with_their_neighbors() -> None:
     lines = bar_chart(step_of(200), None).splitlines()
     assert len(lines) <= MAX_BARS + 2
     assert "block.0 .. block.8" in lines[0]

@@ -87,7 +87,7 @@ def test_buffers_that_a_step_assigns_anew_are_put_back_but_for_a_table_that_has_
     assert len(model.table) == model.table_length == 3
 
 
-def test_a_model_that_is_not_initialised_has_nothing_to_measure() -> None:
+def test_a_model_that_is_not_initialized_has_nothing_to_measure() -> None:
     for model, name in (
         (nn.Sequential(nn.LazyLinear(2)), "0.weight"),
         (nn.LazyBatchNorm1d(affine=False), "running_me"),

@@ -502,7 +502,7 @@ def test_nested_checkpoints_are_recomputed_in_turn() -> None:
     assert inner.seen[0] is False and all(inner.seen[1:]) and len(inner.seen) > 1
 
 
-def test_batch_norms_that_become_synchronised_after_wrapping_are_still_checkpointed() -> None:
+def test_batch_norms_that_become_synchronized_after_wrapping_are_still_checkpointed() -> None:
     """On CPU such a norm runs in eval mode alone; what counts is that the new module is what is run and guarded."""
     block = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()))
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(block)

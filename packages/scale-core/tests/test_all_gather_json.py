@@ -1,4 +1,4 @@
-"""all_ranks.py: what ranks say to each other, and to the user, when a pass is given up."""
+"""all_ranks.py: what ranks say to each other, and to the user, when a pass is aborted."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ def test_a_world_of_one_says_it_to_itself() -> None:
 def test_the_first_rank_that_failed_is_quoted_and_all_are_named() -> None:
     reasons = ["", format_traceback(raised("one")), format_traceback(raised("two"))]
     words = format_abort("step 7", reasons, "All is as before.")
-    assert words.startswith(
-        "step 7 was given up on all ranks, because ranks 1, 2 failed. All is as before. What rank 1"
-    )
+    assert words.startswith("step 7 was aborted on all ranks, because ranks 1, 2 failed. All is as before. What rank 1")
     assert words.splitlines()[-1] == "  ValueError: one" and "two" not in words
     assert "because rank 1 failed" in format_abort("step 7", reasons[:2], "")

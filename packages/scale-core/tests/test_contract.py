@@ -171,7 +171,7 @@ def test_who_fails_where_all_compare_tells_them_at_the_next_comparison() -> None
         reasons = "; ".join(f"rank {rank}: reason of {rank}" for rank in who)
         for told in run_ranks(some_give_up, world, who):
             assert len(told) == 7
-            assert all("given up on all ranks" in words and reasons in words for words in told), told
+            assert all("aborted on all ranks" in words and reasons in words for words in told), told
 
 
 def one_raises() -> tuple[str, str, int, str] | None:
@@ -312,23 +312,23 @@ def test_survivors_of_a_dead_rank_are_told_who_left_no_word(tmp_path: Path) -> N
 def meet_where_nothing_tells_messages_apart() -> tuple[str, str]:
     """What a transport without tags would mix up; here its messages go over gloo like any others."""
     group = replace(group_of(), backend="nccl")
-    Contract(group).sync_point(Event("whole parameters", "a"))
+    Contract(group).sync_point(Event("full parameters", "a"))
     messages = []
     for other in (
-        lambda contract: contract.sync_point(Event("whole parameters", "b")),
+        lambda contract: contract.sync_point(Event("full parameters", "b")),
         lambda contract: run_step(contract, "a"),
     ):
         contract = Contract(group)
         with pytest.raises(ContractError) as caught:
-            contract.sync_point(Event("whole parameters", "a")) if group.rank == 0 else other(contract)
+            contract.sync_point(Event("full parameters", "a")) if group.rank == 0 else other(contract)
         messages.append(str(caught.value))
     return messages[0], messages[1]
 
 
 def test_what_all_ranks_do_together_is_compared_where_the_transport_would_mix_it_up() -> None:
     for other_unit, other_thing in run_ranks(meet_where_nothing_tells_messages_apart, 2):
-        assert "rank 0: whole parameters of unit 'a'; rank 1: whole parameters of unit 'b'" in other_unit
-        assert "rank 0: whole parameters of unit 'a'; rank 1: forward of unit 'a'" in other_thing
+        assert "rank 0: full parameters of unit 'a'; rank 1: full parameters of unit 'b'" in other_unit
+        assert "rank 0: full parameters of unit 'a'; rank 1: forward of unit 'a'" in other_thing
 
 
 def test_alone_there_is_nobody_to_disagree_with() -> None:

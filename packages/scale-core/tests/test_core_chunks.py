@@ -184,14 +184,14 @@ def test_a_shard_takes_its_elements_out_of_the_whole_or_the_same_shard() -> None
 )
 def test_what_would_need_all_elements_says_where_they_are(compute: Callable[[LocalShard], Any]) -> None:
     with pytest.raises(
-        RuntimeError, match=r"got elements 2 to 10 of 12 of a tensor, .*: take shard.tensor .* or the whole"
+        RuntimeError, match=r"got elements 2 to 10 of 12 of a tensor, .*: take shard.tensor .* or the full tensor"
     ):
         compute(shard())
 
 
 def test_a_shard_alone_is_not_pickled() -> None:
     with pytest.raises(
-        TypeError, match=r"torch.distributed.checkpoint.save or .*model.local_state_dict\(\), or whole ones"
+        TypeError, match=r"torch.distributed.checkpoint.save or .*model.local_state_dict\(\), or full ones"
     ):
         torch.save({"w": shard()}, io.BytesIO())
 

@@ -34,8 +34,8 @@ def test_only_a_rank_that_has_closed_the_connection_is_gone() -> None:
 
 
 def test_a_reason_of_our_own_stands_as_it_is() -> None:
-    error = TransferError("all_gather", None, "it was cancelled, or has failed before")
-    assert str(error) == "all_gather with the group failed: it was cancelled, or has failed before"
+    error = TransferError("all_gather", None, "it was canceled, or has failed before")
+    assert str(error) == "all_gather with the group failed: it was canceled, or has failed before"
 
 
 def test_errors_travel_between_processes_with_all_that_they_say() -> None:

@@ -29,7 +29,7 @@ def write_safetensors(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
 
 
-def test_every_format_is_recognised(tmp_path):
+def test_every_format_is_recognized(tmp_path):
     def at(name: str) -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def write_script(path: Path) -> None:
         torch.jit.save(torch.jit.trace(MODEL, torch.ones(2)), path)
 
 
-def test_recognising_runs_no_code(tmp_path):
+def test_recognizing_runs_no_code(tmp_path):
     torch.save({"w": Touches(tmp_path / "ran")}, tmp_path / "a.pt")
     torch.save({"w": Touches(tmp_path / "ran")}, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "c.pkl").write_bytes(pickle.dumps(Touches(tmp_path / "ran")))

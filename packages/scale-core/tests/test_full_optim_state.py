@@ -1,4 +1,4 @@
-"""full_optim_state.py: whole states from the parts of all ranks, or an error of all where they differ."""
+"""full_optim_state.py: full states from the parts of all ranks, or an error of all where they differ."""
 
 from __future__ import annotations
 

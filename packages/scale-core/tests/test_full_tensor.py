@@ -1,4 +1,4 @@
-"""full_tensor.py: whole tensors of the shards of all ranks, also where some hold nothing, or not of all."""
+"""full_tensor.py: full tensors of the shards of all ranks, also where some hold nothing, or not of all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_whole() -> None:
         assert torch.equal(gather_full_param(held.contiguous(), shard, group), whole)
     # What follows the name are ranks along another axis, which may not be these ranks' alike.
     assert torch.equal(gather_full_param(part, replace(elements, name=f"a@{group.rank}"), group), whole)
-    with pytest.raises(ContractError, match=r"would make different parameters whole, by rank: a[01], a") as raised:
+    with pytest.raises(ContractError, match=r"would gather different full parameters, by rank: a[01], a") as raised:
         gather_full_param(part, replace(elements, name=f"a{group.rank}"), group)
     assert "call state_dict() of the same module together" in str(raised.value)
 

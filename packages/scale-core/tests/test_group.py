@@ -105,14 +105,16 @@ def test_a_pickled_group_is_found_again_among_those_of_the_process() -> None:
     written = run_ranks(found_again, 2)
     for whole, part in written:
         assert pickle.loads(part) == Group()
-        with pytest.raises(ValueError, match=r"over ranks \[0, 1\], but torch.distributed is not initialised"):
+        with pytest.raises(ValueError, match=r"over ranks \[0, 1\], but torch.distributed is not initialized"):
             pickle.loads(whole)
     assert run_ranks(read_of_another_rank, 2, [whole for whole, _ in written]) == [0, 1]
 
 
 def read_of_another_rank(written: list[bytes]) -> int:
     me = dist.get_rank()
-    with pytest.raises(ValueError, match=f"rank {1 - me}'s part of 2, and this is rank {me}: save a file on each rank"):
+    with pytest.raises(
+        ValueError, match=f"rank {1 - me}'s shard of 2, and this is rank {me}: save a file on each rank"
+    ):
         pickle.loads(written[1 - me])
     rank: int = pickle.loads(written[me]).rank
     return rank

@@ -1,4 +1,4 @@
-"""reduction.py: from flat gradients to this rank's part of their average, kept aside until it is asked for."""
+"""reduction.py: from flat gradients to this rank's shard of their average, kept aside until it is asked for."""
 
 from __future__ import annotations
 

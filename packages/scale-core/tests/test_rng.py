@@ -26,7 +26,7 @@ def test_only_generators_that_were_drawn_from_are_replayed() -> None:
     assert torch.equal(torch.default_generator.get_state(), following)
 
 
-def test_an_accelerator_that_is_initialised_on_the_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_that_is_initialized_on_the_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     before = rng.generator_states()
     found: list[Any] = [torch.default_generator, SimpleNamespace(device=torch.device("cuda", 0))]
     monkeypatch.setattr(rng, "_generators", lambda: found)

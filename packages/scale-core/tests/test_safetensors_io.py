@@ -83,7 +83,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
         write(tmp_path / "file", {"a": torch.zeros(2)})
 
 
-def test_neighbours_are_read_in_one_go_into_their_places(tmp_path: Path) -> None:
+def test_neighbors_are_read_in_one_go_into_their_places(tmp_path: Path) -> None:
     data = bytes(range(256)) * 20
     (tmp_path / "file").write_bytes(data)
     buffers = [bytearray(3) for _ in range(1500)]

@@ -478,5 +478,5 @@ def test_a_damaged_snapshot_is_passed_over_with_the_objects_as_they_are(tmp_path
         save(tmp_path, step, {"model": model, "scaler": ShardedGradScaler()})
     file = tmp_path / "step-00000002" / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.warns(UserWarning, match="passing over a snapshot that is not whole"):
+    with pytest.warns(UserWarning, match="passing over an incomplete snapshot"):
         assert load(tmp_path, {"model": model, "scaler": ShardedGradScaler()}).step == 1

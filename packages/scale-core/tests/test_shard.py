@@ -162,7 +162,7 @@ def test_ranks_that_hold_parts_are_not_taken_for_replicas() -> None:
     for ranks in ((0, 1), (0, 1, 2, 3)):
         with pytest.raises(
             ValueError,
-            match=r"^Wrapper: 'part' is a part \[2, 3\] of a parameter \[4, 3\] that its layer divides between the "
+            match=r"^Wrapper: 'part' is a shard \[2, 3\] of a parameter \[4, 3\] that its layer divides between the "
             r"ranks \[0, 1\], and Wrapper was given .* as ranks that hold the same: give it those along the data axis",
         ):
             check_undivided(named, Group(0, len(ranks), None, "fake", ranks), "Wrapper")

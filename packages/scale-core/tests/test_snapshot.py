@@ -263,7 +263,7 @@ def two_snapshots(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "manifest.json").unlink(), "has no manifest.json: it is no whole snapshot"),
+        (lambda path: (path / "manifest.json").unlink(), "has no manifest.json: it is no complete snapshot"),
         (lambda path: (path / "manifest.json").write_text("{"), "its first line is not that of a manifest"),
         (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
         (lambda path: os.truncate(path / "rank-00000.safetensors", 100), "has 100 bytes, .* were written"),
@@ -303,7 +303,7 @@ def test_a_damaged_step_that_was_asked_for_is_refused_and_the_newest_older_whole
     flip_last_bit(tmp_path / "step-00000003" / "rank-00000.safetensors")
     (tmp_path / "step-00000002" / "manifest.json").unlink()
     target = {"a": torch.zeros(4, 4)}
-    with pytest.raises(DamagedSnapshotError, match=r"that is whole is .*step-00000001: load that, step=1"):
+    with pytest.raises(DamagedSnapshotError, match=r"complete snapshot is .*step-00000001: load that, step=1"):
         load_snapshot(tmp_path, target, step=3)
     assert not target["a"].any()
 
@@ -312,7 +312,7 @@ def test_where_nothing_is_whole_the_error_says_so(tmp_path: Path) -> None:
     flip_last_bit(save_snapshot(tmp_path, 1, {"a": torch.ones(1)}) / "rank-00000.safetensors")
     with (
         pytest.warns(UserWarning, match="passing over"),
-        pytest.raises(SnapshotError, match="there is no whole snapshot in"),
+        pytest.raises(SnapshotError, match="there is no complete snapshot in"),
     ):
         load_snapshot(tmp_path, {"a": torch.ones(1)})
 
@@ -407,7 +407,7 @@ def test_one_step_can_be_asked_for(tmp_path: Path) -> None:
 
 def test_a_directory_without_snapshots_says_so(tmp_path: Path) -> None:
     assert latest_snapshot(tmp_path / "nowhere") is None
-    with pytest.raises(SnapshotError, match="there is no whole snapshot in") as caught:
+    with pytest.raises(SnapshotError, match="there is no complete snapshot in") as caught:
         load_snapshot(tmp_path, {})
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
@@ -677,9 +677,9 @@ def test_what_is_only_named_as_a_snapshot_is_passed_over_with_a_warning(tmp_path
         place.symlink_to(tmp_path / "nowhere")
     else:
         shutil.copytree(tmp_path / "step-00000001", place)
-    with pytest.warns(UserWarning, match="passing over a snapshot that is not whole: .*step-00000002"):
+    with pytest.warns(UserWarning, match="passing over an incomplete snapshot: .*step-00000002"):
         assert load_snapshot(tmp_path, {"a": torch.zeros(2)}).step == 1
-    with pytest.warns(UserWarning, match="passing over a snapshot that is not whole: .*step-00000002"):
+    with pytest.warns(UserWarning, match="passing over an incomplete snapshot: .*step-00000002"):
         assert latest_snapshot(tmp_path) == tmp_path / "step-00000001"
     with pytest.raises(DamagedSnapshotError, match="step-00000001: load that, step=1"):
         load_snapshot(tmp_path, {"a": torch.zeros(2)}, step=2)

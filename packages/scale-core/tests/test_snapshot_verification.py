@@ -78,7 +78,7 @@ def test_a_file_of_the_right_length_that_is_no_safetensors_file_is_refused(place
 def test_nothing_is_loaded_from_a_damaged_file(place: Path) -> None:
     flip(place / NAME, (place / NAME).stat().st_size - 1)
     target = {f"layers.{n}": torch.full((32,), -1.0) for n in range(4)}
-    with pytest.raises(DamagedSnapshotError, match=r"layers.3\)\. No older snapshot is whole"):
+    with pytest.raises(DamagedSnapshotError, match=r"layers.3\)\. No older snapshot is complete"):
         load_snapshot(place.parent, target, step=1)
     assert all((tensor == -1).all() for tensor in target.values())
 

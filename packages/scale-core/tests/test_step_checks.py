@@ -1,4 +1,4 @@
-"""step_checks.py: an optimizer steps on the model's own parameters, on whole gradients, and leaves a trace."""
+"""step_checks.py: an optimizer steps on the model's own parameters, on full gradients, and leaves a trace."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def bounds_and_numbers_that_are_none() -> str:
 
 
 class Stages(nn.Module):
-    """This rank's part of a model with a stage on each rank; the first and the last share one parameter."""
+    """This rank's shard of a model with a stage on each rank; the first and the last share one parameter."""
 
     def __init__(self, group: Group, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

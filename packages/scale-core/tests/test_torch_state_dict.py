@@ -166,7 +166,7 @@ def test_a_part_of_another_rank_or_world_or_model_is_refused_before_its_first_st
     plain = [param for param in Model().parameters() if param.requires_grad]
     for params in (trained(1, 2), trained(0, 3), plain):
         optimizer = torch.optim.Adam(params)
-        with pytest.raises(ValueError, match=r"is the part of rank 0 of 1, .* '.*'.*full_optim_state_dict"):
+        with pytest.raises(ValueError, match=r"is the shard of rank 0 of 1, .* '.*'.*full_optim_state_dict"):
             optimizer.load_state_dict(state)
         assert not optimizer.state
     # One rank has had all of it: each takes its own elements.
@@ -177,7 +177,7 @@ def test_a_part_of_another_rank_or_world_or_model_is_refused_before_its_first_st
         for param, slots in zip(params, expected.state.values(), strict=True):
             assert all(torch.equal(value, optimizer.state[param][key]) for key, value in slots.items())
     state = {key: value for key, value in state.items() if key != "shards"}  # As others may have kept it.
-    with pytest.raises(ValueError, match=r"expected the whole .* or this rank's part .*, got"):
+    with pytest.raises(ValueError, match=r"expected the full .* or this rank's shard .*, got"):
         torch.optim.Adam(trained(0, 3)).load_state_dict(state)
 
 
@@ -193,7 +193,7 @@ def one_file_for_all_ranks() -> str:
     fresh = torch.optim.Adam([param])
     fresh.load_state_dict(states[group.rank])
     assert torch.equal(fresh.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
-    with pytest.raises(ValueError, match=r"this optimizer state is the part of rank 0 of 2") as error:
+    with pytest.raises(ValueError, match=r"this optimizer state is the shard of rank 0 of 2") as error:
         fresh.load_state_dict(states[0])
     return str(error.value)
 

@@ -61,7 +61,7 @@ def given_up() -> None:
     group = group_of()
     handle = all_gather(torch.zeros(2 * group.size), torch.zeros(2), group)
     handle.cancel()
-    with pytest.raises(TransferError, match="was cancelled"):
+    with pytest.raises(TransferError, match="was canceled"):
         handle.wait()
     del handle
     gc.collect()

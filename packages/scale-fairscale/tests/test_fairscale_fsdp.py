@@ -99,7 +99,7 @@ def test_full_parameters_are_released_when_asked() -> None:
 
 
 class Shifted(nn.Module):
-    """Adds a buffer to its input, as positions are added, and normalises by running statistics."""
+    """Adds a buffer to its input, as positions are added, and normalizes by running statistics."""
 
     def __init__(self) -> None:
         super().__init__()

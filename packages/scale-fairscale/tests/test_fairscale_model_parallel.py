@@ -32,7 +32,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_reference_code_runs_on_one_process_without_initialisation(sizes: Sizes, tmp_path: Path) -> None:
+def test_the_reference_code_runs_on_one_process_without_initialization(sizes: Sizes, tmp_path: Path) -> None:
     plain = write_consolidated(tmp_path / "7B", sizes, 1)
     model, _ = build(tmp_path / "7B", sizes, 1)
     assert not fs_init.model_parallel_is_initialized() and fs_init.get_model_parallel_rank() == 0
@@ -63,7 +63,7 @@ def on_two_ranks(folder: str) -> list[tuple[Tensor, bool, bool]]:
 
 
 def test_two_ranks_load_their_files_compute_what_one_does_and_would_write_the_same_files(tmp_path: Path) -> None:
-    """And a snapshot has whole tensors, which the plain model reads."""
+    """And a snapshot has full tensors, which the plain model reads."""
     plain = [write_consolidated(tmp_path / str(number), sizes, 2) for number, sizes in enumerate(SIZES)]
     for results in run_ranks(on_two_ranks, 2, str(tmp_path)):
         for (logits, same, again), model in zip(results, plain, strict=True):

@@ -80,7 +80,7 @@ def experts_of(rank: int, count: int) -> nn.ModuleList:
 
 
 def layer_equals_dense_formulas() -> None:
-    """The layer against einsums over all experts; the reference of the other rank's part is computed here, too."""
+    """The layer against einsums over all experts; the reference of the other rank's shard is computed here, too."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     per_rank = 2
     torch.manual_seed(1)

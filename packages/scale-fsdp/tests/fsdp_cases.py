@@ -280,7 +280,7 @@ def differing_weights(model: nn.Module, plain: nn.Module | Mapping[str, Tensor])
 def ulps(ours: Tensor, theirs: Tensor, *, summand: float | Tensor = 0.0) -> float:
     """The largest difference of two fp32 tensors in units in the last place of the larger magnitude.
 
-    Where they are sums that may have cancelled, a `summand` counts among the magnitudes.
+    Where they are sums that may have canceled, a `summand` counts among the magnitudes.
     """
     if not ours.numel():
         return 0.0

@@ -103,7 +103,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
 
 
 def fill(optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Overwrites an optimizer's whole state, on a plain model, by random numbers: what is swapped then shows."""
+    """Overwrites an optimizer's full state, on a plain model, by random numbers: what is swapped then shows."""
     generator = torch.Generator().manual_seed(seed)
     for values in optimizer.state.values():
         for value in values.values():

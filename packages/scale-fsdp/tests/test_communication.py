@@ -148,7 +148,7 @@ def by_formula(model: nn.Module, node_size: int) -> tuple[int, int]:
             world, numel, wire = buffer.group.size, buffer.layout.shard_numel, buffer.wire
             formats = (None, None) if wire is None else (wire.gather, wire.reduce)
             times = 1 if unit.module is model and not unit.reshards_entry else 2
-            if times == 2 and buffer.groups.part is not None:  # The second time among the neighbours.
+            if times == 2 and buffer.groups.part is not None:  # The second time among the neighbors.
                 times = 1
                 inside += (node_size - 1) * world // node_size * numel * buffer.compute_dtype.itemsize
             for count, block_format, dtype in zip(

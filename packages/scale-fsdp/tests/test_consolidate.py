@@ -1,4 +1,4 @@
-"""Whole weights from the shards of all ranks: offline, in any order, and never from what does not belong together."""
+"""Full weights from the shards of all ranks: offline, in any order, and never from what does not belong together."""
 
 from __future__ import annotations
 

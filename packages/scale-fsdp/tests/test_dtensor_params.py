@@ -190,7 +190,7 @@ def train_beside(folder: str, checkpointing: bool) -> list[str]:
         weight.mul_(2)
     plain.layers[0].attention.wq.weight.data.mul_(2)
     wrong += differences(model.state_dict(), plain.state_dict())
-    # Out and in: a snapshot, and whole tensors.
+    # Out and in: a snapshot, and full tensors.
     snapshot.save(folder, 1, {"model": model, "optimizer": optimizers[1]})
     other = sharded(mesh, seed=5)
     other_optimizer = adamw(other)
@@ -222,7 +222,7 @@ def train_other_plans() -> list[str]:
         if norms != pytest.approx(expected, rel=1e-5):
             wrong.append(f"{plan}: norms {norms} for {expected}")
         wrong += [f"{plan}: {name}" for name in differences(model.state_dict(), plain.state_dict())]
-        # Whole states of the optimizer: gathered over both axes, and cut along them.
+        # Full states of the optimizer: gathered over both axes, and cut along them.
         full = full_optim_state_dict(model, optimizers[1], recipient_rank=None)
         of_plain = full_optim_state_dict(plain, optimizers[0])
         for key in ("exp_avg", "exp_avg_sq"):
@@ -313,5 +313,5 @@ def test_what_can_t_be_sharded_further_is_refused_by_name() -> None:
     for several, flat, same_axis, meta in run_ranks(refuse, 2):
         assert "'weight' is a DTensor with the placements" in several and "Shard along one of them" in several
         assert "'weight' is divided between ranks by its layer" in flat
-        assert "fully_shard: 'weight' is a part [2, 4] of a parameter [4, 4]" in same_axis
+        assert "fully_shard: 'weight' is a shard [2, 4] of a parameter [4, 4]" in same_axis
         assert "is a DTensor on the meta device" in meta and "init=False" in meta

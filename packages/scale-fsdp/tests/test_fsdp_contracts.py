@@ -224,7 +224,7 @@ def do_something_alone() -> list[str]:
 def test_what_takes_all_ranks_ends_in_an_error_where_one_does_it_alone():
     (clip, state, summon), _ = run_ranks(do_something_alone, 2)
     assert "gradient norm" in clip
-    assert "whole parameters" in state and "whole parameters" in summon
+    assert "full parameters" in state and "full parameters" in summon
 
 
 def train_in_and_out_of_order() -> int:

@@ -146,7 +146,7 @@ def fail_and_go_on(failure: Failure) -> list[str]:
         if fails:
             wrong += check(raised, failure)
             if any(param.grad is not None for param in model.parameters()) and failure.accumulate == 1:
-                wrong.append("a gradient of the step that was given up")
+                wrong.append("a gradient of the step that was aborted")
             model.zero_grad()
             continue
         if raised is not None:
@@ -184,7 +184,7 @@ def check(raised: Exception | None, failure: Failure) -> list[str]:
         return [f"raised {raised!r}"]
     if mine and failure.where in IN_BACKWARD:
         return []  # Autograd has the error by then; only the others can be told.
-    wanted = [rf"was given up on all ranks, because rank {failure.rank} failed"]
+    wanted = [rf"was aborted on all ranks, because rank {failure.rank} failed"]
     wanted.append(
         "its backward pass failed after the" if failure.where in IN_BACKWARD else f"broken in .*{failure.where}"
     )
@@ -210,7 +210,7 @@ Reductions = list[list[Passes]]
 def accumulated_gradients_stay(failures: list[Failure]) -> list[str]:
     """After a pass that failed, gradients are those of a process that never ran it.
 
-    One step runs whole and leaves its gradients in `grad`, the next is given up in one of its micro-batches, and one
+    One step runs whole and leaves its gradients in `grad`, the next is aborted in one of its micro-batches, and one
     pass more brings all that was kept into `grad`. The plain model runs the passes that went well, rank by rank. Before
     that, the order of a step becomes known, which failures of one kind share.
     """
@@ -353,7 +353,7 @@ def without_memory(what: str, reshard: bool | int, policy: CommunicationPolicy |
                 optimizer.step()
                 optimizer.zero_grad()
         elif any(param.grad is not None for param in models[0].parameters()):
-            wrong.append(f"{what} {fails_at}: a gradient of the step that was given up")
+            wrong.append(f"{what} {fails_at}: a gradient of the step that was aborted")
     for model in models:
         model(data(50, group_of().rank)).square().mean().backward()
     for optimizer in optimizers:

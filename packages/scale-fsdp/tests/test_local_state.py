@@ -116,7 +116,7 @@ def test_the_state_of_another_rank_world_or_wrapping_is_refused_by_name() -> Non
     for rank, messages in enumerate(run_ranks(go_wrong, 2)):
         expected = [
             f"expected the state of rank {rank}, got that of rank {1 - rank}, of 2: read the file that this rank has",
-            f"expected the state of one of 1 ranks, got that of rank {rank} of 2. Make whole weights",
+            f"expected the state of one of 1 ranks, got that of rank {rank} of 2. Make full weights",
             "another wrapping; first, '",
             "another wrapping; first, 'scale': expected elements",
             "'flat_param_0' is missing",

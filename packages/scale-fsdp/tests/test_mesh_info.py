@@ -189,7 +189,7 @@ def test_between_forward_and_backward_a_part_of_the_full_buffer_stays() -> None:
         assert seen == [(False, half), (False, None)] * 2
 
 
-def test_ranks_that_are_in_other_groups_too_find_their_neighbours() -> None:
+def test_ranks_that_are_in_other_groups_too_find_their_neighbors() -> None:
     assert run_ranks(part_of_a_subgroup, 5) == [[0, 1], [0, 1], [2, 3], [2, 3], []]
 
 

@@ -85,7 +85,7 @@ def differing(model: nn.Module, plain: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("build", [layers, lambda: nn.Sequential(nn.MultiheadAttention(4, 2), nn.LSTM(3, 4))])
 @pytest.mark.parametrize("flatten", [False, True])
-def test_modules_initialise_themselves_as_their_constructors_do(build, flatten):
+def test_modules_initialize_themselves_as_their_constructors_do(build, flatten):
     torch.manual_seed(3)
     plain = build()
     torch.manual_seed(3)
@@ -125,7 +125,7 @@ def test_an_init_that_assigns_parameters_is_taken_by_their_values():
 
 
 @pytest.mark.parametrize("shard", [fully_shard, lambda model: fully_shard_modules(model, class_policy(nn.Linear))])
-def test_a_module_that_cannot_initialise_itself_is_named_before_anything_changes(shard):
+def test_a_module_that_cannot_initialize_itself_is_named_before_anything_changes(shard):
     model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale()))
     with pytest.raises(ValueError, match=r"'1.scale' is on the meta.*Scale has no reset_parameters.*pass init="):
         shard(model)
@@ -134,7 +134,7 @@ def test_a_module_that_cannot_initialise_itself_is_named_before_anything_changes
 
 
 @pytest.mark.parametrize("forgets", ["weight", "inv_freq", "mask"])
-def test_what_an_initialisation_has_left_out_is_named_and_nothing_changes(forgets):
+def test_what_an_initialization_has_left_out_is_named_and_nothing_changes(forgets):
     model = on_meta(lambda: nn.Sequential(Rotary(forgets)))
     with pytest.raises(ValueError, match=rf"'0.{forgets}' is on the meta device.*Rotary has written to it"):
         fully_shard(model)
@@ -148,7 +148,7 @@ def test_buffers_that_no_checkpoint_has_are_restored_by_their_modules_reset():
 
 
 @pytest.mark.parametrize("units", [[], ["embed"], ["embed", "head"]])
-def test_tied_parameters_on_meta_stay_tied_and_the_first_module_initialises_them(units):
+def test_tied_parameters_on_meta_stay_tied_and_the_first_module_initializes_them(units):
     torch.manual_seed(5)
     embed = nn.Embedding(7, 3)
     torch.manual_seed(5)
@@ -203,7 +203,7 @@ def test_no_more_than_one_unit_is_whole_at_a_time():
 
 
 @pytest.mark.simulation
-def test_shards_on_the_host_are_initialised_on_the_device_one_unit_at_a_time():
+def test_shards_on_the_host_are_initialized_on_the_device_one_unit_at_a_time():
     unit = (WIDTH * WIDTH + WIDTH) * 4
     with simulate(rank=1, world_size=WORLD, device="sim") as simulation:
         model = on_meta(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))))
@@ -283,8 +283,8 @@ def one_cannot() -> list[str]:
     return messages
 
 
-def test_where_one_rank_cannot_initialise_all_of_them_say_so():
+def test_where_one_rank_cannot_initialize_all_of_them_say_so():
     (own, both_0), (others, both_1) = run_ranks(one_cannot, 2)
     assert own.startswith("'scale' is on the meta device")
-    assert others.startswith("rank 0 has a parameter or buffer on the meta device that nothing initialises")
+    assert others.startswith("rank 0 has a parameter or buffer on the meta device that nothing initializes")
     assert both_0 == both_1 == own

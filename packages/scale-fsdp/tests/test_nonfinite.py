@@ -1,4 +1,4 @@
-"""nonfinite.py: who computes the first infinity or NaN is named, and the step is given up on all ranks."""
+"""nonfinite.py: who computes the first infinity or NaN is named, and the step is aborted on all ranks."""
 
 from __future__ import annotations
 

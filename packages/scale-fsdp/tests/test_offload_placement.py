@@ -159,7 +159,7 @@ def test_the_table_says_how_to_divide() -> None:
     assert resolve_split(optim.AdamW, None) == "element" and resolve_split(optim.AdamW, "parameter") == "parameter"
     for kind in PER_PARAMETER:
         assert resolve_split(kind, None) == "parameter"
-        with pytest.raises(ValueError, match=f"{kind.__name__} needs each parameter as a whole: pass split="):
+        with pytest.raises(ValueError, match=f"{kind.__name__} needs each full parameter: pass split="):
             resolve_split(kind, "element")
 
 

@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def matrices() -> nn.Sequential:
-    """A model of matrices that are cut between rows: their pieces are matrices, which Muon takes for whole ones."""
+    """A model of matrices that are cut between rows: their pieces are matrices, which Muon takes for full ones."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
 
@@ -90,7 +90,7 @@ def train_unfused() -> list[str]:
 def most_ulps_fused(name: str) -> float:
     """The largest distance of a weight from the plain model's, after steps that begin at equal weights and states.
 
-    It is counted in units of the terms' sum as it would be if nothing cancelled: |w| + lr (|momentum| + |gradient|).
+    It is counted in units of the terms' sum as it would be if nothing canceled: |w| + lr (|momentum| + |gradient|).
     """
     plain, largest = Model(), 0.0
     model = sharded(plain, ["inward", ""])
@@ -188,7 +188,7 @@ def test_optimizers_that_need_more_than_a_piece_are_refused_by_name() -> None:
         for name, message in (("Adafactor", adafactor), (MUON, muon), ("Adafactor", flat)):
             assert message.startswith(f"{name}.step(): its update of a parameter needs ")
             assert (
-                f"Let scale-oss hand each whole tensor to one rank for the step, OSS(model.parameters(), optim={name}"
+                f"Let scale-oss hand each full tensor to one rank for the step, OSS(model.parameters(), optim={name}"
             ) in message
             assert 'fully_shard(module, atom="parameter")' in message
             assert "[p for p in model.parameters() if p.numel()]" in message

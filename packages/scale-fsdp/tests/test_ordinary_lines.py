@@ -231,7 +231,7 @@ LINES = [
     ),
     Line(
         "`torch.optim.swa_utils.AveragedModel(model)`",
-        "right: an average of the shards, whose state dict is whole",
+        "right: an average of the shards, whose state dict is full",
         "`ShardedEMA`, which needs no second model",
         averages,
     ),
@@ -256,7 +256,7 @@ LINES = [
     ),
     Line(
         "`merge_adapter()` of peft, and whatever else computes weights from weights",
-        "torch's error about shapes, or this rank's part",
+        "torch's error about shapes, or this rank's shard",
         "the same `with model.summon_full_params():`; `merge_and_unload()` on a plain model with `model.state_dict()`",
         merged,
     ),
@@ -281,6 +281,6 @@ def test_ordinary_lines_do_what_the_guide_says():
 
 
 def test_the_guide_has_these_lines_and_no_others():
-    head = "| line | on a sharded model | for the whole |\n|---|---|---|\n"
+    head = "| line | on a sharded model | for full parameters |\n|---|---|---|\n"
     rows = "".join(f"| {line.written} | {line.does} | {line.whole} |\n" for line in LINES)
     assert f"{head}{rows}\n" in GUIDE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Whole parameters in the places of shards: summoned to look at and change, and one unit at a time by apply()."""
+"""Full parameters in the places of shards: summoned to look at and change, and one unit at a time by apply()."""
 
 import copy
 
@@ -48,7 +48,7 @@ def applied() -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_weights_initialised_by_apply_are_those_of_the_plain_model_on_every_rank(world):
+def test_weights_initialized_by_apply_are_those_of_the_plain_model_on_every_rank(world):
     assert not any(run_ranks(applied, world))
 
 

@@ -142,7 +142,7 @@ def get_and_set_optimizers() -> list[str]:
             given = copy.deepcopy(expected) if first or options is not FROM_RANK_0 else {}
             set_optimizer_state_dict(model, fresh, given, options=options)
             found.compare(f"set {options}", full_of(model, fresh), expected)
-        # Nobody can take a shard for the whole tensor.
+        # Nobody can take a shard for the full tensor.
         with pytest.raises(TypeError, match=r"scale_fsdp.full_optim_state_dict\(model, optimizer\)"):
             torch.save(state, io.BytesIO())
         with pytest.raises(RuntimeError, match=r"scale_fsdp.full_optim_state_dict\(model, optimizer\)"):
@@ -298,7 +298,7 @@ def whose_state() -> list[str]:
     dist.all_gather_object(files, file.getvalue())
     states = [torch.load(io.BytesIO(each), weights_only=True) for each in files]
     fresh = torch.optim.Adam(two_groups(model), lr=0.7)
-    with pytest.raises(ValueError, match=r"the part of rank 0 of 2.*full_optim_state_dict"):
+    with pytest.raises(ValueError, match=r"the shard of rank 0 of 2.*full_optim_state_dict"):
         fresh.load_state_dict(states[0])
     assert not fresh.state
     fresh.load_state_dict(states[rank])

@@ -267,7 +267,9 @@ def write(folder: str) -> list[float]:
 
 def read(folder: str) -> list[float]:
     rank = group_of().rank
-    with pytest.raises(ValueError, match=rf"rank {1 - rank}'s part of 2, and this is rank {rank}: save a file on each"):
+    with pytest.raises(
+        ValueError, match=rf"rank {1 - rank}'s shard of 2, and this is rank {rank}: save a file on each"
+    ):
         torch.load(f"{folder}/{1 - rank}.pt", weights_only=False)
     model, optimizer = torch.load(f"{folder}/{rank}.pt", weights_only=False)
     model.module.blocks[0].register_forward_hook(lambda *_: None)  # Its number is none that is taken.
@@ -292,5 +294,5 @@ def test_another_process_reads_its_own_file_and_goes_on(tmp_path: Path):
         ["FullyShardedDataParallel"],
         [],
     ]
-    with pytest.raises(ValueError, match=r"over ranks \[0, 1\], but torch.distributed is not initialised"):
+    with pytest.raises(ValueError, match=r"over ranks \[0, 1\], but torch.distributed is not initialized"):
         torch.load(tmp_path / "0.pt", weights_only=False)

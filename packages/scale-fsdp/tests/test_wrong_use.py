@@ -226,7 +226,7 @@ def shard_what_is_parallel_already() -> tuple[str, list[str]]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model[1], mesh, ColwiseParallel())
-    with pytest.raises(ValueError, match="is a part") as caught:
+    with pytest.raises(ValueError, match="is a shard") as caught:
         fully_shard(model, mesh)
     kinds = [type(param.data).__name__ for param in model.parameters()]
     fully_shard(model[0], mesh)  # The layer beside it.
@@ -237,7 +237,7 @@ def shard_what_is_parallel_already() -> tuple[str, list[str]]:
 
 def test_dtensors_over_the_ranks_that_were_given_are_refused_by_name_and_nothing_is_changed():
     for message, kinds in run_ranks(shard_what_is_parallel_already, 2):
-        assert "'1.weight' is a part [1, 2] of a parameter [2, 2]" in message and 'mesh["data"]' in message
+        assert "'1.weight' is a shard [1, 2] of a parameter [2, 2]" in message and 'mesh["data"]' in message
         assert kinds == ["Tensor", "Tensor", "DTensor", "DTensor"]
 
 

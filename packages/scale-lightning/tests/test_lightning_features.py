@@ -53,7 +53,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 
 
 def state_of(fitted: Any, folder: str) -> dict[str, Any]:
-    """The whole weights, as a file has them."""
+    """The full weights, as a file has them."""
     fitted.save_checkpoint(f"{folder}/state.ckpt")
     saved = torch.load(f"{folder}/state.ckpt", weights_only=False)["state_dict"]
     return {name: tensor.double().tolist() for name, tensor in saved.items()}

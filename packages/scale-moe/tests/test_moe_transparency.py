@@ -263,6 +263,6 @@ def test_noise_is_added_as_the_formula_says() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_process_is_a_loop_over_experts(case: Case) -> None:
-    """Nothing is initialised."""
+    """Nothing is initialized."""
     layer, x = build(case, Group()), torch.cat(tokens_of(case, 4, 0))
     torch.testing.assert_close(layer(x), Plain(layer)(x), rtol=1e-12, atol=1e-12)

@@ -46,7 +46,7 @@ def test_tokens_go_to_the_experts_of_their_highest_scores(num_tokens: int, num_e
         assert weight.tolist() == pytest.approx([2 * row[expert] / total for expert in best])
 
 
-def test_without_normalisation_weights_are_scores() -> None:
+def test_without_normalization_weights_are_scores() -> None:
     scores = scores_of(3, 4)
     routing = top_k_routing(scores, 2, normalize=False)
     assert torch.equal(routing.weight, scores.gather(1, routing.expert_index))

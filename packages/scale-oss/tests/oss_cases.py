@@ -113,7 +113,7 @@ def model_of(params: Mapping[str, nn.Parameter]) -> nn.Module:
 
 
 class Shards:
-    """The same parameters in pieces, as `fully_shard` shows them: two units, neighbours together.
+    """The same parameters in pieces, as `fully_shard` shows them: two units, neighbors together.
 
     Attributes:
         params: This rank's pieces by name.

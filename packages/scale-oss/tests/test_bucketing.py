@@ -63,7 +63,7 @@ def test_each_device_has_buckets_of_its_own_with_all_that_belongs_to_them() -> N
         assert sent["reduce_scatter"] == sent["all_gather"]  # each way, for both devices
 
 
-def test_neighbours_of_one_kind_stand_together_and_others_apart() -> None:
+def test_neighbors_of_one_kind_stand_together_and_others_apart() -> None:
     first, second, frozen = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).requires_grad_(False)
     named = [(f"{at}.{name}", p) for at, m in enumerate((first, second, frozen)) for name, p in m.named_parameters()]
     optimizer = OSS(named, torch.optim.SGD, lr=0.1, bucket_numel=16)

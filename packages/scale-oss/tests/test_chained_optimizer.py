@@ -180,7 +180,7 @@ def test_those_that_can_not_be_sharded_are_refused_by_name(name: str) -> None:
 
 
 def over_shards() -> list[str]:
-    """Shards of a matrix may have one dimension: the whole shapes count. Scheduler, clipping, closure, state."""
+    """Shards of a matrix may have one dimension: the full shapes count. Scheduler, clipping, closure, state."""
     theirs = {name: nn.Parameter(param.detach().clone()) for name, param in plain_params().items()}
     hidden = ["up", "down"]
     plain = Pair(theirs, hidden)

@@ -1,4 +1,4 @@
-"""full_param_bucket.py: optimizers that need whole tensors, over shards: equal to one process, in two collectives per
+"""full_param_bucket.py: optimizers that need full tensors, over shards: equal to one process, in two collectives per
 bucket.
 """
 
@@ -305,9 +305,7 @@ def test_what_can_not_be_put_together_is_refused_by_name() -> None:
     assert raised == "no matrix: (9,)" and told.startswith(f"ArithmeticError: {raised} (on rank ")
     for messages in by_rank:
         _, flat, torn, summand, twice, other, moved = messages
-        assert (
-            "Adafactor needs each parameter as a whole, but 'flat_param' is one flat parameter that holds 3, " in flat
-        )
+        assert "Adafactor needs each full parameter, but 'flat_param' is one flat parameter that holds 3, " in flat
         assert "flatten_parameters=False" in flat
         assert "each of the 5 elements of 'torn' once, but they hold [[0, 2], [0, 2]]" in torn
         assert "'summand' is a partial sum on each rank" in summand

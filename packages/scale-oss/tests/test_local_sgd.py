@@ -81,7 +81,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Reference:
-    """All ranks in one process, by the papers' algorithms on whole parameters."""
+    """All ranks in one process, by the papers' algorithms on full parameters."""
 
     def __init__(self, world: int, way: str, inner: str, inner_state: str, dtype: torch.dtype = torch.float32) -> None:
         self.way, self.inner_state = way, inner_state

@@ -398,7 +398,7 @@ def test_a_bound_that_would_turn_gradients_round_is_refused_before_anything_is_m
 
 def test_ranks_without_a_process_group_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialised"):
+    with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialized"):
         OSS(torch.nn.Linear(2, 1).parameters(), torch.optim.SGD, lr=0.1)
 
 
@@ -493,7 +493,7 @@ def replicas_without_a_wrapper() -> str:
     return str(caught.value)
 
 
-def test_the_first_step_finds_ranks_that_were_initialised_differently() -> None:
+def test_the_first_step_finds_ranks_that_were_initialized_differently() -> None:
     for text in run_ranks(replicas_without_a_wrapper, 2):
         assert "step 1: 1 of 2 tensors" in text and "'bias' [2]" in text
 

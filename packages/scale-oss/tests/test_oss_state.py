@@ -147,7 +147,7 @@ def ask_before_the_first_step() -> list[str]:
         messages.append(str(caught.value))
     ours.load_state_dict(plain.state_dict())
     assert ours.state_dict()["state"] == {}
-    # A rank that has looked at its part knows no more than the others, which have not.
+    # A rank that has looked at its shard knows no more than the others, which have not.
     first, second = nn.Linear(3, 1), nn.Linear(1, 1)
     grown = OSS(first.parameters(), torch.optim.AdamW, lr=0.1, limit_seconds=20)
     if dist.get_rank() == 0:
@@ -493,7 +493,7 @@ def test_the_peak_is_the_state_and_one_bucket() -> None:
     matrix, small = 64 * 32 * 4, 500
     whole = 4 * 2 * matrix
     (recipient, *loads), (other, *others) = run_ranks(peaks, 2)
-    assert whole + matrix <= recipient <= whole + 1.5 * matrix + small  # a bucket, and this rank's part of it
+    assert whole + matrix <= recipient <= whole + 1.5 * matrix + small  # a bucket, and this rank's shard of it
     assert 0.5 * matrix <= other <= 0.5 * matrix + small
     for load in (*loads, *others):
         assert whole / 2 <= load <= whole / 2 + small

@@ -42,7 +42,7 @@ def test_every_element_belongs_to_one_rank(world_size: int, whole: bool) -> None
 def test_one_giant_tensor_is_shared_evenly_where_the_optimizer_works_by_element() -> None:
     partition = cut_evenly(["giant", "a", "b", "c"], [(1000, 1000), (3,), (3,), (3,)], 2)
     held = [sum(span.numel for span in spans) for spans in partition.spans_by_rank]
-    assert max(held) - min(held) <= 1009  # Whole tensors stand at 1,000,000 to 9.
+    assert max(held) - min(held) <= 1009  # Full tensors stand at 1,000,000 to 9.
 
 
 def test_no_rank_has_more_than_an_even_share_and_the_largest_tensor() -> None:

@@ -323,7 +323,7 @@ def test_a_backward_that_fails_on_some_ranks_is_given_up_by_all_and_leaves_no_tr
             if rank in failed:
                 assert message == f"lost at the {where}"
             else:
-                assert f"was given up on all ranks, because rank {failed[0]} failed. Parameters" in message
+                assert f"was aborted on all ranks, because rank {failed[0]} failed. Parameters" in message
                 assert "its backward pass failed" in message or f"ValueError: lost at the {where}" in message
                 assert "Call optimizer.zero_grad(), and training can go on with the next batch" in message
 
@@ -332,7 +332,7 @@ def test_a_rank_that_leaves_out_a_backward_pass_is_not_averaged_with_another_bat
     for messages in run_ranks(steps_without_a_backward, 3):
         assert messages
         for message in messages:
-            assert "was given up on all ranks, because rank " in message
+            assert "was aborted on all ranks, because rank " in message
             assert "its forward pass was followed by no backward pass: an error in its loss was caught" in message
     for message in run_ranks(a_forward_that_is_kept, 2):
         assert "forward passes without a backward differ, [1, 0] by rank" in message

@@ -474,7 +474,7 @@ def scaled_losses(overflows: bool) -> None:
 
 
 def scaled_where_one_rank_owns_nothing() -> None:
-    """An optimizer that gets whole tensors leaves the second rank without any."""
+    """An optimizer that gets full tensors leaves the second rank without any."""
     torch.manual_seed(0)
     start, scaler, found = nn.Linear(6, 2, bias=False), ShardedGradScaler(init_scale=1024.0), []
     for scales in (True, False):

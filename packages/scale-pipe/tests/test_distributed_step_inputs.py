@@ -97,7 +97,7 @@ def nested() -> list[str]:
     if found is not None:
         with torch.no_grad():
             outputs = [call(plain.model, (*given[:3], shift[0])) for given, _ in parts]
-        wrong += ["a whole tensor of a later stage"] * (not torch.allclose(found, torch.cat(outputs)))
+        wrong += ["a full tensor of a later stage"] * (not torch.allclose(found, torch.cat(outputs)))
     return wrong
 
 

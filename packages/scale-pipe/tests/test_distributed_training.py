@@ -227,7 +227,7 @@ def states() -> list[str]:
     whole = first.state_dict(full=True)
     if dist.get_rank() == 0:
         expected = mlp(seed=1).state_dict()
-        wrong += ["the whole state"] * (list(whole) != list(expected) and sorted(whole) != sorted(expected))
+        wrong += ["the full state"] * (list(whole) != list(expected) and sorted(whole) != sorted(expected))
         wrong += [name for name, value in expected.items() if not torch.equal(whole[name], value)]
     elif whole:
         wrong.append("there is a state on another rank")

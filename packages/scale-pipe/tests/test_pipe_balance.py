@@ -1,4 +1,4 @@
-"""Balances: what is dear gets fewer neighbours, whether it is dear in time, in memory, or in the step."""
+"""Balances: what is dear gets fewer neighbors, whether it is dear in time, in memory, or in the step."""
 
 import time
 from typing import Any

@@ -36,7 +36,7 @@ def test_running_statistics_are_those_of_the_whole_mini_batch(momentum: float | 
     assert torch.equal(norm.eval()(batch), nn.functional.batch_norm(batch, norm.running_mean, norm.running_var))
 
 
-def test_each_micro_batch_is_normalised_by_itself() -> None:
+def test_each_micro_batch_is_normalized_by_itself() -> None:
     plain = nn.BatchNorm1d(3)
     norm, piece = deferred(plain, chunks=2), torch.randn(4, 3)
     assert torch.equal(norm(piece), plain(piece))

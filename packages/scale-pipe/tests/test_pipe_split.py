@@ -199,14 +199,14 @@ def test_a_module_may_be_checkpointed_before_or_after_and_hooks_of_the_model_see
 def test_only_the_inputs_that_are_asked_for_are_passed_on() -> None:
     image, labels = torch.rand(5, 4), torch.rand(5, 6)
 
-    class Labelled(Tower):
+    class Labeled(Tower):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
             hidden = self.embed(x).view(len(x), -1)
             for block in self.blocks:
                 hidden = block(hidden)
             return ((hidden - labels) ** 2).mean(1)
 
-    model = Labelled().eval()
+    model = Labeled().eval()
     expected = model(image, labels)
     for pass_on, num_tensors in ((None, 3), (["labels"], 2)):
         stages = split(model, ["blocks.1", "blocks.3"], pass_on=pass_on)
@@ -216,7 +216,7 @@ def test_only_the_inputs_that_are_asked_for_are_passed_on() -> None:
         # A stage may have inputs of its own: only the last one needs labels.
         handed = stages[1](stages[0](image, labels=None))
         assert torch.equal(stages[2](handed, labels=labels), expected)
-    with pytest.raises(ValueError, match=r"pass_on names 'label', but the forward of Labelled takes \['labels'\]"):
+    with pytest.raises(ValueError, match=r"pass_on names 'label', but the forward of Labeled takes \['labels'\]"):
         split(model, ["blocks.1"], pass_on=["label"])
 
 

@@ -29,7 +29,7 @@ class Case:
     scale: float | None = None
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The query, key, value and the gradient of the output, of the whole sequence; the same on all ranks."""
+        """The query, key, value and the gradient of the output, of the full sequence; the same on all ranks."""
         generator = torch.Generator().manual_seed(11)
         sizes = (
             (self.heads, self.head_size),
@@ -45,7 +45,7 @@ class Case:
 
 
 def whole_attention(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """torch's output and gradients over the whole sequence, computed in a dtype of one's choice."""
+    """torch's output and gradients over the full sequence, computed in a dtype of one's choice."""
     query, key, value, gradient = (tensor.to(dtype or case.dtype) for tensor in case.inputs())
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     output = F.scaled_dot_product_attention(*leaves, is_causal=case.causal, scale=case.scale, enable_gqa=True)
@@ -53,7 +53,7 @@ def whole_attention(case: Case, dtype: torch.dtype | None = None) -> list[Tensor
 
 
 def divided_attention(case: Case, group: Group, attention: Callable[..., Tensor]) -> list[Tensor]:
-    """This rank's part of the same."""
+    """This rank's shard of the same."""
     *whole, gradient = (split_sequence(tensor, group, dim=2, order=case.order) for tensor in case.inputs())
     leaves = [tensor.requires_grad_() for tensor in whole]
     output = attention(*leaves)
@@ -61,5 +61,5 @@ def divided_attention(case: Case, group: Group, attention: Callable[..., Tensor]
 
 
 def own_parts(case: Case, group: Group, tensors: list[Tensor]) -> list[Tensor]:
-    """This rank's parts of what `whole_attention` returned."""
+    """This rank's shards of what `whole_attention` returned."""
     return [split_sequence(tensor, group, dim=2, order=case.order) for tensor in tensors]

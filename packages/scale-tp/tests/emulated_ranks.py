@@ -90,5 +90,5 @@ def on_parts(x: Tensor, dim: int, split: Split, *params: Tensor) -> list[tuple[T
 
 
 def together(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole sequence."""
+    """The full sequence."""
     return _Together.apply(dim, *parts)

@@ -77,7 +77,7 @@ def save_in_all_ways(folder: str) -> None:
     group = group_of()
     model = Net(group)
     optimizer = with_steps(model)
-    # torch's functions know which part each rank has, or get whole tensors.
+    # torch's functions know which part each rank has, or get full tensors.
     state, its_state = get_state_dict(model, optimizer)
     assert isinstance(state["mixed.weight"], LocalShard)
     dcp.save({"model": state, "optimizer": its_state}, checkpoint_id=f"{folder}/functions")
@@ -86,7 +86,7 @@ def save_in_all_ways(folder: str) -> None:
         assert torch.equal(whole[name], value), name
     dcp.save({"model": model}, checkpoint_id=f"{folder}/module")
     save_snapshot(f"{folder}/snapshots", 1, sharded_state_dict(model, optimizer))
-    asked = model.state_dict()  # By anybody else they are whole, too; with keep_vars they are this rank's parts.
+    asked = model.state_dict()  # By anybody else they are whole, too; with keep_vars they are this rank's shards.
     assert all(torch.equal(asked[name], value) for name, value in whole_values(model).items())
     assert model.state_dict(keep_vars=True)["mixed.weight"] is model.mixed.weight
     if group.rank == 0:
@@ -182,7 +182,7 @@ def test_what_would_be_wrong_on_parts_is_refused() -> None:
 def test_a_tensor_of_another_shape_is_refused_with_both_that_would_fit() -> None:
     layer = ColumnParallelLinear(4, 3, process_group=Group(1, 2, None, "fake", (0, 1)))
     wrong = {"weight": torch.zeros(5, 4), "bias": torch.zeros(3)}
-    message = r"weight: expected the whole tensor \(3, 4\), or the part \(1, 4\) that rank 1 of 2 has, got \(5, 4\)"
+    message = r"weight: expected the full tensor \(3, 4\), or the shard \(1, 4\) that rank 1 of 2 has, got \(5, 4\)"
     with pytest.raises(RuntimeError, match=message):
         layer.load_state_dict(wrong)
     with pytest.raises(RuntimeError, match="size mismatch for weight") as caught:

@@ -58,7 +58,7 @@ def _whole() -> tuple[Tensor, list[Tensor], Tensor]:
 
 
 def _loss(output: Tensor, first: int = 0) -> Tensor:
-    """A sum in which each element has a weight of its own, by its place in the whole output."""
+    """A sum in which each element has a weight of its own, by its place in the full output."""
     numbers = torch.arange(output.numel(), dtype=output.dtype).view_as(output) + first * output[:1].numel()
     return (output * numbers.sin()).sum()
 
@@ -72,7 +72,7 @@ def _plain() -> tuple[Tensor, list[Tensor]]:
 
 
 def _divided(group: Group, pieces: int, ask: bool) -> tuple[Tensor, list[Tensor], list[list[int]]]:
-    """This rank's part of the same; the features between are divided."""
+    """This rank's shard of the same; the features between are divided."""
     x, columns, row = _whole()
     sizes = even_sizes(POSITIONS, group.size)
     shares = [torch.arange(weight.shape[0]).tensor_split(group.size)[group.rank].tolist() for weight in columns]

@@ -85,7 +85,7 @@ def _losses_of(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], mean: C
 
 
 def _trains_as_one_process(model: nn.Module, attention: Any, *, checkpoints: str = "none", num_padded: int = 0) -> None:
-    """Three steps of a causal model on this rank's parts, replicated over the ranks, and on whole sequences."""
+    """Three steps of a causal model on this rank's shards, replicated over the ranks, and on full sequences."""
     world = group_of()
     model.train()
     if checkpoints != "none":
@@ -157,7 +157,7 @@ def _plain_models() -> None:
 
 
 def _padded_attention() -> None:
-    """Masks of padding: one row with padding on the left and behind, so that one rank's part of it is padding alone."""
+    """Masks of padding: one row with padding on the left and behind, so that one rank has padding alone."""
     ranks = group_of()
     generator = torch.Generator().manual_seed(2)
     query, key, value, given = torch.randn(4, 2, 4, LENGTH, 8, generator=generator, dtype=torch.float64)
@@ -232,7 +232,7 @@ def _labels_that_do_not_count() -> None:
 
 
 def _half_precision() -> None:
-    """As far from the sequence in fp32 as the whole sequence in bf16 is."""
+    """As far from the sequence in fp32 as the full sequence in bf16 is."""
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(3, 1, 2, LENGTH, 8, generator=generator)
     exact = F.scaled_dot_product_attention(*whole, is_causal=True)

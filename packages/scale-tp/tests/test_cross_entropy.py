@@ -180,7 +180,7 @@ def test_the_loss_and_its_gradient_are_torchs(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_one_process_needs_no_initialisation(case: dict[str, Any], dtype: torch.dtype) -> None:
+def test_one_process_needs_no_initialization(case: dict[str, Any], dtype: torch.dtype) -> None:
     compare(group_of(), dtype, WORDS, 4, case)
 
 

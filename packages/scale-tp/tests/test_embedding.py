@@ -100,7 +100,7 @@ def test_divided_tables_are_torchs_to_the_bit(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"padding_idx": -2}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}])
-def test_one_process_has_torchs_embedding_without_initialisation(kind: Any, options: dict[str, Any]) -> None:
+def test_one_process_has_torchs_embedding_without_initialization(kind: Any, options: dict[str, Any]) -> None:
     compare(kind, 7, 5, torch.float32, IDS, **options)
 
 

@@ -1,4 +1,4 @@
-"""full_init.py: code that gives values to whole parameters gives each rank its part of the same ones."""
+"""full_init.py: code that gives values to full parameters gives each rank its part of the same ones."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _whole_values_are_kept_in_part() -> None:
             assert all(one is other for one, other in zip(model.parameters(), parts, strict=True))
             for key, value in full_state_dict(model).items():
                 assert torch.equal(value, plain.state_dict()[key]), (name, device, key)
-    # A language model of transformers, from the meta device, by its own initialisation: as the plain one, it learns.
+    # A language model of transformers, from the meta device, by its own initialization: as the plain one, it learns.
     plain = llama(pad_token_id=3)
     with torch.device("meta"):
         model = llama(pad_token_id=3)

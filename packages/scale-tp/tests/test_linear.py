@@ -153,7 +153,7 @@ def input_divided_elsewhere(group: Group) -> None:
             row(column(input_of(2, 4)))
     fitting = RowParallelLinear(9, 2, input_is_parallel=True, process_group=group, split=column.split)
     assert fitting(column(input_of(2, 4))).shape == (2, 2)
-    # Later, without asking: the whole input in the place of this rank's part.
+    # Later, without asking: the full input in the place of this rank's shard.
     with pytest.raises(ValueError, match="got 9 of them"):
         fitting(input_of(2, 9))
 
@@ -241,7 +241,7 @@ def test_layers_of_different_groups_do_not_mix() -> None:
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_process_has_the_plain_layer_to_the_bit_without_initialisation(kind: Any, dtype: torch.dtype) -> None:
+def test_one_process_has_the_plain_layer_to_the_bit_without_initialization(kind: Any, dtype: torch.dtype) -> None:
     plain = plain_layer(5, 7, True, dtype)
     torch.manual_seed(5)
     layer = kind(5, 7, dtype=dtype)

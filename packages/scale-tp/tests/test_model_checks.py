@@ -90,7 +90,7 @@ def test_what_is_no_model_or_has_all_that_it_needs_passes() -> None:
     _check(Windowed(), IDS, IDS, IDS, num_items_in_batch=2)  # labels that are not shifted
     _check(Model(output_router_logits=True), IDS, None, IDS)  # without a loss
     _check(Model(output_router_logits=True), IDS, **PART, output_router_logits=False)
-    _check(Model(sliding_window=8), IDS, **PART)  # as long as the whole sequence
+    _check(Model(sliding_window=8), IDS, **PART)  # as long as the full sequence
     _check(Model(sliding_window=8, layer_types=["full_attention", "sliding_attention"]), IDS, **PART)
     _check(Model(sliding_window=4, layer_types=["full_attention"]), IDS, **PART)
 
@@ -122,5 +122,5 @@ def test_a_router_loss_that_a_call_asks_for_is_refused() -> None:
 
 
 def test_a_loss_that_would_ignore_other_labels_is_refused() -> None:
-    with pytest.raises(ValueError, match="its loss takes no ignore_index, so it is not that of the whole sequence"):
+    with pytest.raises(ValueError, match="its loss takes no ignore_index, so it is not that of the full sequence"):
         _check(Model(), IDS, **PART, ignore_index=0)

@@ -1,4 +1,4 @@
-"""module_swap.py: modules keep their class and their names, and have this rank's parts."""
+"""module_swap.py: modules keep their class and their names, and have this rank's shards."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _over_ranks_that_divide() -> None:
     layers = nn.ModuleDict({"up": scale_tp.ColumnParallelLinear(4, 6, process_group=group_of())})
     for model, name in ((_parallel(), "0.weight"), (layers, "up.weight")):
         before = [param.detach().clone() for param in model.parameters()]
-        with pytest.raises(ValueError, match=rf"'{name}' is a part \[3, 4\] .*\[6, 4\].*\[0, 1\].*data axis"):
+        with pytest.raises(ValueError, match=rf"'{name}' is a shard \[3, 4\] .*\[6, 4\].*\[0, 1\].*data axis"):
             DistributedDataParallel(model)
         assert all(torch.equal(param, held) for param, held in zip(model.parameters(), before, strict=True))
     # What is the same on both ranks is averaged as ever.

@@ -37,7 +37,7 @@ def test_in_evaluation_nothing_is_lost() -> None:
     assert torch.equal(ParallelDropout(0.5, process_group=TWO).eval()(x), x)
 
 
-def test_one_process_has_torchs_dropout_without_initialisation() -> None:
+def test_one_process_has_torchs_dropout_without_initialization() -> None:
     x = torch.randn(4, 5)
     torch.manual_seed(0)
     expected = nn.Dropout(0.3)(x)

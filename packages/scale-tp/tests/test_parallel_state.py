@@ -27,7 +27,7 @@ def _undivided() -> Iterator[None]:
     scale_tp.destroy_model_parallel()
 
 
-def test_one_process_needs_no_initialisation() -> None:
+def test_one_process_needs_no_initialization() -> None:
     assert not scale_tp.model_parallel_is_initialized()
     assert tensor_parallel_group().size == 1
     assert [getattr(scale_tp, name)() for name in GETTERS] == [0, 1, [0]] * 4
@@ -35,7 +35,7 @@ def test_one_process_needs_no_initialisation() -> None:
     assert scale_tp.get_tensor_model_parallel_group() is None
 
 
-def test_one_process_may_initialise_all_the_same() -> None:
+def test_one_process_may_initialize_all_the_same() -> None:
     scale_tp.initialize_model_parallel(1)
     assert scale_tp.model_parallel_is_initialized()
     assert [getattr(scale_tp, name)() for name in GETTERS] == [0, 1, [0]] * 4

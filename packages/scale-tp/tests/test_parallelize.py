@@ -280,7 +280,7 @@ def _sizes_that_change() -> None:
         plan = {**model._tp_plan, "model.embed_tokens": "embedding_rowwise"}
         parallelize(model, plan, group_of()).resize_token_embeddings(40, mean_resizing=False)
         with pytest.raises(
-            ValueError, match=r"expected the part \[\d+, 24\] of the weight \[37, 24\].*got \[40, 24\].*before"
+            ValueError, match=r"expected the shard \[\d+, 24\] of the weight \[37, 24\].*got \[40, 24\].*before"
         ):
             model(input_ids=tokens(1))
     for kind, style, changed in (
@@ -410,7 +410,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_changed() -> None:
 
 
 def test_an_optimizer_that_was_built_before_is_refused_when_it_steps() -> None:
-    """It holds the whole parameters, which nobody uses any more, and would train nothing."""
+    """It holds the full parameters, which nobody uses any more, and would train nothing."""
     model = nn.Sequential(Block())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = {"0.up": "colwise", "0.down": "rowwise"}
@@ -502,7 +502,7 @@ def test_a_parameter_that_fits_a_part_of_any_size_needs_a_style() -> None:
 
 
 class UnnamedHeads(nn.Module):
-    """Attention that says its head size by another name, and has one whole key-value head or norms of each head."""
+    """Attention that says its head size by another name, and has one full key-value head or norms of each head."""
 
     def __init__(self, beside: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -549,13 +549,13 @@ class OneKey(nn.Module):
 def test_whole_keys_beside_divided_queries_are_refused(style: str | None) -> None:
     """Each rank would have a summand of their gradients, and of that of their input."""
     plan: Plan = {"0.q_proj": "colwise", "0.v_proj": "colwise"} | ({} if style is None else {"0.k_proj": style})
-    _refused(nn.Sequential(OneKey()), plan, r"'0.k_proj' gives whole keys or values to queries .* the style 'colwise'")
+    _refused(nn.Sequential(OneKey()), plan, r"'0.k_proj' gives all keys or values to queries .* the style 'colwise'")
 
 
 def test_a_part_of_the_sequence_that_nobody_has_is_refused() -> None:
     block = nn.Sequential(Block())
     plan = {"0.up": "colwise", "0.down": "rowwise", "0.act": "sequence_parallel"}
-    _refused(block, plan, r"'0.act' has the style 'sequence_parallel', but here each rank has the whole sequence")
+    _refused(block, plan, r"'0.act' has the style 'sequence_parallel', but here each rank has the full sequence")
     blocks = nn.ModuleDict({"blocks": nn.ModuleList([Block()]), "norm": nn.LayerNorm(6)})
     plan = {"blocks.0.up": "colwise", "blocks.0.down": "rowwise", "norm": "sequence_parallel"}
     _refused(blocks, plan, r"'norm' has the style 'sequence_parallel', but here", sequence_parallel=True)
@@ -613,7 +613,7 @@ def test_a_carried_plan_that_leaves_all_layers_whole_says_what_it_divides() -> N
     with pytest.raises(
         ValueError,
         match=rf"GptOssForCausalLM carries divides lm_head, {share} % of its parameters, and nothing in "
-        r"model.layers.\*, which every rank would have whole: .*parallelize\(model, {'lm_head': 'colwise_rep'}\)",
+        r"model.layers.\*, which every rank would replicate: .*parallelize\(model, {'lm_head': 'colwise_rep'}\)",
     ):
         parallelize(model, None, Group())
     assert not any(isinstance(module, ParallelModule) for module in model.modules())

@@ -72,7 +72,7 @@ def test_output_and_gradients_equal_attention_over_the_whole_sequence(world: int
     run_ranks(_equals_whole, world, CASES)
 
 
-def test_one_process_needs_no_initialisation() -> None:
+def test_one_process_needs_no_initialization() -> None:
     _equals_whole(CASES)
 
 

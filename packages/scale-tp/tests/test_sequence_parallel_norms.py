@@ -182,7 +182,7 @@ def test_parameters_that_are_not_the_modules_own_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_process_has_torchs_norm_without_initialisation(kind: str) -> None:
+def test_one_process_has_torchs_norm_without_initialization(kind: str) -> None:
     plain_kind, our_kind, options = KINDS[kind]
     ours = our_kind(3, **options)
     compare(plain_kind(3, **options), ours, Group())

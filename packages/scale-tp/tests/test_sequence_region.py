@@ -68,7 +68,7 @@ def test_a_module_of_which_it_is_not_known_what_it_computes_on_is_refused() -> N
     assert "blocks.1.feed.norm" not in _found(between, {".*feed.norm": "replicated_with_grad_allreduce"}).replicated
     mixing = _model()
     mixing.blocks[0].conv = nn.Conv1d(4, 4, 3)
-    with pytest.raises(ValueError, match=r"'blocks.0.conv' \(Conv1d\) is not divided, and may need the whole sequence"):
+    with pytest.raises(ValueError, match=r"'blocks.0.conv' \(Conv1d\) is not divided, and may need the full sequence"):
         _found(mixing)
     assert list(_found(mixing, {".*conv": "sequence_parallel"}).replicated) == ["blocks.0.norm", "blocks.1.norm"]
 

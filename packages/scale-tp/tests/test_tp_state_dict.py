@@ -1,4 +1,4 @@
-"""state_dict.py: plain names and whole tensors, and pieces that are read at another number of ranks."""
+"""state_dict.py: plain names and full tensors, and pieces that are read at another number of ranks."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_whole_tensors_that_do_not_fit_are_named() -> None:
     ):
         load_full_state_dict(model, given | {"1.extra": torch.ones(1)})
     load_full_state_dict(model, {"1.extra": torch.ones(1)}, strict=False)
-    with pytest.raises(ValueError, match=r"'0.weight': expected a whole tensor of shape \(2, 3\), got \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"'0.weight': expected a full tensor of shape \(2, 3\), got \(3, 2\)"):
         load_full_state_dict(model, given | {"0.weight": torch.ones(3, 2)})
     del given["1.bias"]
     with pytest.raises(ValueError, match=r"1 tensors of Sequential were not given, such as '1.bias'"):

@@ -1,4 +1,4 @@
-"""embedding.py: words as rows of a rank's part."""
+"""embedding.py: words as rows of a rank's shard."""
 
 from __future__ import annotations
 

@@ -49,14 +49,14 @@ def test_ls_shows_steps_sizes_ranks_and_states(run, capsys):
     rows = run_json(capsys, "ls", run)["snapshots"]
     assert [(row["step"], row["state"]) for row in rows] == [
         (1, "damaged"),
-        (2, "whole"),
-        (3, "whole"),
+        (2, "complete"),
+        (3, "complete"),
         (9, "unfinished"),
     ]
     assert rows[1]["num_ranks"] == 1 and rows[1]["num_tensors"] == 3 and rows[1]["num_bytes"] > 168
     assert main(["snapshot", "ls", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 and lines[2].endswith("whole") and "has no manifest.json" in lines[1]
+    assert len(lines) == 5 and lines[2].endswith("complete") and "has no manifest.json" in lines[1]
 
 
 def test_a_newer_snapshot_is_marked_as_such_and_not_called_damaged(run, capsys):
@@ -66,7 +66,7 @@ def test_a_newer_snapshot_is_marked_as_such_and_not_called_damaged(run, capsys):
     _, _, rest = path.read_bytes().partition(b"\n")
     line = '{"format": "scale-snapshot", "version": 99, "checksum": "%s",\n'
     path.write_bytes((line % checksum((line % "").encode(), rest)).encode() + rest)
-    assert [row["state"] for row in run_json(capsys, "ls", run)["snapshots"]] == ["whole", "whole", "newer"]
+    assert [row["state"] for row in run_json(capsys, "ls", run)["snapshots"]] == ["complete", "complete", "newer"]
     assert run_json(capsys, "verify", run, code=2)["snapshots"][2]["state"] == "newer"
 
 
@@ -75,7 +75,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run, capsys):
     assert capsys.readouterr().out.count("verified") == 3
     flip_a_bit(run / "checkpoints" / "step-00000002")
     found = run_json(capsys, "verify", run, code=1)["snapshots"]
-    assert [row["state"] for row in found] == ["whole", "damaged", "whole"]
+    assert [row["state"] for row in found] == ["complete", "damaged", "complete"]
     assert "step-00000002 is damaged: the checksum of rank-00000.safetensors differs" in found[1]["reason"]
 
 

@@ -136,7 +136,7 @@ def test_a_training_of_divided_sequences_goes_on_with_another_number_of_ranks_fo
 
 
 def test_each_way_to_spread_goes_on_from_every_other_at_any_number_of_ranks(text, tmp_path):
-    # A fused kernel, and a norm of parts, may differ from those of whole tensors in the last place.
+    # A fused kernel, and a norm of parts, may differ from those of full tensors in the last place.
     exact = OptimizerOptions(steps=6, warmup=2, clip=0.0, optimizer_kernel="plain")
     each = [options_for(text, parallel, dropout=0.2) for parallel in ("oss", "sharded-ddp", "ddp")]
     ways = [replace(options, optimizer=exact) for options in each]
@@ -232,7 +232,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_is_resumed_from_the_one_before
     flip_last_bit(point.parent / "step-00000005" / "rank-00000.safetensors")
     run = point.parent.parent
     for named in (run, point):
-        with pytest.warns(UserWarning, match="passing over a snapshot that is not whole"):
+        with pytest.warns(UserWarning, match="passing over an incomplete snapshot"):
             assert resolve_paths(RunOptions(resume=named)) == RunPaths(run, point)
 
 

@@ -31,7 +31,7 @@ def test_the_bar_counts_units_and_names_the_one_that_is_done():
     console = Console(file=screen, force_terminal=True, width=100)
     with initialization_bar(console=console) as progress:
         fully_shard_modules(model, class_policy(nn.Linear), progress=progress)
-    assert "initialising" in screen.getvalue() and "3/3" in screen.getvalue() and "the rest" in screen.getvalue()
+    assert "initializing" in screen.getvalue() and "3/3" in screen.getvalue() and "the rest" in screen.getvalue()
 
 
 def test_where_no_terminal_is_it_is_one_line():

@@ -134,11 +134,11 @@ def test_layers_that_can_not_be_divided_so_are_refused(parallel, ranks, message)
             "--context-parallel 4 does not divide 2 ranks (of 2 that divide layers each); take 1 or 2",
         ),
         ({"context_parallel": 0}, "--context-parallel 0: at least 1 is needed"),
-        ({"context_parallel": 2, "parallel": "pipe"}, "the stages of a pipeline see whole sequences; take --parallel"),
-        ({"context_parallel": 4, "parallel": "none"}, "one plain process sees whole sequences; take --parallel fsdp"),
+        ({"context_parallel": 2, "parallel": "pipe"}, "the stages of a pipeline see full sequences; take --parallel"),
+        ({"context_parallel": 4, "parallel": "none"}, "one plain process sees full sequences; take --parallel fsdp"),
         (
             {"context_parallel": 2, "parallel": "ddp", "checkpoint_activations": "budget:1GiB"},
-            "a plan is measured on whole sequences, and --context-parallel 2 divides them",
+            "a plan is measured on full sequences, and --context-parallel 2 divides them",
         ),
         ({"context_parallel": 2, "accumulate": 32}, "--batch 32 does not divide into 2 ranks x 32 micro-batches"),
     ],
@@ -154,7 +154,7 @@ def test_divided_sequences_have_a_length_that_divides_and_gradients_of_their_own
         check_options(Options(data=DataOptions(sequence=7), parallel=two), 2)
     with pytest.raises(InputError, match=r"take --sequence 4$"):
         check_options(Options(data=DataOptions(sequence=2), parallel=two), 2)
-    with pytest.raises(InputError, match="--adascale compares gradients of whole sequences"):
+    with pytest.raises(InputError, match="--adascale compares gradients of full sequences"):
         check_options(Options(parallel=two, optimizer=OptimizerOptions(adascale=True)), 2)
 
 

@@ -38,7 +38,7 @@ def _axes_and_parts() -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int,
     return axes.data.ranks, axes.model.ranks, [tuple(model.blocks[0].attention.qkv.weight.shape)]
 
 
-def test_neighbours_divide_layers_and_the_others_see_other_data() -> None:
+def test_neighbors_divide_layers_and_the_others_see_other_data() -> None:
     found = run_ranks(_axes_and_parts, 4)
     assert [data for data, _, _ in found] == [(0, 2), (1, 3)] * 2
     assert [tensor for _, tensor, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]

@@ -116,7 +116,7 @@ def test_a_json_file_of_another_kind_says_nothing(text):
 def test_a_rank_that_was_lost_in_a_save_is_named_with_what_the_others_did_together():
     text = (
         "scale_core.ScaleDistributedError: saving runs/step-00000005 failed: exchange with rank 1 failed: it has "
-        "closed the connection, as a process does that ends or gives up a wait\nWhat each rank did last:\n"
+        "closed the connection, as a process does that ends or times out\nWhat each rank did last:\n"
         "  rank 0: failed in saving runs/step-00000005 (exchange with rank 1 failed: it has closed the connection)\n"
         "  rank 1: no flight record: it has exited\n"
     )

@@ -4,7 +4,7 @@ SGD steps along the gradient, Adam along the gradient over the root of its mean 
 that Adam makes small steps in must not count as much as it does for SGD: so every gradient, local and averaged, is
 divided by sqrt(v) + eps before its square is taken (as AdaptDL does for its AdamScale, with Pollux, arXiv 2008.12260).
 
-v is the mean of the second moments over a whole tensor here, one number for each: then it is a few numbers that ranks
+v is the mean of the second moments over a full tensor here, one number for each: then it is a few numbers that ranks
 exchange, and the gain is the same under every sharding. It is that of the last step, so
 that all gradients of a step are measured alike.
 """

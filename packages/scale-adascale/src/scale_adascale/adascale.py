@@ -82,7 +82,7 @@ class AdaScale(Optimizer):
         progress: Steps of the small batch that the training is worth so far: the sum of the gains of its steps.
 
     Raises:
-        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
+        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialized.
         TypeError: `optimizer` is no optimizer, or an AdaScale, or LBFGS, or has DTensors.
         ValueError: A number out of its range, groups that do not fit, or an optimizer whose rule must be said.
     """

@@ -220,7 +220,7 @@ class SuggestedCheckpoints:
     """Where to checkpoint.
 
     Attributes:
-        max_memory: The most bytes that lie between two neighbouring checkpoints.
+        max_memory: The most bytes that lie between two neighboring checkpoints.
         split_modules: The modules at which a new checkpointed part begins.
         all_modules: Those that were looked at.
     """

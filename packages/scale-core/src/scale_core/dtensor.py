@@ -1,6 +1,6 @@
 """Parameters that the user has made DTensors, as torch's `parallelize_module` does, and that are sharded further.
 
-What is sharded is the local tensor, a piece of the whole parameter like that of any tensor parallel layer: a `Shard`
+What is sharded is the local tensor, a piece of the full parameter like that of any tensor parallel layer: a `Shard`
 says which. Modules compute with a DTensor around the gathered piece.
 """
 
@@ -33,8 +33,8 @@ class DTensorSpec:
     Attributes:
         mesh: Its mesh.
         placements: How each dimension of the mesh holds it: torch's `Shard` along one of them, `Replicate` otherwise.
-        shape: The shape of the whole tensor.
-        stride: The stride of the whole tensor.
+        shape: The shape of the full tensor.
+        stride: The stride of the full tensor.
     """
 
     mesh: DeviceMesh
@@ -65,7 +65,7 @@ class DTensorSpec:
         return self
 
     def shard(self, name: str) -> Shard:
-        """Returns which piece of the whole parameter this rank's local tensor is."""
+        """Returns which piece of the full parameter this rank's local tensor is."""
         axes: list[Axis] = []
         ranges = [((0, size),) for size in self.shape]
         first_copy = True

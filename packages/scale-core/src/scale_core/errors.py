@@ -5,7 +5,7 @@
     |-- ScaleDistributedError      the ranks run different things, or can't reach each other
     |   |-- ContractError          they run, or are about to run, different things
     |   |   `-- DivergenceError    they hold different values of what must be equal
-    |   |-- StepError              another rank failed, so all gave the step up; training can go on
+    |   |-- StepError              another rank failed, so all aborted the step; training can go on
     |   |   `-- StageError         scale_pipe: the same, with the stage and the micro-batch that failed
     |   `-- TransferError          one collective failed or timed out
     |       `-- P2PError           scale_pipe: one message between two stages failed or timed out
@@ -162,9 +162,9 @@ class TransferError(ScaleDistributedError):
 def _reason_of(cause: str, who: str) -> tuple[str, bool]:
     """What a transport's text says, and whether it is one: the group is of no use then."""
     if _CLOSED_BY_PEER.search(cause):
-        return f"{who} has closed the connection, as a process does that ends or gives up a wait", True
+        return f"{who} has closed the connection, as a process does that ends or times out", True
     if _GIVEN_UP.search(cause):
-        return "an earlier wait in this process group was too long and was given up, which closed its connections", True
+        return "an earlier wait in this process group timed out, which closed its connections", True
     if found := _TIMED_OUT.search(cause):
         limit = f"{int(found[1]) / 1000:g} s" if found[1] else "the limit"
         return f"no answer within {limit}", True

@@ -45,8 +45,8 @@ class Shard:
 
     Attributes:
         name: The parameter's qualified name in the plain model; "" where only the model that lists it knows.
-        shape: The shape of the whole parameter.
-        start: First element held, in the row-major order of the whole parameter, or of what `ranges` leave of it.
+        shape: The shape of the full parameter.
+        start: First element held, in the row-major order of the full parameter, or of what `ranges` leave of it.
         stop: One past the last element held; `start == stop` where this rank holds nothing.
         axes: How each mesh axis holds it.
         unit: The name of the unit that gathers it; "" is the root.
@@ -54,11 +54,11 @@ class Shard:
             rows. Empty is all of them.
         counted: Whether no other rank of a `SHARD` axis that comes first holds the same elements as well. Of such
             copies, one counts in a norm.
-        gathered: Whether a unit puts the whole together for the forward; otherwise the module computes with the piece
-            as it is, as a tensor parallel layer does.
+        gathered: Whether a unit gathers the full parameter for the forward; otherwise the module computes with
+            the piece as it is, as a tensor parallel layer does.
         counted_over: The ranks of the model, where other ones have other parameters in this one's place, as experts of
             their own; all of these count in a norm. None where all ranks hold pieces or copies of this one.
-        first_copy: Whether this is the first of the ranks of a layer that all hold the whole of it.
+        first_copy: Whether this is the first of the ranks of a layer that all hold the full parameter.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole parameter."""
+        """The number of elements of the full parameter."""
         return math.prod(self.shape)
 
 
@@ -193,7 +193,7 @@ def stages_of(params: Iterable[Tensor]) -> list[Stages]:
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """Returns the shard metadata of `param`, or None if it is a whole tensor."""
+    """Returns the shard metadata of `param`, or None if it is a full tensor."""
     found: Shard | None = _shards.get(param)
     return found
 
@@ -241,26 +241,26 @@ def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: st
         for axis in shard.axes:
             if axis.placement is Placement.SHARD and len(set(axis.group.ranks).intersection(group.ranks)) > 1:
                 raise ValueError(
-                    f"{what}: '{name}' is a part {list(param.shape)} of a parameter {list(shard.shape)} that its layer "
-                    f"divides between the ranks {list(axis.group.ranks)}, and {what} was given "
+                    f"{what}: '{name}' is a shard {list(param.shape)} of a parameter {list(shard.shape)} that its "
+                    f"layer divides between the ranks {list(axis.group.ranks)}, and {what} was given "
                     f"{list(group.ranks)} as ranks that hold the same: give it those along the data axis, such as "
                     'mesh["data"].get_group() or scale_tp.get_data_parallel_group()'
                 )
 
 
 def full_shape(param: Tensor) -> torch.Size:
-    """Returns the shape of the whole parameter, for a shard or a whole one."""
+    """Returns the shape of the full parameter, for a shard or a full one."""
     shard = shard_of(param)
     return param.shape if shard is None else torch.Size(shard.shape)
 
 
 def full_numel(param: Tensor) -> int:
-    """Returns the number of elements of the whole parameter, for a shard or a whole one."""
+    """Returns the number of elements of the full parameter, for a shard or a full one."""
     return full_shape(param).numel()
 
 
 def elements_of(whole: Tensor, start: int, stop: int, ranges: Ranges = ()) -> Tensor:
-    """Returns the elements `[start, stop)` of a whole tensor, or of its `ranges`; 1-D."""
+    """Returns the elements `[start, stop)` of a full tensor, or of its `ranges`; 1-D."""
     for dim, held in enumerate(ranges):
         if held != ((0, whole.shape[dim]),):
             whole = torch.cat([whole.narrow(dim, first, last - first) for first, last in held], dim)

@@ -2,7 +2,7 @@
 
 A tensor parallel layer has some rows or columns of a weight, experts are divided between ranks. Such a module says of
 each parameter how it is divided (`Sharding`). From that follow what `shard_of` says of it, also after `deepcopy`, `to`
-or unpickling, and that state dicts hold whole tensors under the plain model's names and take them.
+or unpickling, and that state dicts hold full tensors under the plain model's names and take them.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Sharding(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter."""
+        """The shape of the full parameter."""
 
     @property
     def is_divided(self) -> bool:
         """Whether ranks have different elements; otherwise each has all of them."""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part."""
+        """The shape of a rank's shard."""
 
     def local_part(self, full: Tensor, rank: int) -> Tensor:
-        """A rank's part of the whole parameter."""
+        """A rank's shard of the full parameter."""
 
     def shard_spec(self, group: Group, name: str = "") -> Shard:
-        """What norms, optimizers and checkpoints read of a rank's part."""
+        """What norms, optimizers and checkpoints read of a rank's shard."""
 
 
 def full_tensor(sharding: Sharding, part: Tensor, group: Group, name: str) -> Tensor:
-    """Returns the whole parameter, in memory of its own; all ranks of the group call it together."""
+    """Returns the full parameter, in memory of its own; all ranks of the group call it together."""
     if not sharding.is_divided or group.size == 1:
         return part.detach().clone()
     if part.is_meta:
@@ -62,10 +62,10 @@ class ShardedModule(nn.Module):
 
     group: Group
     shardings: Mapping[str, Sharding]
-    _saves_whole = True  # False: `state_dict()` has this rank's part, as FairScale's layers have it.
+    _saves_whole = True  # False: `state_dict()` has this rank's shard, as FairScale's layers have it.
 
     def full_parameter(self, name: str) -> Tensor:
-        """Returns a whole parameter without gradients, on all ranks; all of them call it together."""
+        """Returns a full parameter without gradients, on all ranks; all of them call it together."""
         return full_tensor(self.shardings[name], self.get_parameter(name), self.group, name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -87,7 +87,7 @@ class ShardedModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        """Takes this rank's part out of full tensors, and out of what torch's checkpoint functions have read."""
+        """Takes this rank's shard out of full tensors, and out of what torch's checkpoint functions have read."""
         refused = []
         for name, sharding in self.shardings.items():
             value = state_dict.get(prefix + name)
@@ -102,19 +102,19 @@ class ShardedModule(nn.Module):
                 state_dict[prefix + name] = part
             elif isinstance(value, Tensor) and tuple(value.shape) != local:
                 refused.append(
-                    f"{prefix}{name}: expected the whole tensor {sharding.shape}, or the part {local} that rank "
+                    f"{prefix}{name}: expected the full tensor {sharding.shape}, or the shard {local} that rank "
                     f"{self.group.rank} of {self.group.size} has, got {tuple(value.shape)}"
                 )
         *_, messages = args
         before = len(messages)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        if self.group.size > 1 and len(messages) > before:  # torch speaks of this rank's part alone.
+        if self.group.size > 1 and len(messages) > before:  # torch speaks of this rank's shard alone.
             messages.extend(refused)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Gives full tensors under the plain model's names, for which all ranks call `state_dict()` together.
 
-        With `keep_vars` it is this rank's parts; torch's checkpoint functions get parts that say where they belong.
+        With `keep_vars` it is this rank's shards; torch's checkpoint functions get parts that say where they belong.
         """
         is_filled_again = any(prefix + name in destination for name in self.shardings)
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -145,7 +145,7 @@ class ShardedModule(nn.Module):
         except ScaleDistributedError as error:
             raise ScaleDistributedError(
                 f"state_dict: '{name}' is divided between the ranks {list(self.group.ranks)}, and not all of them have "
-                "come to give their part: call model.state_dict() on all ranks, also where one of them writes it; or, "
+                "give their shards: call model.state_dict() on all ranks, also where one of them writes it; or, "
                 f"for what this rank has, model.state_dict(keep_vars=True)\n{error}"
             ) from error
 
@@ -190,7 +190,7 @@ _full_tensors = _FullTensorCache()
 
 
 def _local_tensor(value: Tensor) -> Tensor | None:
-    """This rank's part, where a tensor is torch's placeholder of a full one; else None."""
+    """This rank's shard, where a tensor is torch's placeholder of a full one; else None."""
     chunks = sys.modules.get("scale_core.state.chunks")  # Without it nothing can have made such a tensor.
     return value.tensor if chunks is not None and isinstance(value, chunks.LocalShard) else None
 

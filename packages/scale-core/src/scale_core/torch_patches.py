@@ -1,7 +1,7 @@
 """torch's own functions on shards: clipping, gradient scaling, wrapping, vectors and saving.
 
 Programs call `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel`, make vectors of parameters, scale by
-`GradScaler` and save `optimizer.state_dict()`. On shards these would silently compute with one rank's part. So they are
+`GradScaler` and save `optimizer.state_dict()`. On shards these would silently compute with one rank's. So they are
 patched when the first tensor of the process is registered as a shard, or the first pipeline is built, and not before.
 With parameters that are no shards they do what they always did.
 """
@@ -200,10 +200,10 @@ def _refuse_vector(param: Any) -> None:
     shard = shard_of(param) if isinstance(param, Tensor) and is_divided(param) else None
     if shard is not None:
         where = (
-            "Call them where parameters are whole: with model.summon_full_params(): vector = "
+            "Call them where parameters are full: with model.summon_full_params(): vector = "
             "parameters_to_vector(model.parameters())"
             if shard.gathered
-            else "Take the whole tensors of model.state_dict(), which all ranks call together"
+            else "Take the full tensors of model.state_dict(), which all ranks call together"
         )
         raise RuntimeError(
             f"parameters_to_vector, vector_to_parameters: {shard.title} is a shard, {list(param.shape)} of "

@@ -40,7 +40,7 @@ class CommunicationPolicy:
         reduce: Of the gradients, between the ranks that share the parameters. They are added up in fp32.
         replicate: Of the reduced gradients, between the replicas of a mesh of two dimensions: full precision inside a
             node, and fewer bits between.
-        node_size: Ranks per node, neighbours in the mesh of one dimension. `gather` and `reduce` then hold between
+        node_size: Ranks per node, neighbors in the mesh of one dimension. `gather` and `reduce` then hold between
             nodes alone: shards come from one rank of each other node and are passed on inside in the dtype of the
             computation; gradients are averaged inside a node first. Where there are no more ranks than
             that, they are one node, and nothing is quantized. None sends to all ranks alike.
@@ -115,7 +115,7 @@ class CommunicationPolicy:
         size = self.node_size
         if size is not None and replicas > 1:
             raise ValueError(
-                f"node_size={size}: the mesh of {replicas} x {shard} ranks says itself which are neighbours: leave "
+                f"node_size={size}: the mesh of {replicas} x {shard} ranks says itself which are neighbors: leave "
                 "node_size out; replicate= is the format between its rows"
             )
         if size is not None and size < shard and shard % size:

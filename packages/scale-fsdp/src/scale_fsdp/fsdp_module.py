@@ -31,7 +31,7 @@ class UnshardHandle:
         self._unit = unit
 
     def wait(self) -> None:
-        """Returns when the module's parameters are whole."""
+        """Returns when the module's parameters are unsharded."""
         _wait_unshard(self._unit)
 
 
@@ -89,7 +89,7 @@ class FSDPModule(ConversionMethods):
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-        """Inside, the parameters are whole, in the dtype that they are trained in, under their names.
+        """Inside, the parameters are unsharded, in the dtype that they are trained in, under their names.
 
         All ranks enter together. Changes are kept: at the end each rank takes its own shard of the parameters it has,
         so all must make the same change.
@@ -115,9 +115,9 @@ class FSDPModule(ConversionMethods):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Calls `fn` with each module inside, children first, and with this one, as to initialise their weights.
+        """Calls `fn` with each module inside, children first, and with this one, as to initialize their weights.
 
-        The parameters of the module's unit are whole, in the dtype that they are trained in, and all ranks keep the
+        The parameters of the module's unit are unsharded, in the dtype that they are trained in, and all ranks keep the
         values that `fn` gives them on rank 0. No more is gathered at a time than one unit and those around it. All
         ranks call it together.
 
@@ -136,8 +136,8 @@ class FSDPModule(ConversionMethods):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, in the dtype that they are computed in.
 
-        They stay whole until `reshard()`, or until a pass that runs the unit has released them, as in FSDP2. All
-        ranks call it together. The whole parameters are copies: a change to them is lost.
+        They stay unsharded until `reshard()`, or until a pass that runs the unit has released them, as in FSDP2. All
+        ranks call it together. The full parameters are copies: a change to them is lost.
 
         Args:
             async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.

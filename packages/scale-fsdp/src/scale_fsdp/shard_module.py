@@ -87,7 +87,7 @@ def fully_shard(
 ) -> M:
     """Shards a module's parameters over the ranks, in place, as one unit; returns the same module.
 
-    Modules inside it that are units already keep their own parameters: shard the children first, then the whole. Each
+    Modules inside it that are units already keep their own parameters: shard the children first, then the parent. Each
     unit is gathered as a whole before its forward and its backward and released after, so a unit is what must fit
     beside the shards: a transformer block is a good one. Build the optimizer afterwards.
 
@@ -108,18 +108,18 @@ def fully_shard(
         module: The module; must not be a unit yet. A list of modules becomes one unit, which is gathered when the first
             of them runs and released after the last.
         mesh: The ranks to shard over: a DeviceMesh of one dimension, or a process group. None is the default
-            group, or a world of one where torch.distributed is not initialised. A DeviceMesh of two dimensions is
+            group, or a world of one where torch.distributed is not initialized. A DeviceMesh of two dimensions is
             hybrid sharding: the ranks along the second share one copy of the model, those along the first hold copies.
             Parameters go to the mesh's accelerator, if it is one of such.
         reshard_after_forward: Release the parameters between forward and backward: less memory, half as much again
             to send. None is yes, but for the unit that is called first, whose backward comes first. An integer leaves
-            the parameters sharded over that many neighbouring ranks, as those of one node, among which the backward
+            the parameters sharded over that many neighboring ranks, as those of one node, among which the backward
             then gathers.
         mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`. Where all units have one `param_dtype`, inputs are
             cast where the model is entered alone.
         offload_policy: `torch.distributed.fsdp.CPUOffloadPolicy()` keeps the shards, the gradients and so the
             optimizer's state and its step on the host: `torch.optim.Adam` with `fused=True` is quick there.
-        ignored_params: Parameters that stay whole on each rank; their gradients are not averaged.
+        ignored_params: Parameters that stay unsharded on each rank; their gradients are not averaged.
         flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
             one local shard per parameter.
         atom: What must not be cut between two ranks: "auto", "element", "row", "parameter", `BlockAtom(k)`, or a
@@ -128,7 +128,7 @@ def fully_shard(
             frequencies and running statistics don't survive half precision.
         compute_device: Where to compute. None is the mesh's accelerator, or where the parameters are or, for shards on
             the host, this rank's accelerator.
-        init: Initialises parameters and buffers on the meta device, in memory where the unit computes that is freed
+        init: Initializes parameters and buffers on the meta device, in memory where the unit computes that is freed
             again once they are sharded. None is each module's own `reset_parameters`; a function is called with each
             module that directly has such parameters or buffers. False leaves the shards on meta and sends nothing:
             then `model.to_empty(device=...)` gives them memory, and a checkpoint their values.
@@ -269,7 +269,7 @@ def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[Para
             continue
         if place.param.is_meta and init is not False:
             raise ValueError(
-                f"'{place.name}' is a DTensor on the meta device, and fully_shard initializes whole tensors: write "
+                f"'{place.name}' is a DTensor on the meta device, and fully_shard initializes full tensors: write "
                 "fully_shard(..., init=False), then model.to_empty(device=...), and load a checkpoint; or initialize "
                 "the model before parallelize_module"
             )
@@ -304,7 +304,7 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
         kind = type(param.data)
         if kind not in compat.plain_tensor_types():
             raise TypeError(
-                f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: keep it whole on each rank, "
+                f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: keep it replicated, "
                 "fully_shard(..., ignored_params={...}), or convert the parameter to a plain tensor first"
             )
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
@@ -327,7 +327,7 @@ def _init_shards(
     fill: bool,
     sync: bool,
 ) -> None:
-    """Copies the values into the shards: those that there are, of an initialisation, or of rank 0."""
+    """Copies the values into the shards: those that there are, of an initialization, or of rank 0."""
     own = [info for _, infos in parts for info in infos]
     values: dict[nn.Parameter, Tensor] = {info.param: info.param for info in own}
     for module, infos in parts:

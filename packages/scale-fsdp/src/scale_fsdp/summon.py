@@ -1,4 +1,4 @@
-"""Full parameters in the module tree, in place of their shards: to look at, to change, to initialise."""
+"""Full parameters in the module tree, in place of their shards: to look at, to change, to initialize."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Strategies for Lightning's Trainer and for Fabric, by instance or by the names that importing this registers.
 
 Begin with `trainer`; `fabric` has the same three for Fabric. Below them: `optimizers` makes an `OSS` of a plain
-optimizer and whole states of sharded ones, `checkpoints` saves and loads folders of which each rank writes its part,
+optimizer and full states of sharded ones, `checkpoints` saves and loads folders of which each rank writes its shard,
 and `options` has the constructors.
 """
 

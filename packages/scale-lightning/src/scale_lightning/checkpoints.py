@@ -1,4 +1,4 @@
-"""Checkpoints of which each rank writes its part: a snapshot of scale-core in the folder that Lightning names.
+"""Checkpoints of which each rank writes its shard: a snapshot of scale-core in the folder that Lightning names.
 
 Modules and optimizers are saved by names, so that they load at another number of ranks and under another strategy. The
 rest of what Lightning saves, such as loops and callbacks, is one object of rank 0, as `torch.save` writes it.
@@ -41,8 +41,8 @@ def check_state_dict_type(given: str) -> None:
     """Refuses another kind of checkpoint than the two."""
     if given not in ("full", "sharded"):
         raise ValueError(
-            f'state_dict_type: expected "full", one file of whole tensors that rank 0 writes, or "sharded", a folder '
-            f"into which each rank writes its part, got {given!r}"
+            f'state_dict_type: expected "full", one file of full tensors that rank 0 writes, or "sharded", a folder '
+            f"into which each rank writes its shard, got {given!r}"
         )
 
 
@@ -69,8 +69,8 @@ def load_sharded(path: Path, objects: Mapping[str, Any], *, weights_only: bool |
     where a model is only tested.
 
     Raises:
-        SnapshotError: There is no whole snapshot; or something that is given was not saved, or does not fit, unless not
-            `strict`. Nothing has been loaded then.
+        SnapshotError: There is no complete snapshot; or, with `strict`, something that is given was not saved or does
+            not fit. Nothing has been loaded then.
     """
     remainder = Remainder(weights_only=weights_only)
     given = {**objects, "lightning": snapshot.FromRank0(remainder)}

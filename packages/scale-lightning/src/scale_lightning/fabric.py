@@ -69,7 +69,7 @@ class _FabricShardedCheckpoints(CheckpointOptions, DDPStrategy):
             return
         if filter is not None:
             raise ValueError(
-                'fabric.save(..., filter=...) chooses from whole state dicts: give the strategy state_dict_type="full"'
+                'fabric.save(..., filter=...) chooses from full state dicts: give the strategy state_dict_type="full"'
             )
         rest = {name: _state_of(obj) for name, obj in state.items() if not isinstance(obj, nn.Module | Optimizer)}
         save_sharded(path, 0, _parts(state), rest)

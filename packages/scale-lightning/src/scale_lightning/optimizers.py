@@ -1,4 +1,4 @@
-"""An `OSS` in the place of a plain optimizer, and whole states of sharded optimizers."""
+"""An `OSS` in the place of a plain optimizer, and full states of sharded optimizers."""
 
 from __future__ import annotations
 

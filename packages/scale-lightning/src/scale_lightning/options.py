@@ -40,14 +40,14 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class CheckpointOptions(_Base):
-    """Whole checkpoints of rank 0, or folders into which each rank writes its part."""
+    """Whole checkpoints of rank 0, or folders into which each rank writes its shard."""
 
     def __init__(self, *, state_dict_type: StateDictType = "full", **options: Any) -> None:
         """Says what is sharded, how, and what a checkpoint is.
 
         Args:
-            state_dict_type: "full" saves one file of whole tensors, which one process and Lightning's own strategies
-                load; "sharded" a folder into which each rank writes its part. Either loads at another number of ranks.
+            state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
+                load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
             **options: Of Lightning's `DDPStrategy`, and so of `DistributedDataParallel`.
 
         Raises:
@@ -69,8 +69,8 @@ class FSDPOptions(CheckpointOptions):
         Args:
             auto_wrap_policy: As `fully_shard_modules` takes it: `class_policy(Block)`, `size_policy(...)`. None makes
                 one unit of what is not sharded yet.
-            state_dict_type: "full" saves one file of whole tensors, which one process and Lightning's own strategies
-                load; "sharded" a folder into which each rank writes its part. Either loads at another number of ranks.
+            state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
+                load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
             **options: Of Lightning's `DDPStrategy`, such as `timeout` and `process_group_backend`; all others are
                 those of `fully_shard`.
 
@@ -118,8 +118,8 @@ class ShardedDDPOptions(OSSOptions):
         """Says what is sharded, how, and what a checkpoint is.
 
         Args:
-            state_dict_type: "full" saves one file of whole tensors, which one process and Lightning's own strategies
-                load; "sharded" a folder into which each rank writes its part. Either loads at another number of ranks.
+            state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
+                load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
             oss_options: Arguments of `OSS`, such as `elementwise` or `broadcast_fp16`.
             **options: Of Lightning's `DDPStrategy`, such as `timeout`; all others are those of `ShardedDataParallel`.
                 Here `overlap_gather` is False unless it is given: callbacks read parameters past the wrapper.

@@ -143,7 +143,7 @@ class ScaleFSDPStrategy(FSDPOptions, _ShardedCheckpoints):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning gives it to each instance
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
-                    f"{type(callback).__name__} copies the model before it is sharded, and averages whole parameters: "
+                    f"{type(callback).__name__} copies the model before it is sharded, and averages full parameters: "
                     "keep a scale_fsdp.ShardedEMA(module) in a callback of your own, made in on_fit_start and updated "
                     "in on_train_batch_end; or take strategy='scale_sharded_ddp'"
                 )

@@ -29,7 +29,7 @@ Ranges = tuple[tuple[int, int], ...]
 class ExpertSharding(NamedTuple):
     """How a parameter [E, ...] is divided: each rank has those of its experts, of some of their hidden features."""
 
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # of the full parameter
     sizes: tuple[int, ...]  # experts of each rank of the expert axis
     dim: int = 1  # that of the hidden features
     hidden_ranges: tuple[Ranges, ...] = ()  # of these, what each rank of the tensor axis has; empty where there is none
@@ -62,11 +62,11 @@ class ExpertSharding(NamedTuple):
         return tuple(ranges)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part."""
+        """The shape of a rank's shard."""
         return tuple(sum(last - first for first, last in held) for held in self.local_ranges(rank))
 
     def local_part(self, full: Tensor, rank: int) -> Tensor:
-        """A rank's part of the whole parameter, a view where no more than the experts are divided."""
+        """A rank's shard of the full parameter, a view where no more than the experts are divided."""
         first, last = self.local_ranges(rank)[0][0]
         return self.local_features(full.narrow(0, first, last - first), rank, self.dim)
 
@@ -78,7 +78,7 @@ class ExpertSharding(NamedTuple):
         return torch.cat([full.narrow(dim, first, last - first) for first, last in ranges], dim)
 
     def shard_spec(self, group: Group, name: str = "") -> Shard:
-        """What norms, optimizers and checkpoints of scale-core read of a rank's part."""
+        """What norms, optimizers and checkpoints of scale-core read of a rank's shard."""
         return Shard.of_ranges(name, self.shape, self.local_ranges(group.rank), (Axis(group, Placement.SHARD),))
 
 

@@ -18,7 +18,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tenso
     """Returns row @ weight[e].T for the rows of each expert e, as E linear layers would, one after the other.
 
     `torch._grouped_mm` computes it where torch has it for the device and dtype, else a product per expert. Both give
-    the same bits on a CPU. The weight's gradient is written once, where indexing by expert would add E whole ones.
+    the same bits on a CPU. The weight's gradient is written once, where indexing by expert would add E full ones.
 
     Args:
         rows: [R, in], by expert.

@@ -122,7 +122,7 @@ class MoE(nn.Module):
     `experts` are averaged over `process_group` already, and left to average over ranks with the same experts, if there
     are any; those of all else over all ranks.
 
-    On one process nothing has to be initialised. The router computes in fp32.
+    On one process nothing has to be initialized. The router computes in fp32.
 
     Args:
         dim: Features of a token.

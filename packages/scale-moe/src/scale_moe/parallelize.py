@@ -153,7 +153,7 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class _ReplacedParameter:
-    """A whole parameter that is no longer the model's, by its name: an optimizer that was built before still has it."""
+    """A full parameter that is no longer the model's, by its name: an optimizer that was built before still has it."""
 
     names: list[str]
 

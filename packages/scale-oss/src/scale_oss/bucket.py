@@ -1,4 +1,4 @@
-"""Bucket: replicated parameters in one flat buffer, of which each rank updates its own part.
+"""Bucket: replicated parameters in one flat buffer, of which each rank updates its own shard.
 
 The user's parameters have their memory in the buffer. So after a step one all-gather brings the updated parts straight
 into the parameters of all ranks, and a reduced gradient is the shard with which the optimizer steps.
@@ -28,7 +28,7 @@ from scale_oss.state_placement import Range, ShardedParam, StatePlacement
 
 
 class Bucket:
-    """Parameters of one dtype and device, replicated; each rank of the group updates its part of them."""
+    """Parameters of one dtype and device, replicated; each rank of the group updates its shard of them."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Bucket:
         self.flatten(range(len(self.params)))
         self.spans = partition.spans_by_rank[group.rank]
         self._own_part = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
-        self.master: Tensor | None = None  # this rank's part unrounded, where parameters are sent in another dtype
+        self.master: Tensor | None = None  # this rank's shard unrounded, where parameters are sent in another dtype
         self._wire_dtype = self.dtype
         axes = (Axis(group, Placement.SHARD),)
         trains = self.dtype.is_floating_point or self.dtype.is_complex  # torch allows no other dtypes.
@@ -124,7 +124,7 @@ class Bucket:
     # Gradients.
 
     def shard_full_grads(self) -> None:
-        """Gives each piece its part of the parameter's gradient, which was averaged elsewhere."""
+        """Gives each piece its shard of the parameter's gradient, which was averaged elsewhere."""
         self.needs_gather = any(param.requires_grad or param.grad is not None for param in self.params)
         for param, piece, span, placement in zip(self.params, self.pieces, self.spans, self.placements, strict=True):
             piece.grad = None

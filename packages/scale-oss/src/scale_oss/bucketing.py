@@ -111,7 +111,7 @@ class BucketAssigner:
         if unit_shard_of(param) is None and param.is_meta:
             raise ValueError(
                 f"OSS: '{name}' is on the meta device, where there is nothing to update. Call "
-                "model.to_empty(device=...) and initialise it before"
+                "model.to_empty(device=...) and initialize it before"
             )
         if self._together and (unit_shard_of(param) is not None or is_divided(param)):
             raise ValueError(
@@ -122,7 +122,7 @@ class BucketAssigner:
     def _add_replicated(
         self, group: Mapping[str, Any], number: int, keep_strides: Collection[Tensor]
     ) -> dict[int, StatePlacement]:
-        """Puts neighbours of one dtype and device into buckets; returns the placements by `id`."""
+        """Puts neighbors of one dtype and device into buckets; returns the placements by `id`."""
         placements: dict[int, StatePlacement] = {}
         alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
         for index, param in enumerate(group["params"]):
@@ -171,7 +171,7 @@ class BucketAssigner:
             numels = [shard.numel for shard in members]
             owners = self._choose_owners(numels, group, trains)
             for run in group_in_rounds(numels, owners, self._bucket_numel):
-                title = f"bucket {len(self.full_param)} of whole tensors of optimizer {self._number}"
+                title = f"bucket {len(self.full_param)} of full tensors of optimizer {self._number}"
                 its_owners = [owners[index] for index in run]
                 self.full_param.append(
                     FullParamBucket([members[index] for index in run], its_owners, title, self._contract)

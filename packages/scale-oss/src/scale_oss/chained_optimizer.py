@@ -142,7 +142,7 @@ class SplitOptimizer(Optimizer):
         return clip_grads_of(self.optimizers, max_norm, norm_type, filter_params_fn)
 
     def wait(self) -> None:
-        """Returns when the parameters are whole again; see `OSS.wait`."""
+        """Returns when the parameters are complete again; see `OSS.wait`."""
         for optimizer in self.optimizers:
             optimizer.wait()
 
@@ -188,7 +188,7 @@ class SplitOptimizer(Optimizer):
         return {kind: each.state_dict(all_ranks) for kind, each in zip(_KINDS, self.optimizers, strict=True)}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Takes this rank's part of both states; both are compared before either is written. See `OSS`.
+        """Takes this rank's shard of both states; both are compared before either is written. See `OSS`.
 
         Raises:
             TypeError: It is not of the form that `state_dict` returns.

@@ -135,7 +135,7 @@ class FullParamBucket:
             return pending.wait(self._contract.limit_seconds)
 
     def _fill(self, index: int, parts: list[Tensor]) -> None:
-        """Assembles a parameter and its gradient from the beginning of each rank's part, which is consumed."""
+        """Assembles a parameter and its gradient from the beginning of each rank's shard, which is consumed."""
         whole = self._full_param(index)
         whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
         whole.grad = torch.empty_like(whole)
@@ -146,7 +146,7 @@ class FullParamBucket:
 
     def _full_param(self, index: int) -> nn.Parameter:
         whole = self.placements[index].optimizer_param
-        assert whole is not None, "only its owner has a parameter as a whole"
+        assert whole is not None, "only its owner has a full parameter"
         return whole
 
     def _check_params(self) -> None:

@@ -57,7 +57,7 @@ class LocalSGD:
     1910.00643, algorithm 1) divides by lr, and DiLoCo (arXiv 2311.08105, algorithm 1) has Nesterov's momentum: `slowmo`
     and `diloco` make these.
 
-    Each rank keeps x and u of its part of the elements alone, 1/W of them, in fp32 for parameters of half precision. An
+    Each rank keeps x and u of its shard alone, 1/W of them, in fp32 for parameters of half precision. An
     outer step sends 2 (W-1)/W of the parameters' bytes from each rank, what DistributedDataParallel sends in every
     step.
 
@@ -201,7 +201,7 @@ class LocalSGD:
         self.steps_since_sync = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer state by the parameters' names, each rank's part of it, as `LocalShard`s.
+        """The outer state by the parameters' names, each rank's shard of it, as `LocalShard`s.
 
         `scale_core.snapshot` and `torch.distributed.checkpoint` save it, and load it at any number of ranks.
 
@@ -279,7 +279,7 @@ class LocalSGD:
 
 
 class _OuterBucket:
-    """Parameters of one dtype and device, and this rank's part of their outer state."""
+    """Parameters of one dtype and device, and this rank's shard of their outer state."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], names: Sequence[str], group: Group, number: int, has_momentum: bool
@@ -300,7 +300,7 @@ class _OuterBucket:
             slow.copy_(torch.where(slow.to(own.dtype) == own, slow, own))
 
     def mean(self, tensors: Sequence[Tensor], contract: Contract, what: str) -> Tensor:
-        """This rank's part of the average over the ranks; tensors are like the parameters. All ranks call it."""
+        """This rank's shard of the average over the ranks; tensors are like the parameters. All ranks call it."""
         full = self._full()
         for tensor, view in zip(tensors, self._views(full), strict=True):
             view.copy_(tensor)
@@ -310,7 +310,7 @@ class _OuterBucket:
             return work.wait(contract.limit_seconds)
 
     def step(self, mean: Tensor, lrs: Mapping[int, float], outer_lr: float, beta: float, *, nesterov: bool) -> None:
-        """The outer step of this rank's part; `mean` is consumed."""
+        """The outer step of this rank's shard; `mean` is consumed."""
         if outer_lr == 1 and self._momentum is None:
             self.slow.copy_(mean)
             return
@@ -337,7 +337,7 @@ class _OuterBucket:
             tensor.copy_(view)
 
     def state(self) -> dict[str, LocalShard]:
-        """This rank's parts of x and u, by the parameters' names."""
+        """This rank's shards of x and u, by the parameters' names."""
         from scale_core.state.chunks import LocalShard
 
         state = {}

@@ -1,6 +1,6 @@
 """`OSS`: any optimizer, with its state sharded between the ranks (ZeRO-1).
 
-Parameters and gradients are replicated. Each rank updates its part of the parameters, with an optimizer that holds the
+Parameters and gradients are replicated. Each rank updates its shard of the parameters, with an optimizer that holds the
 state of that part alone, and an all-gather brings the updated parts to all ranks.
 """
 
@@ -52,11 +52,11 @@ class OSS(OSSStateDictMixin):
         >>> optimizer.step()
 
     Gradients must be averaged over the ranks when it steps, by DistributedDataParallel, or by `ShardedDataParallel`,
-    which leaves each rank its part of them alone.
+    which leaves each rank its shard of them alone.
 
     Parameters may be shards already, as those of a model under `fully_shard` (scale-fsdp). An optimizer that updates
-    each element by itself then steps on the shards as they are, as it would without OSS. One that needs whole tensors,
-    such as Muon, Adafactor or LAMB, gets each tensor whole on one rank for the time of the step, and keeps its state
+    each element by itself then steps on the shards as they are, as it would without OSS. One that needs full tensors,
+    such as Muon, Adafactor or LAMB, gets each full tensor on one rank during the step, and keeps its state
     there: see `full_param_bucket`. In a hybrid mesh each copy of the model does so by itself. One OSS may hold both
     kinds of parameters.
 
@@ -83,7 +83,7 @@ class OSS(OSSStateDictMixin):
         **defaults: Arguments of `optim`; the `defaults` of one that was built will do, too.
 
     Attributes:
-        optim: The optimizer of this rank's part; its parameters are pieces of the user's.
+        optim: The optimizer of this rank's shard; its parameters are pieces of the user's.
         group: The ranks.
         waits_in_step: `step` returns when the parameters are up to date; otherwise call `wait` before their next use.
 
@@ -148,7 +148,7 @@ class OSS(OSSStateDictMixin):
         self.optim = self._build_optimizer(self._assigner.add(self.param_groups), defaults)
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
-        self.state = StateByParam((self.optim, self.placements))
+        self._state = StateByParam((self.optim, self.placements))
         self._check_initial_state()
         self._built = True
         if self.group.rank == 0:
@@ -166,7 +166,7 @@ class OSS(OSSStateDictMixin):
             )
 
     def _build_optimizer(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
-        """The optimizer of this rank's part; what it refuses on one rank, as Muon a vector, is raised on all."""
+        """The optimizer of this rank's shard; what it refuses on one rank, as Muon a vector, is raised on all."""
         made = call_on_all_ranks(
             lambda: self._optim_class(groups, **constructor_arguments(self._optim_class, defaults)),
             f"the start of {self._optim_class.__name__}",
@@ -179,7 +179,7 @@ class OSS(OSSStateDictMixin):
     # The step.
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        """Updates this rank's part of the parameters, and gives all ranks all parts.
+        """Updates this rank's shard of the parameters, and gives all ranks all parts.
 
         Args:
             closure: Computes the loss anew and returns it; its gradients must be averaged, too. What can't be called is
@@ -230,7 +230,7 @@ class OSS(OSSStateDictMixin):
     ) -> Tensor:
         """Scales the gradients in place so that their norm is at most `max_norm`; all ranks call it together.
 
-        Each rank measures its own part, so that each element counts once and is measured once. Parameters of a
+        Each rank measures its own shard, so that each element counts once and is measured once. Parameters of a
         pipeline's stage are clipped by the norm of all stages, whose ranks call it together.
 
         Args:
@@ -337,7 +337,7 @@ class OSS(OSSStateDictMixin):
             compare_replicas(named, self.contract, self._num_steps)
 
     def shard_grads(self) -> None:
-        """Gives the pieces their part of averaged gradients, unless these are reduced into them.
+        """Gives the pieces their shard of averaged gradients, unless these are reduced into them.
 
         Raises:
             RuntimeError: They are, but a gradient has not been reduced.
@@ -355,7 +355,7 @@ class OSS(OSSStateDictMixin):
             bucket.restore_consumed_grads()
 
     def _step_optimizer(self, kwargs: Mapping[str, Any]) -> None:
-        """Steps on this rank's part and starts the all-gathers of the buckets."""
+        """Steps on this rank's shard and starts the all-gathers of the buckets."""
         here = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
         parts = [bucket.optimizer_params for bucket in self.buckets]
         if self._optim_class in KINDS and len(parts) > 1 and not self.full_param_buckets and not self.together:

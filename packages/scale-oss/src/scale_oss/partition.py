@@ -40,7 +40,7 @@ class BucketPartition:
         return len(set(self.sizes)) == 1
 
     def start(self, rank: int) -> int:
-        """The first element of a rank's part."""
+        """The first element of a rank's shard."""
         return sum(self.sizes[:rank])
 
 
@@ -94,7 +94,7 @@ def assign_whole(
 
 
 def choose_owners(numels: Sequence[int], world_size: int, loads: Sequence[int] = ()) -> list[int]:
-    """Gives whole parameters to ranks: the largest first, each to the rank that has least (Graham, 1969).
+    """Gives full parameters to ranks: the largest first, each to the rank that has least (Graham, 1969).
 
     A rank ends with at most an even share of all and the largest parameter; of equals the first rank is taken. `loads`
     has the elements that each rank has already. A parameter without elements counts as one, so that it has an owner.

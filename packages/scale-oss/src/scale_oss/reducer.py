@@ -1,4 +1,4 @@
-"""Reducer: averages gradients bucket by bucket in the backward pass, straight into each rank's part.
+"""Reducer: averages gradients bucket by bucket in the backward pass, straight into each rank's shard.
 
 A pass begins with the first gradient and ends when autograd has finished or failed. Under `no_sync()` its gradients are
 accumulated. Otherwise they are reduced in one order on all ranks, and reach the optimizer after all ranks have compared
@@ -353,7 +353,7 @@ class Reducer:
         unmatched = [status.num_unmatched for status in statuses]
         if len(set(unmatched)) > 1:
             raise StepError(
-                f"pass {self.contract.step} was given up on all ranks: the numbers of forward passes without a "
+                f"pass {self.contract.step} was aborted on all ranks: the numbers of forward passes without a "
                 f"backward differ, {unmatched} by rank. Skip a batch on all ranks or on none, and run a forward pass "
                 "without a backward under torch.no_grad()",
                 step=self.contract.step,

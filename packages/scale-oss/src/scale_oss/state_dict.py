@@ -1,4 +1,4 @@
-"""State dicts of OSS: the whole state in the form of the plain optimizer, and the part of each rank.
+"""State dicts of OSS: the full state in the form of the plain optimizer, and the part of each rank.
 
     {"state": {0: {"step": tensor(3.), "exp_avg": tensor([[...]])}, ...},
      "param_groups": [{"lr": 0.001, ..., "params": [0, 1, ...]}]}
@@ -50,7 +50,7 @@ def local_state_dict(
     placements: Sequence[StatePlacement],
     live: Mapping[Tensor, State],
 ) -> dict[str, Any]:
-    """Cuts this rank's part out of a plain state dict, as a state dict of this rank's optimizer."""
+    """Cuts this rank's shard out of a plain state dict, as a state dict of this rank's optimizer."""
     numbers = _check_groups(state_dict, groups)
     unknown = [number for number in state_dict["state"] if number not in numbers]
     if unknown:
@@ -128,7 +128,7 @@ def _check_shapes(state: State, placement: StatePlacement, live: State) -> None:
 
 
 def _local_part(placement: StatePlacement, tensor: Tensor) -> Tensor:
-    """This rank's part of a full tensor, with memory of its own."""
+    """This rank's shard of a full tensor, with memory of its own."""
     if tensor.ndim == 0 or placement.owner is not None:
         return tensor.detach().clone()
     assert placement.optimizer_param is not None
@@ -223,7 +223,7 @@ class StateByParam(MutableMapping[Tensor, Any]):
 
 
 class OSSStateDictMixin(Optimizer):
-    """State-dict methods of an optimizer whose state is in `optim`, which steps on this rank's part."""
+    """State-dict methods of an optimizer whose state is in `optim`, which steps on this rank's shard."""
 
     optim: Optimizer
     group: Group
@@ -251,7 +251,7 @@ class OSSStateDictMixin(Optimizer):
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Gathers the state of all ranks on the host of one of them, for its `state_dict()`; all ranks together.
 
-        It goes bucket by bucket: the recipient holds the whole state on its host, and one bucket of it on its device.
+        It goes bucket by bucket: the recipient holds the full state on its host, and one bucket of it on its device.
         The next step forgets it.
 
         Args:
@@ -277,7 +277,7 @@ class OSSStateDictMixin(Optimizer):
             self._consolidated = plain_state_dict(self.param_groups, states)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Returns the whole state in the form of the plain optimizer, which loads it, as OSS does at any world size.
+        """Returns the full state in the form of the plain optimizer, which loads it, as OSS does at any world size.
 
         Before the first step there is nothing to gather, and every rank may ask, as accelerate does.
 
@@ -304,7 +304,7 @@ class OSSStateDictMixin(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's part of a whole state; all ranks together, each with the same state dict.
+        """Takes this rank's shard of a full state; all ranks together, each with the same state dict.
 
         Values are cast by torch's rules, as in the plain optimizer. All is compared before anything is written.
 
@@ -320,9 +320,9 @@ class OSSStateDictMixin(Optimizer):
         self._is_empty = not state_dict["state"]
 
     def check_state_dict(self, state_dict: Any) -> dict[str, Any]:
-        """Compares a whole state with this optimizer, and with those of the other ranks; raises as `load_state_dict`.
+        """Compares a full state with this optimizer, and with those of the other ranks; raises as `load_state_dict`.
 
-        Changes nothing; returns this rank's part of it, for `load_checked`.
+        Changes nothing; returns this rank's shard of it, for `load_checked`.
         """
         refusal: TypeError | ValueError | None = None
         local: dict[str, Any] = {}
@@ -348,7 +348,7 @@ class OSSStateDictMixin(Optimizer):
             after(self)
 
     def sharded_state(self, holding: ParamSlice) -> ParamSlice:
-        """For `scale_core.state.sharded_state_dict`: this rank's part of the state of a parameter."""
+        """For `scale_core.state.sharded_state_dict`: this rank's shard of the state of a parameter."""
         self.wait()
         self._invalidate()  # The caller may load another state.
         placement = self.placements[id(holding.owner)]

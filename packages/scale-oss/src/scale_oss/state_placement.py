@@ -132,7 +132,7 @@ def check_not_flat(param: nn.Parameter, name: str, optim_name: str) -> None:
     buffer = flat_buffer_of(param)
     if buffer is not None:
         raise ValueError(
-            f"OSS: {optim_name} needs each parameter as a whole, but '{name}' is one flat parameter that holds "
+            f"OSS: {optim_name} needs each full parameter, but '{name}' is one flat parameter that holds "
             f"{len(buffer.names)}, as '{buffer.names[0]}'. Shard the model with flatten_parameters=False"
         )
 

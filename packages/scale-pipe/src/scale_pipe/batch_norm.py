@@ -1,6 +1,6 @@
 """`DeferredBatchNorm`: running statistics of whole mini-batches, updated once per mini-batch.
 
-Each micro-batch is normalised by its own statistics, since those of the others are not known yet. They are merged, and
+Each micro-batch is normalized by its own statistics, since those of the others are not known yet. They are merged, and
 the running averages are updated once per mini-batch instead of once per micro-batch.
 """
 
@@ -84,7 +84,7 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input [N, C, ...] of at least 2 dimensions, got {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises a micro-batch [N, C, ...].
+        """Normalizes a micro-batch [N, C, ...].
 
         Raises:
             ValueError: It has fewer than two dimensions.
@@ -98,7 +98,7 @@ class DeferredBatchNorm(_BatchNorm):
         mean, variance = torch.zeros_like(mean), torch.zeros_like(variance)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if not is_recomputing():
-            num_values = input.numel() // max(1, input.shape[1])  # None or two: the kernel refuses to normalise one.
+            num_values = input.numel() // max(1, input.shape[1])  # None or two: the kernel refuses to normalize one.
             self._add_stats(_BatchStats(1, num_values, mean, variance * max(0, num_values - 1)))
         return output
 

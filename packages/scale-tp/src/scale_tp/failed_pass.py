@@ -1,6 +1,6 @@
 """A rank whose forward or backward fails tells the others of its group, which wait for it in the middle of theirs.
 
-Tensor parallel ranks compare nothing at the end of a step, so a step can't be given up together. The rank that fails
+Tensor parallel ranks compare nothing at the end of a step, so they can't abort a step together. The rank that fails
 publishes its error, and asks the others whether they have failed, too. Those that have go on as before. Those that wait
 for something else do not answer, which ends the connections: they raise at once, with this rank's error, and this rank
 can't run the pass again while the others are in the middle of it and take its messages for those that they wait for.

@@ -1,4 +1,4 @@
-"""Llama's reference checkpoints, `consolidated.00.pth` and so on, merged into whole tensors.
+"""Llama's reference checkpoints, `consolidated.00.pth` and so on, merged into full tensors.
 
 Each file is what one rank of the reference code held. Along which dimension a tensor was divided is not written there;
 it follows from the tensor's name, and for the embedding, which releases divide differently, from its shape.
@@ -61,7 +61,7 @@ def iterate_consolidated(
             yielded. Or what all files hold differs between them.
 
     Example:
-        model = Transformer(arguments)  # with layers of scale_tp: each rank keeps its part
+        model = Transformer(arguments)  # with layers of scale_tp: each rank keeps its shard
         for name, tensor in iterate_consolidated("Llama-2-70b"):
             ...
     """

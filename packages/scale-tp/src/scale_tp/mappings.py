@@ -136,7 +136,7 @@ def gather_from_sequence_parallel_region(
     sizes: Sizes = None,
     to_model_parallel: bool = True,
 ) -> Tensor:
-    """Returns the whole sequence, of which each rank has a part.
+    """Returns the full sequence, of which each rank has a part.
 
     Args:
         input_: [..., n of this rank, ...].

@@ -1,7 +1,7 @@
 """Process groups of tensor, context, pipeline and data parallelism (`initialize_model_parallel`), and their getters.
 
 A layer takes `process_group=`; its default is the model axis of `initialize_model_parallel`. A program that runs as
-one process needs no group: there every layer is whole.
+one process needs no group: there no layer is divided.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _described() -> str:
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that divide the layers with this one; None where torch.distributed is not initialised."""
+    """The ranks that divide the layers with this one; None where torch.distributed is not initialized."""
     return _process_group("model")
 
 
@@ -223,7 +223,7 @@ def get_tensor_model_parallel_ranks() -> list[int]:
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that hold the same part of the model as this one; None where torch.distributed is not initialised."""
+    """The ranks that hold the same part of the model as this one; None where torch.distributed is not initialized."""
     return _process_group("data")
 
 
@@ -243,7 +243,7 @@ def get_data_parallel_ranks() -> list[int]:
 
 
 def get_data_context_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks of all replicas and all parts of their sequences; None where torch.distributed is not initialised.
+    """The ranks of all replicas and all parts of their sequences; None where torch.distributed is not initialized.
 
     They have the same part of the model, and each has a share of its gradients: what computes with replicas, such as
     `fully_shard` and DistributedDataParallel, is given this group where sequences are divided.
@@ -257,7 +257,7 @@ def get_data_context_parallel_world_size() -> int:
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialised."""
+    """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialized."""
     return _process_group("pipeline")
 
 
@@ -277,7 +277,7 @@ def get_pipeline_model_parallel_ranks() -> list[int]:
 
 
 def get_context_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that divide a sequence with this one; None where torch.distributed is not initialised."""
+    """The ranks that divide a sequence with this one; None where torch.distributed is not initialized."""
     return _process_group("context")
 
 

@@ -28,7 +28,7 @@ class Split:
     Two splits are equal if every rank has the same indices in the same order.
 
     Attributes:
-        total: How many indices the whole dimension has.
+        total: How many indices the full dimension has.
         ranges: For each rank the ranges that it has, in the order of its part. Mostly one; a
             matrix that is several, stacked and split each by itself, has one for each of these. Several ranks may have
             the same ranges: those are copies.
@@ -150,7 +150,7 @@ class Split:
 
     @cached_property
     def is_in_rank_order(self) -> bool:
-        """Whether the parts of all ranks, one behind the other, are the whole dimension."""
+        """Whether the parts of all ranks, one behind the other, are the full dimension."""
         held = [range_ for ranges in self.ranges for range_ in ranges if range_[0] < range_[1]]
         return held == sorted(held) and sum(self.sizes) == self.total
 
@@ -169,12 +169,12 @@ class Split:
         return self.ranges[rank] not in self.ranges[:rank]
 
     def take(self, whole: Tensor, rank: int, dim: int = 0) -> Tensor:
-        """Returns a rank's part of a tensor whose dimension `dim` has all indices; a view where it is one range."""
+        """Returns a rank's shard of a tensor whose dimension `dim` has all indices; a view where it is one range."""
         parts = [whole.narrow(dim, start, stop - start) for start, stop in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def join(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Returns the whole tensor that these parts, by rank, are taken from; of copies, the first counts."""
+        """Returns the full tensor that these parts, by rank, are taken from; of copies, the first counts."""
         pieces: dict[Range, Tensor] = {}
         for ranges, part in zip(self.ranges, parts, strict=True):
             lengths = [stop - start for start, stop in ranges]

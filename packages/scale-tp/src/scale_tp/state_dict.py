@@ -21,10 +21,10 @@ from scale_tp.layers.base import ParallelModule, ParamSharding
 @checked_arguments
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Tensor]:
-    """Returns the state dict of the plain model, with whole tensors; all ranks that divide the model call it together.
+    """Returns the state dict of the plain model, with full tensors; all ranks that divide the model call it together.
 
     It is `model.state_dict()` with tensors of its own, also of what is not divided, and on the host if that is asked.
-    One tensor after another is gathered, on the device where its parts are. What is not divided is copied.
+    One tensor after another is gathered, on the device where its shards are. What is not divided is copied.
 
     Args:
         model: A model that holds divided modules, wherever; or none.
@@ -50,24 +50,24 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
 def load_full_state_dict(
     model: nn.Module, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
 ) -> None:
-    """Loads full tensors into a divided model, each rank its parts; nothing is sent.
+    """Loads full tensors into a divided model, each rank its shards; nothing is sent.
 
-    The tensors may come one at a time, as from `iterate_consolidated`, so that never more than one is whole. (A state
-    dict of whole tensors may as well be given to `model.load_state_dict`.)
+    The tensors may come one at a time, as from `iterate_consolidated`, so that at most one is unsharded. (A state
+    dict of full tensors may as well be given to `model.load_state_dict`.)
 
     Args:
         model: A model that holds divided modules, wherever; or none.
-        tensors: Whole tensors by the names of the plain model.
+        tensors: Full tensors by the names of the plain model.
         strict: Whether every parameter and buffer of the model must be given, and nothing else.
 
     Raises:
-        ValueError: A tensor has another shape than the whole parameter; those before it have been loaded. Or, with
+        ValueError: A tensor has another shape than the full parameter; those before it have been loaded. Or, with
             `strict`, something is missing or unknown; or parameters are sharded along another axis.
     """
     if sharded := next((name for name, param in model.named_parameters() if unit_shard_of(param) is not None), None):
         raise ValueError(
             f"load_full_state_dict: '{sharded}' is sharded along another axis: call model.load_state_dict(tensors), "
-            "which takes whole tensors as well; or give the layers their values before the model is sharded"
+            "which takes full tensors as well; or give the layers their values before the model is sharded"
         )
     placed = dict(_param_shardings(model))
     own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
@@ -82,7 +82,7 @@ def load_full_state_dict(
             continue
         group, placement = placed.get(name, (Group(), ParamSharding(tuple(own[name].shape))))
         if tuple(whole.shape) != placement.shape:
-            raise ValueError(f"'{name}': expected a whole tensor of shape {placement.shape}, got {tuple(whole.shape)}")
+            raise ValueError(f"'{name}': expected a full tensor of shape {placement.shape}, got {tuple(whole.shape)}")
         own[name].detach().copy_(placement.local_part(whole, group.rank))
         missing.discard(name)
     if strict and missing:

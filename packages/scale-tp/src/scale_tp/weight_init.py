@@ -1,4 +1,4 @@
-"""Initialises a part of a weight to the slice that the full initialisation would give, without building the full one.
+"""Initializes a part of a weight to the slice that the full initialization would give, without building the full one.
 
 An unsharded layer draws its full weight from the random numbers of this process. A rank that drew its own part alone
 would get other numbers, and so would whatever is drawn after it. So the full weight is drawn here too, in the same
@@ -187,7 +187,7 @@ class FullWeightProxy(Tensor):
     `write_back`.
     """
 
-    param: Tensor  # this rank's part, for `write_back`
+    param: Tensor  # this rank's shard, for `write_back`
     part: Tensor  # the same, contiguous
     shard_dim: int
     index_split: Split
@@ -222,7 +222,7 @@ class FullWeightProxy(Tensor):
         return f"a tensor of shape {tuple(self.shape)} of which only {tuple(self.part.shape)} has memory"
 
     def materialize(self) -> Tensor:
-        """Returns the whole parameter with the values that it has by now; NaN where only other ranks have them."""
+        """Returns the full parameter with the values that it has by now; NaN where only other ranks have them."""
         if self.full is None:
             before = get_rng_state(self.device)
             whole = torch.full(tuple(self.shape), torch.nan, dtype=self.dtype, device=self.device)
@@ -246,7 +246,7 @@ class FullWeightProxy(Tensor):
         return self.full
 
     def write_back(self) -> None:
-        """Leaves this rank's part of the values in `param`."""
+        """Leaves this rank's shard of the values in `param`."""
         if self.full is not None:
             self.param.copy_(self.index_split.take(self.full, self.rank, self.shard_dim))
         elif self.part is not self.param:

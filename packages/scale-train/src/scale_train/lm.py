@@ -22,7 +22,8 @@ def train(options: Options) -> RunSummary:
         from scale_train import DataOptions, OptimizerOptions, Options, train
 
         if __name__ == "__main__":  # each rank reads this file again
-            summary = train(Options(data=DataOptions(text=("my-text",)), optimizer=OptimizerOptions(steps=100)))
+            data, optimizer = DataOptions(text=("my-text",)), OptimizerOptions(steps=100)
+            summary = train(Options(data=data, optimizer=optimizer))
             print(summary.held_out_bits_per_byte)
 
     Args:

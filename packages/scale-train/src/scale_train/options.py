@@ -58,7 +58,7 @@ class ParallelOptions:
     """Local ranks to start; by default every GPU, or two ranks on a CPU of several cores. Not under torchrun."""
     parallel: Literal["fsdp", "sharded-ddp", "oss", "ddp", "pipe", "none"] = "fsdp"
     """fsdp shards parameters, gradients and optimizer state; sharded-ddp gradients and state; oss the state alone; ddp
-    keeps all of it whole on each rank; pipe puts some of the blocks on each rank; none is one plain process."""
+    replicates all of it; pipe puts some of the blocks on each rank; none is one plain process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is a GPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -104,7 +104,7 @@ class ParallelOptions:
     chunks: int = 8
     """pipe: micro-batches that the batch is cut into."""
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
-    """pipe: what pipelines beside each other do with the stage that they share. ddp keeps it whole on each rank; fsdp
+    """pipe: what pipelines beside each other do with the stage that they share. ddp replicates it; fsdp
     shards its parameters, gradients and optimizer state among them."""
     reshard_after_forward: bool = True
     """fsdp: release each block's parameters between its forward and its backward pass. false keeps them: fewer bytes

@@ -165,15 +165,15 @@ def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]
         return
     if parallel.parallel in ("pipe", "none"):
         why = "the stages of a pipeline see" if parallel.parallel == "pipe" else "one plain process sees"
-        yield f"{flag}: {why} whole sequences; take --parallel fsdp, or --context-parallel 1"
+        yield f"{flag}: {why} full sequences; take --parallel fsdp, or --context-parallel 1"
     if options.optimizer.adascale:
         yield (
-            f"{flag}: --adascale compares gradients of whole sequences, and here each rank has those of a part; leave "
+            f"{flag}: --adascale compares gradients of full sequences, and here each rank has those of a part; leave "
             "one of them out"
         )
     if budget_bytes(parallel.checkpoint_activations) is not None:
         yield (
-            f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on whole sequences, and "
+            f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on full sequences, and "
             f"{flag} divides them; take all or selective"
         )
     if sequence % number or sequence < 2 * number:

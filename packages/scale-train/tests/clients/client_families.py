@@ -280,7 +280,7 @@ def _whole(trained: Trained) -> dict[str, Tensor]:
 
 
 def _saves_and_goes_on(trained: Trained, family: Family, technique: Technique, folder: str) -> None:
-    """A snapshot, and the whole state dict, go into models of other weights, which then take the same step."""
+    """A snapshot, and the full state dict, go into models of other weights, which then take the same step."""
     snapshot.save(folder, STEPS, {"model": trained.model, "optimizer": trained.optimizer})
     again, copied = (technique.wrap(build(family, seed=12), family) for _ in range(2))
     snapshot.load(folder, {"model": again.model, "optimizer": again.optimizer})

@@ -1,6 +1,6 @@
-"""Optimizers whose state is quantised block by block, over shards that are cut between blocks, beside one process.
+"""Optimizers whose state is quantized block by block, over shards that are cut between blocks, beside one process.
 
-Both libraries quantise tensors from 4096 elements on, in blocks of 256, so every shard here is at least that long.
+Both libraries quantize tensors from 4096 elements on, in blocks of 256, so every shard here is at least that long.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def trains_on_blocks(make: Make, dtype: torch.dtype = torch.float32) -> list[str
 
 
 def trains_under_oss(cls: type[torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> list[str]:
-    """The same with `OSS` over a sharded model, which gives each whole parameter to one rank for the step."""
+    """The same with `OSS` over a sharded model, which gives each full parameter to one rank for the step."""
     plain, model = network().to(dtype), fully_shard(network().to(dtype))
     optimizer = OSS(model.parameters(), cls, lr=0.01)
     theirs = cls(plain.parameters(), lr=0.01)

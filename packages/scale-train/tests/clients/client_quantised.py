@@ -1,4 +1,4 @@
-"""Adapters of peft on frozen quantised weights: sharded beside one process, trained and saved."""
+"""Adapters of peft on frozen quantized weights: sharded beside one process, trained and saved."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train_adapters(
 
     Args:
         build: Makes the model with its frozen weights.
-        dtype: Of the quantised weights' shards; None where they stay whole.
+        dtype: Of the quantized weights' shards; None where they stay whole.
         folder: The files go into two folders below it.
         ignored: Whether weights that are tensors of several tensors are passed as `ignored_params=`.
     """
@@ -58,7 +58,7 @@ def train_adapters(
     if dtype is not None:
         quantised = [param for name, param in model.named_parameters() if "_proj" in name and param.dtype == dtype]
         held, whole_numel = (sum(map(count, quantised)) for count in (Tensor.numel, _whole_numel))
-        wrong += [] if 0 < held < whole_numel else [f"{held} of {whole_numel} quantised elements are on this rank"]
+        wrong += [] if 0 < held < whole_numel else [f"{held} of {whole_numel} quantized elements are on this rank"]
     for number in range(STEPS):
         expected = reference_gradients(plain, group, language_step, number)[group.rank]
         loss = language_step(model, group.rank, number)

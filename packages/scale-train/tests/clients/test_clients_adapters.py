@@ -87,7 +87,7 @@ def train(way: str) -> Kept:
 
 
 def merge() -> list[str]:
-    """Adapters are merged into the whole parameters, and left out of a forward."""
+    """Adapters are merged into the full parameters, and left out of a forward."""
     plain = by_peft().eval()
     model, ids, wrong = sharded(plain), tokens(0), []
     with torch.no_grad():

@@ -37,7 +37,7 @@ def in_4_bits(linear: nn.Linear, storage: torch.dtype) -> nn.Module:
     kinds = {"quant_type": "nf4", "quant_storage": storage}
     made = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32, **kinds)
     made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, module=made, **kinds)
-    return made.to("cpu")  # Quantises.
+    return made.to("cpu")  # Quantizes.
 
 
 def in_8_bits(linear: nn.Linear) -> nn.Module:
@@ -60,7 +60,7 @@ def train_all(folder: str) -> dict[str, list[str]]:
     }
 
 
-def test_adapters_on_sharded_quantised_weights_train_and_are_saved_as_on_one_process(tmp_path: Path) -> None:
+def test_adapters_on_sharded_quantized_weights_train_and_are_saved_as_on_one_process(tmp_path: Path) -> None:
     assert run_ranks(train_all, 2, str(tmp_path)) == [{name: [] for name in WEIGHTS}] * 2
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers that are never whole: built on the meta device, and initialised unit by unit."""
+"""Models of transformers that are never whole: built on the meta device, and initialized unit by unit."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def all_train() -> list[str]:
     return [f"{name}: {line}" for name in NAMES for line in trains(name)]
 
 
-def test_models_initialised_on_meta_train_as_plain_ones_with_the_same_weights() -> None:
+def test_models_initialized_on_meta_train_as_plain_ones_with_the_same_weights() -> None:
     assert not any(run_ranks(all_train, 2))
 
 
-def test_a_model_that_hides_its_initialisation_is_told_what_to_pass() -> None:
+def test_a_model_that_hides_its_initialization_is_told_what_to_pass() -> None:
     with torch.device("meta"):
         model = MODELS["llama"]()
     with pytest.raises(ValueError, match=r"'model.layers.0.input_layernorm.weight' is on the meta device.*pass init="):

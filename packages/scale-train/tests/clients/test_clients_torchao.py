@@ -40,7 +40,7 @@ def train_and_refuse(folder: str) -> tuple[list[str], str]:
     return train_adapters(quantised, None, folder, ignored=True), str(refused.value)
 
 
-def test_adapters_on_quantised_weights_train_as_on_one_process_where_those_stay_whole(tmp_path: Path) -> None:
+def test_adapters_on_quantized_weights_train_as_on_one_process_where_those_stay_whole(tmp_path: Path) -> None:
     for wrong, message in run_ranks(train_and_refuse, 2, str(tmp_path)):
         assert not wrong
         assert "q_proj.base_layer.weight' is a Int8Tensor, which can't be cut into shards" in message
@@ -61,7 +61,7 @@ def step_all(folder: str) -> dict[str, list[str]]:
         make: Callable[..., Any] = functools.partial(optimizer_class(name), lr=0.01)
         wrong[f"{name} on blocks"] = low_bit.trains_on_blocks(make)
         wrong[f"{name} under OSS"] = low_bit.trains_under_oss(optimizer_class(name))
-    # Where it is not quantised, their state has the dtype of the weights.
+    # Where it is not quantized, their state has the dtype of the weights.
     cls, dtype = optimizer_class("_AdamW"), torch.bfloat16
     wrong["in bf16 on blocks"] = low_bit.trains_on_blocks(functools.partial(cls, lr=0.01), dtype)
     wrong["in bf16 under OSS"] = low_bit.trains_under_oss(cls, dtype)

@@ -301,7 +301,7 @@ def whole(folder: str, case: Case) -> dict[str, Any]:
 
 
 def differences(training: Training, expected: Mapping[str, Any]) -> list[str]:
-    """The entries of this rank that are not what stands in the whole state."""
+    """The entries of this rank that are not what stands in the full state."""
     wrong, found = [], training.state()
     for key, value in found.items():
         if isinstance(value, Tensor):

@@ -97,7 +97,7 @@ def train(
 
 
 def compare(found: tuple[list[float], list[float]], model: nn.Module, optimizer: Any, folder: str) -> None:
-    """Losses, norms, whole state dicts and, through a snapshot that one process reads, weights and optimizer."""
+    """Losses, norms, full state dicts and, through a snapshot that one process reads, weights and optimizer."""
     losses, norms, expected = one_process()
     assert found[0] == pytest.approx(losses, rel=1e-5)
     assert found[1] == pytest.approx(norms, rel=1e-5)
@@ -154,7 +154,7 @@ def wrappers_that_average_over_one_group(folder: str) -> None:
     found = train(wrapped, optimizer, lambda: optimizer.clip_grad_norm_(0.5))
     compare(found, model, optimizer, f"{folder}/oss")
     for wrap in (DistributedDataParallel, lambda each: fully_shard(each)):
-        with pytest.raises(ValueError, match=r"blocks.0.moe.experts.gate_up_proj' is a part .* its layer divides"):
+        with pytest.raises(ValueError, match=r"blocks.0.moe.experts.gate_up_proj' is a shard .* its layer divides"):
             wrap(Net(**options))
     with pytest.raises(ValueError, match=r"is divided over the ranks .* by a layer that computes with its piece"):
         AdaScale(optimizer_of(Net(**options).parameters()), process_group=dist.group.WORLD)

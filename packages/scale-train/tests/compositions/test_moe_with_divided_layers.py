@@ -1,6 +1,6 @@
 """Experts of a Mixtral beside attention that scale-tp divides, or whose sequences it divides, on four ranks.
 
-Three clipped steps equal one process: losses, norms, whole weights, and a snapshot that one process reads.
+Three clipped steps equal one process: losses, norms, full weights, and a snapshot that one process reads.
 """
 
 from __future__ import annotations

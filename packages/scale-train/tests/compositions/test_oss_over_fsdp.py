@@ -1,4 +1,4 @@
-"""scale-oss over scale-fsdp: optimizers that need whole tensors, on a model of which no rank has any tensor whole."""
+"""scale-oss over scale-fsdp: optimizers that need full tensors, on a model of which no rank has any tensor whole."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_it_is_saved_in_pieces_and_trains_on_at_another_world_size(tmp_path: Pat
 
 
 def loaded_after_steps() -> list[str]:
-    """The whole state, into the optimizer that has given it, and into a fresh one: both train on alike."""
+    """The full state, into the optimizer that has given it, and into a fresh one: both train on alike."""
     wrong = []
     for cls in (torch.optim.AdamW, torch.optim.Adafactor):
         model = shard(Net())

@@ -307,7 +307,7 @@ def test_a_model_that_a_plan_has_divided_is_cut_and_sharded_and_trains_as_one_pr
         for title, numbers in found.items():
             losses, weights = expected[title.split(",")[0]]
             assert numbers == pytest.approx(losses, rel=1e-5), title
-            # The first rank of each pipeline gets whole tensors, in the plain model's order.
+            # The first rank of each pipeline gets full tensors, in the plain model's order.
             assert list(states[title]) == ([] if rank % 4 > 1 else list(weights)), title
             for name, tensor in states[title].items():
                 torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-6, msg=f"{title}: {name}")

@@ -227,7 +227,7 @@ def _compare_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, axe
 
 
 def _state_of_rank_0() -> str:
-    """One rank's part of the optimizer's state is given to all: of those that hold other elements, some share none."""
+    """One rank's shard of the optimizer's state is given to all: of those that hold other elements, some share none."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     data, tensor = group_of(mesh["data"]), group_of(mesh["tensor"])
     called, model, _ = spread("fsdp", data, tensor)
@@ -237,7 +237,7 @@ def _state_of_rank_0() -> str:
     _compare_whole_state(model, optimizer, (data, tensor))
     states = [optimizer.state_dict()]
     torch.distributed.broadcast_object_list(states)
-    with pytest.raises(ValueError, match="is the part of rank 0 of 4") as error:
+    with pytest.raises(ValueError, match="is the shard of rank 0 of 4") as error:
         optimizer.load_state_dict(states[0])
     return str(error.value)
 

@@ -280,7 +280,9 @@ def over_the_ranks_of_a_layer() -> None:
             (lambda group=group: fully_shard(model, mesh=group), "fully_shard"),
             (lambda group=group: OSS(model.parameters(), torch.optim.SGD, lr=0.1, process_group=group), "OSS"),
         ):
-            with pytest.raises(ValueError, match=rf"^{who}.* is a part \[.*as ranks that hold the same: give it those"):
+            with pytest.raises(
+                ValueError, match=rf"^{who}.* is a shard \[.*as ranks that hold the same: give it those"
+            ):
                 wrap()
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 

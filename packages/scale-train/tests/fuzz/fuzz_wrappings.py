@@ -352,7 +352,7 @@ class Wrapped:
         return self.wrapping.mesh[2] > 1
 
     def state(self, folder: Path, step: int) -> dict[str, Tensor]:
-        """The whole parameters and buffers under the names of the plain model."""
+        """The full parameters and buffers under the names of the plain model."""
         if not self.is_divided:  # Of a pipeline, what this rank has.
             return {name: tensor.clone() for name, tensor in self._saved.state_dict().items()}
         self.save(folder, step, with_optimizer=False)

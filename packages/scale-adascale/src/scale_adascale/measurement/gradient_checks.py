@@ -114,7 +114,7 @@ def rank_factor(rank: int, size: int) -> int:
 
 
 def fingerprint(params: Sequence[Tensor]) -> int:
-    """16 bits that are equal where the whole parameters have the same shapes in the same order."""
+    """16 bits that are equal where the full parameters have the same shapes in the same order."""
     return zlib.crc32(repr([tuple(full_shape(param)) for param in params]).encode()) & 0xFFFF
 
 

@@ -153,7 +153,7 @@ def measure_seconds(block: nn.Module, call: BlockCall, device: torch.device) -> 
 
 
 def _forward(block: nn.Module, call: BlockCall, start: Tensor) -> Tensor:
-    """Runs the block between its two neighbours; nothing but the graph holds what passes between them."""
+    """Runs the block between its two neighbors; nothing but the graph holds what passes between them."""
     tensors, rest = extract_tensors((call.args, call.kwargs))
     given: tuple[Tensor, ...] = ()
     if tensors:

@@ -1,7 +1,7 @@
 """Blocks, the modules of a model for which a plan decides, and the strategies among which it does.
 
 Models say themselves what must not be cut (`_no_split_modules`, as those of the Hugging Face libraries do), or show it
-by repetition: the items of a `ModuleList` or a `Sequential` that have the class of a neighbour. The outermost ones are
+by repetition: the items of a `ModuleList` or a `Sequential` that have the class of a neighbor. The outermost ones are
 taken, and all other modules of the same classes, so that a middle block of its own list counts as well.
 """
 
@@ -61,7 +61,7 @@ def _find(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Items of lists that have children and a neighbour of the same class; the outermost first, and only those.
+    """Items of lists that have children and a neighbor of the same class; the outermost first, and only those.
 
     An item that is a list itself counts where nothing inside it does.
     """

@@ -76,7 +76,7 @@ def bar_chart(step: Timeline, budget_bytes: int | None) -> str:
 
 
 def _merged(passes: Sequence[SegmentPass]) -> Iterator[tuple[str, bool, int]]:
-    """At most `MAX_BARS` rows of neighbours, each with the highest of their peaks; of blocks where they are few."""
+    """At most `MAX_BARS` rows of neighbors, each with the highest of their peaks; of blocks where they are few."""
     shown = [each for each in passes if not each.name.startswith("after ") or each.name == "after the blocks"]
     peaks = {id(each): each.peak_bytes for each in shown}
     last = shown[0]

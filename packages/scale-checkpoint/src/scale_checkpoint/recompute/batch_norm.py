@@ -21,7 +21,7 @@ from scale_core.arguments import checked_arguments
 def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
     """Makes all batch norms in a module keep their statistics as they are while they are recomputed.
 
-    That is every forward inside of a backward pass. They normalise as before. What a forward under `torch.no_grad()`
+    That is every forward inside of a backward pass. They normalize as before. What a forward under `torch.no_grad()`
     does to them in training mode is not touched.
 
         >>> import torch

@@ -1,7 +1,7 @@
 """Collectives on one-dimensional tensors, and the small messages of the control plane.
 
 NCCL has every operation natively. Gloo has no reduce-scatter (its stand-in clones, all-reduces and copies: twice the
-bytes) and gathers through a temporary of the whole output, so on gloo both are made of tagged messages, straight out of
+bytes) and gathers through a temporary of the full output, so on gloo both are made of tagged messages, straight out of
 and into the caller's buffers: each rank sends (W-1)/W of the full buffer, which is the least that any algorithm can do.
 A tag says what a message is for, so two ranks at different places never read each other's data: they time out, and that
 can be caught and named. Collectives of torch match by their order alone.
@@ -115,7 +115,7 @@ def all_gather(
     """Starts to fill `output` with every rank's shard, in rank order.
 
     Args:
-        output: [W * S], any dtype. May hold `shard` already, as its own part.
+        output: [W * S], any dtype. May hold `shard` already, as its own shard.
         shard: [S], of the same dtype; must not change before `wait()`.
         group: The W ranks.
         sizes: How many elements each rank gives, by rank; None is S each.
@@ -160,7 +160,7 @@ def reduce_scatter(
     sizes: Sequence[int] | None = None,
     tag: int = UNTAGGED,
 ) -> CollectiveWork:
-    """Starts to sum every rank's `full`; each rank gets its own part of the sum.
+    """Starts to sum every rank's `full`; each rank gets its own shard of the sum.
 
     On gloo the summands are added in rank order, in the wider one of `dtype` and the wire's; the sum is divided by W
     there, and rounded to `dtype` once. So the result is a function of the summands alone: timing does not change it.

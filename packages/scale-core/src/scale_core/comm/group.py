@@ -1,6 +1,6 @@
 """The ranks that communicate: torch's process group, or a world of one.
 
-A world of one needs neither an initialised `torch.distributed` nor a special case above this file.
+A world of one needs neither an initialized `torch.distributed` nor a special case above this file.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def group_of(process_group: GroupLike = None) -> Group:
 
     Args:
         process_group: A process group, a one-dimensional `DeviceMesh`, an object with `rank()` and `size()` whose
-            size is 1, or None: the default group where `torch.distributed` is initialised, else a world of one.
+            size is 1, or None: the default group where `torch.distributed` is initialized, else a world of one.
 
     Raises:
-        LaunchError: None, where a launcher has started several ranks and `torch.distributed` is not initialised: each
+        LaunchError: None, where a launcher has started several ranks and `torch.distributed` is not initialized: each
             would train alone.
         TypeError: It is none of these.
         ValueError: A mesh of several dimensions, a group that this rank is no member of, or a stand-in object
@@ -111,12 +111,12 @@ def check_initialized() -> None:
     """Refuses a missing group where a launcher has started several ranks: each would train alone.
 
     Raises:
-        LaunchError: `WORLD_SIZE` is above 1, and torch.distributed is not initialised.
+        LaunchError: `WORLD_SIZE` is above 1, and torch.distributed is not initialized.
     """
     count = os.environ.get("WORLD_SIZE", "1")
     if count.isdecimal() and int(count) > 1 and not (dist.is_available() and dist.is_initialized()):
         raise LaunchError(
-            f"this is one of {count} ranks (WORLD_SIZE), but torch.distributed is not initialised, so that each would "
+            f"this is one of {count} ranks (WORLD_SIZE), but torch.distributed is not initialized, so that each would "
             "train alone: call scale_core.launch.init_distributed() or torch.distributed.init_process_group() first"
         )
 
@@ -131,19 +131,19 @@ def _lookup(rank: int, size: int, ranks: tuple[int, ...]) -> Group:
         default = f"the default group has ranks {list(found[0].ranks)}" if found else ""
         raise ValueError(
             f"what is being read was sharded over ranks {list(ranks)}, but "
-            f"{default or 'torch.distributed is not initialised'}: read it after init_process_group() on as many ranks "
+            f"{default or 'torch.distributed is not initialized'}: read it after init_process_group() on as many ranks "
             f"or, where these are a part of all, new_group({list(ranks)}); else load a snapshot"
         )
     if group.rank != rank:
         raise ValueError(
-            f"what is being read was rank {rank}'s part of {size}, and this is rank {group.rank}: save a file on each "
+            f"what is being read was rank {rank}'s shard of {size}, and this is rank {group.rank}: save a file on each "
             "rank, and let each read its own"
         )
     return group
 
 
 def _from_torch(process_group: dist.ProcessGroup | None) -> Group:
-    assert process_group is not None, "torch.distributed is initialised, but has no default group"
+    assert process_group is not None, "torch.distributed is initialized, but has no default group"
     ranks = tuple(dist.get_process_group_ranks(process_group))
     name = str(dist.get_backend(process_group))
     # Of "cpu:gloo,cuda:nccl" the one for the accelerator.

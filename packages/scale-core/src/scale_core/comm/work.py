@@ -30,7 +30,7 @@ _LIMIT_SECONDS = 600.0
 
 # Shorter waits are never warned of, however short the limit.
 _LONG_SECONDS = 5.0
-# How long the others may take to end a transfer that this rank has cancelled.
+# How long the others may take to end a transfer that this rank has canceled.
 _GRACE_SECONDS = 5.0
 
 
@@ -86,7 +86,7 @@ class Work(Protocol):
 class CollectiveWork:
     """An asynchronous collective; it owns its buffers until `wait()` returns.
 
-    A handle must be waited on or cancelled: one that is dropped with neither warns, because its result could be read
+    A handle must be waited on or canceled: one that is dropped with neither warns, because its result could be read
     while the transfer still runs. A transfer that could not even start raises in `wait()`, too.
     """
 
@@ -152,7 +152,7 @@ class CollectiveWork:
             made = result if finish is None else finish()
             self._result = made.wait(limit_seconds) if isinstance(made, CollectiveWork) else made
         if self._result is None:
-            raise TransferError(self.op, None, "it was cancelled, or has failed before")
+            raise TransferError(self.op, None, "it was canceled, or has failed before")
         return self._result
 
     def cancel(self) -> None:

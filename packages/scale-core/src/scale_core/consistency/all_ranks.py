@@ -258,10 +258,10 @@ def format_abort(what: str, reasons: Sequence[str], what_now: str) -> str:
     """Says which ranks failed in `what`, what state that leaves (`what_now`), and the first rank's error.
 
     >>> print(format_abort("step 3", ["", "ValueError: no such token"], "Nothing has changed."))
-    step 3 was given up on all ranks, because rank 1 failed. Nothing has changed. What rank 1 raised:
+    step 3 was aborted on all ranks, because rank 1 failed. Nothing has changed. What rank 1 raised:
       ValueError: no such token
     """
     failed = [rank for rank, reason in enumerate(reasons) if reason]
     who = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
     first = "\n".join(f"  {line}" for line in reasons[failed[0]].splitlines())
-    return f"{what} was given up on all ranks, because {who} failed. {what_now} What rank {failed[0]} raised:\n{first}"
+    return f"{what} was aborted on all ranks, because {who} failed. {what_now} What rank {failed[0]} raised:\n{first}"

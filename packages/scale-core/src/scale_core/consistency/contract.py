@@ -172,7 +172,7 @@ class Contract:
         group: The ranks.
         limit_seconds: The longest wait for another rank; None is that of `SCALE_LIMIT_SECONDS`, or the
             group's own, at most ten minutes.
-        abort_message: Says that a step was given up, given what each rank has raised, by rank; "" where it has not.
+        abort_message: Says that a step was aborted, given what each rank has raised, by rank; "" where it has not.
         of: A name that is the same on all ranks and no other contract's, by which ranks at two contracts differ.
     """
 
@@ -228,7 +228,7 @@ class Contract:
 
         Raises:
             ContractError: Another rank is about to run another event.
-            StepError: Another rank gives the step up.
+            StepError: Another rank aborts the step.
         """
         self.history.add(event)
         if self.is_single_rank:
@@ -254,11 +254,11 @@ class Contract:
 
         Raises:
             ContractError: The events differ; names the first one that does, by rank.
-            StepError: Another rank gives the step up.
+            StepError: Another rank aborts the step.
         """
         rows = [list(notes)]
         if not self.is_single_rank:
-            # The pass is over only then: one that is given up here was none, on any rank.
+            # The pass is over only then: one that is aborted here was none, on any rank.
             rows = self._compare(END, self._fingerprint(), notes)
             if self._late_ranks is not None:
                 self._late_ranks.step()
@@ -301,7 +301,7 @@ class Contract:
         return not self.is_single_rank and self.history.is_open and self.history.num_completed < _CHECKED_PASSES
 
     def abort(self, reason: str) -> str:
-        """Reports a failure of this rank at the next comparison; all ranks then give the step up.
+        """Reports a failure of this rank at the next comparison; all ranks then abort the step.
 
         The transfers of the last event must have been started: the other ranks wait for them before they compare.
         Returns the message of the StepError that they raise; `reason` is this rank's error, not "".

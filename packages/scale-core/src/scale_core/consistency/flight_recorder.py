@@ -172,9 +172,9 @@ def are_at_different_places(standings: Sequence[RankRecord]) -> bool:
 
 
 def format_failures(reasons: Sequence[str]) -> str:
-    """Says that a step was given up, from every rank's error; "" where it has none."""
+    """Says that a step was aborted, from every rank's error; "" where it has none."""
     failed = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    return f"the step was given up on all ranks, because some have failed: {'; '.join(failed)}"
+    return f"the step was aborted on all ranks, because some have failed: {'; '.join(failed)}"
 
 
 def by_rank(texts: Sequence[str]) -> str:

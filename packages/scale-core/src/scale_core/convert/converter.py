@@ -185,5 +185,5 @@ def _snapshot_at(found: Recognized) -> Path:
         return found.path
     newest = latest_snapshot(found.path)
     if newest is None:
-        raise SnapshotError(f"there is no whole snapshot in {found.path}")
+        raise SnapshotError(f"there is no complete snapshot in {found.path}")
     return newest

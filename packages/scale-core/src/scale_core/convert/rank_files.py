@@ -89,7 +89,7 @@ class FlatPart:
 
 
 def read_rank_files(files: Sequence[Path], *, trust: bool = False) -> dict[Any, Any]:
-    """Returns the whole state that the files of all ranks hold, its tensors as `LazyTensor`s.
+    """Returns the full state that the files of all ranks hold, its tensors as `LazyTensor`s.
 
     Args:
         files: The file of each rank, by rank.
@@ -193,7 +193,7 @@ def _table_of_chunks(
                     ) from error
                 filled.append((begin, begin + length))
                 begin += length
-                if unit["no_broadcast_optim_state"]:  # It is whole on each rank.
+                if unit["no_broadcast_optim_state"]:  # It is replicated.
                     _check_alike(files, weights, key)
                     break
             if begin != sum(described["numels"]):

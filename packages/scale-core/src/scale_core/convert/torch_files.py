@@ -1,4 +1,4 @@
-"""Reads files of torch.save: a whole state, or several files with an index beside them.
+"""Reads files of torch.save: a full state, or several files with an index beside them.
 
 Nothing but tensors and plain values is unpickled (`weights_only`). Files of the zip format are mapped into memory, so
 that a tensor is read when it is written elsewhere; older ones are read as a whole. The zip format has a checksum of

@@ -1,6 +1,6 @@
 """Writes what was read as a snapshot, as safetensors, or as a folder of torch.distributed.checkpoint (DCP).
 
-Each is written to another name and renamed when it is whole, and no tensor is in memory before its turn.
+Each is written to another name and renamed when it is complete, and no tensor is in memory before its turn.
 """
 
 from __future__ import annotations

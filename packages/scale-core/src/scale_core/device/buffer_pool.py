@@ -31,7 +31,7 @@ _idle: list[torch.UntypedStorage] = []  # The last freed is last.
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a new tensor [numel], uninitialised."""
+    """Returns a new tensor [numel], uninitialized."""
     tensor = torch.empty(0, dtype=dtype, device=device)
     if not _is_large(numel * dtype.itemsize, tensor):
         return torch.empty(numel, dtype=dtype, device=device)
@@ -40,7 +40,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def allocate(tensor: Tensor) -> None:
-    """Gives a tensor without memory uninitialised memory; it and its views stay the same objects."""
+    """Gives a tensor without memory uninitialized memory; it and its views stay the same objects."""
     if _is_large(tensor.nbytes, tensor):
         _set_memory(tensor.untyped_storage(), tensor.nbytes)
     else:

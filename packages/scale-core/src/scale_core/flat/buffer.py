@@ -114,7 +114,7 @@ class FlatBuffer(FlatReduced):
 
     Args:
         names: The parameters' names, for errors and for `shard_of`.
-        params: The whole parameters, equal on all ranks, of one dtype and device. They are copied, not kept.
+        params: The full parameters, equal on all ranks, of one dtype and device. They are copied, not kept.
         layout: The place of each; planned for the group's size.
         groups: The ranks that share them, or the `Group` between whose ranks they are cut.
         dtypes: In which dtypes they are computed with and reduced.
@@ -262,14 +262,15 @@ class FlatBuffer(FlatReduced):
         self.release()
         self.wait_sent()
 
-    # Whole tensors, for checkpoints and for people.
+    # Full tensors, for checkpoints and for people.
 
     def load(self, index: int, whole: Tensor) -> None:
+        """Copies this rank's elements out of a full tensor, after what is being sent has left the shard."""
         self.wait_sent()
         super().load(index, whole)
 
     def gather_full_params(self, tag: int = 0, limit_seconds: float | None = None) -> list[Tensor]:
-        """Returns every parameter whole, in its own dtype; they share one new buffer of W * S elements."""
+        """Returns every full parameter, in its own dtype; they share one new buffer of W * S elements."""
         buffer = self._new_full(self.dtype)
         if buffer.numel() and not self.is_meta:
             with self._stream.run():

@@ -67,7 +67,7 @@ class LayoutEntry:
         cut: What `atom` is called.
         offset: First element in the full buffer.
         note: Why "auto" fell back to elements; empty where it didn't.
-        numel: Elements of the whole parameter.
+        numel: Elements of the full parameter.
     """
 
     name: str
@@ -90,7 +90,7 @@ class ShardSpan:
         start: First element, counted in the row-major flattened parameter.
         stop: One past the last element; equal to `start` where the rank holds nothing.
         shard_offset: Where the part begins in the rank's shard.
-        shape: Local shape: the full one where the rank holds the whole parameter, (rows, *rest) behind any leading
+        shape: Local shape: the full one where the rank holds the full parameter, (rows, *rest) behind any leading
             ones where it is cut at rows, 1-D where it is cut inside rows, (0, *shape[1:]) where the rank holds nothing.
         numel: Elements of the part.
     """

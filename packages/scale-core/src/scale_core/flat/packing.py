@@ -126,7 +126,7 @@ def _round_up(number: int, step: int) -> int:
 
 
 def group_in_buckets(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
-    """Puts neighbouring parameters together until a bucket is full; a larger one has a bucket of its own.
+    """Puts neighboring parameters together until a bucket is full; a larger one has a bucket of its own.
 
     >>> group_in_buckets([4, 4, 4, 20, 1], bucket_numel=10)
     [[0, 1], [2], [3], [4]]

@@ -50,7 +50,7 @@ class DevicePolicy:
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """The ranks of a group by nodes of L neighbours each: place l in node n is rank n * L + l of N * L."""
+    """The ranks of a group by nodes of L neighbors each: place l in node n is rank n * L + l of N * L."""
 
     intra_node: Group  # The L ranks of this rank's node
     inter_node: Group  # The N ranks that have this rank's place l in their nodes
@@ -63,7 +63,7 @@ class ShardGroups:
     shard: Group = field(default_factory=Group)  # The W ranks between which it is cut
     # The ranks that hold the same shard, one for each copy of the model: hybrid sharding.
     replicas: Group = field(default_factory=Group)
-    # Some of the ranks of `shard`, neighbours in it, between which `release(keep_part=True)` leaves the full buffer, so
+    # Some of the ranks of `shard`, neighbors in it, between which `release(keep_part=True)` leaves the full buffer, so
     # that the next gather stays among them. Its size divides W.
     part: Group | None = None
     # The ranks of `shard` by nodes, where what is quantized is so between nodes alone.
@@ -116,7 +116,7 @@ class FlatShard:
             if divided:
                 raise ValueError(
                     f"'{divided[0]}' is divided between ranks by its layer, and one flat parameter can't say of which "
-                    "tensors it holds parts: leave flatten_parameters out"
+                    "tensors it holds shards: leave flatten_parameters out"
                 )
             start = self.group.rank * self.layout.shard_numel
             stop = start + self.layout.shard_numel
@@ -157,7 +157,7 @@ class FlatShard:
         return self.shard.is_meta
 
     def load(self, index: int, whole: Tensor) -> None:
-        """Copies this rank's elements out of a whole tensor of the parameter's full shape; ignores one on meta."""
+        """Copies this rank's elements out of a full tensor of the parameter's full shape; ignores one on meta."""
         if whole.is_meta:
             return
         span, piece = self.spans[index], self.pieces[index]

@@ -140,9 +140,9 @@ def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
 
     It is called for each backward pass by itself: where gradients of several passes are accumulated, as under
     `no_sync()` of scale-fsdp, each call has those of its pass alone. scale-oss calls it with the sum, at the reduction:
-    its parameters are whole, so a hook on a parameter sees each pass.
+    its parameters are unsharded, so a hook on a parameter sees each pass.
 
-    It gets the parameters as `parameters()` yields them and, in the same order, the whole local gradient of each, in
+    It gets the parameters as `parameters()` yields them and, in the same order, the full local gradient of each, in
     the full shape (see `full_shape`) and possibly in a lower precision than the parameter. The gradients are borrowed:
     they must not be changed, nor kept after the callback returns. `handle.remove()` ends the calls.
     """

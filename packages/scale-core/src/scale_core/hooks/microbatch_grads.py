@@ -33,7 +33,7 @@ class StepObserver(NamedTuple):
     # Called when all gradients of the step are there, and averaged: for each of its samples with what it counts in
     # their mean, 1 / n of n samples of the same size.
     ended: Callable[[Sequence[float]], None]
-    failed: Callable[[], None]  # Called in its place when the step was given up; gradients are as before it
+    failed: Callable[[], None]  # Called in its place when the step was aborted; gradients are as before it
     # Called with a parameter of `in_parts` and its gradient of one sample, which is borrowed.
     whole: Callable[[Tensor, Tensor], None]
     terms: StepSignature | None = None  # What other ranks have to have alike; None where it asks them for nothing
@@ -122,7 +122,7 @@ class MicrobatchStep:
             listener.ended(list(weights))
 
     def fail(self) -> None:
-        """Reports that the step was given up; does nothing after `end`."""
+        """Reports that the step was aborted; does nothing after `end`."""
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener.failed()

@@ -233,7 +233,7 @@ def _run_rank(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> 
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)  # Past every finaliser: a thread of the transport may not end, or abort the process.
+    os._exit(code)  # Past every finalizer: a thread of the transport may not end, or abort the process.
 
 
 # New processes run the main script again to find their functions. A script that starts ranks outside of

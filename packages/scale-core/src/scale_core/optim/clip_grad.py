@@ -110,7 +110,7 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
     pipeline, with those of their stages, of which a rank may have none. Norms are combined in fp64.
 
     Args:
-        params: Parameters, whole or local shards (`shard_of` tells), or one such; one without a gradient counts as
+        params: Parameters, full or local shards (`shard_of` tells), or one such; one without a gradient counts as
             zeros.
         norm_type: p > 0; `math.inf` is the largest magnitude.
         limit_seconds: How long to wait for another rank; None is its group's own limit.

@@ -55,7 +55,7 @@ class ShardedGradScaler(GradScaler):
         growth_interval: Number of steps.
         enabled: False makes every method as if there were no scaler.
         process_group: The ranks that agree: at least all that share a parameter. None is the default group (looked up
-            when it is needed), or a world of one where torch.distributed is not initialised.
+            when it is needed), or a world of one where torch.distributed is not initialized.
 
     Raises:
         ValueError: A number out of its range, or a `process_group` that this rank is no member of; at the first

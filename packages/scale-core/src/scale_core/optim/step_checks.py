@@ -1,7 +1,7 @@
 """Checks before an optimizer steps on parameters of a sharded model.
 
 An optimizer sees tensors and knows nothing of shards. It would step silently on parameters that are no longer the
-model's, on pieces of what it has to see whole, on parameters whose gradients come to another optimizer, and before
+model's, on pieces of what it has to see unsharded, on parameters whose gradients come to another optimizer, and before
 gradients have been reduced. Each optimizer is checked at its first step and after a change; torch's process-wide hook
 is used because an optimizer that was built before the model was sharded can be found in no other way.
 """
@@ -158,7 +158,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
             owner = held()
             name = f"'{owner.names[index]}'" if owner is not None else "parameter"
             raise RuntimeError(
-                f"{type(optimizer).__name__} was built while the model's parameters were whole, by unshard() or "
+                f"{type(optimizer).__name__} was built while the model's parameters were unsharded, by unshard() or "
                 f"summon_full_params(): its {name} is a copy, and to step on it would train nothing. "
                 f"Build the optimizer from the shards: {constructor_example(optimizer)} after "
                 "reshard(), or outside of summon_full_params()"
@@ -192,7 +192,7 @@ def _with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]
 
 
 def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that would compute another update on shards than on whole tensors."""
+    """Refuses an optimizer that would compute another update on shards than on full tensors."""
     kind, bases = type(optimizer).__name__, known_bases(type(optimizer))
     # One of which nothing is known is taken for elementwise.
     needs = next((base.needs for base in bases if base.scope == "parameter"), None)
@@ -215,8 +215,8 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
     if needs is not None and cut is not None:
         raise RuntimeError(
             f"{kind}.step(): its update of a parameter needs {needs}, and of {cut.title} this rank has elements "
-            f"{cut.start:,} to {cut.stop:,} of {cut.numel:,} only. Let scale-oss hand each whole tensor to one rank "
-            f"for the step, OSS(model.parameters(), optim={kind}, ...); or keep every parameter whole on one rank, "
+            f"{cut.start:,} to {cut.stop:,} of {cut.numel:,} only. Let scale-oss hand each full tensor to one rank "
+            f"for the step, OSS(model.parameters(), optim={kind}, ...); or keep every parameter unsharded on one rank, "
             'fully_shard(module, atom="parameter"), and give it those that are here, '
             "[p for p in model.parameters() if p.numel()]; or train with one that works element by element, as AdamW"
         )

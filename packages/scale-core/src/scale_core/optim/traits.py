@@ -1,7 +1,7 @@
 """Traits of optimizer classes: what an update depends on, and which state it keeps.
 
 An elementwise optimizer computes the new value of an element from that element's gradient and state alone, so a
-parameter can be cut anywhere. Others need a parameter as a whole, or all parameters together.
+parameter can be cut anywhere. Others need a full parameter, or all parameters together.
 
 Classes of torch.optim are known as such: a subclass may compute anything. Others come from many packages under the same
 names, so they are known by these; their traits are only ever a reason to refuse.
@@ -39,7 +39,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _DISTANCE = "the gradients of all parameters together"
 _FACTORS = "rows and columns of its second moment, and the norm of its update"
 _PRECONDITIONER = "a preconditioner of rows and columns"
-_PROJECTION = "a projection of the whole gradient"
+_PROJECTION = "a projection of the full gradient"
 _TRUST = "the norms of the parameter and of its update"
 
 _OF_TORCH = (
@@ -95,7 +95,7 @@ ELEMENTWISE = frozenset(cls for cls, kind in KINDS.items() if kind.scope == "ele
 """The classes of torch.optim that are elementwise. (Each keeps a few numbers per parameter, such as its step.)"""
 
 PER_PARAMETER = frozenset(cls for cls, kind in KINDS.items() if kind.scope == "parameter")
-"""Those that need rows and columns, or the whole matrix, of one parameter at a time."""
+"""Those that need rows and columns, or the full matrix, of one parameter at a time."""
 
 NUMBERS = frozenset(key for kind in KINDS.values() for key in kind.numbers)
 """The numbers that torch's optimizers keep per parameter: for a 0-dim parameter no shape could tell them."""

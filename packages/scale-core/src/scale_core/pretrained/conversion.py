@@ -2,7 +2,7 @@
 
 A model of transformers says itself how files of other versions are read: some tensors have other names there, and
 experts stand one by one whose weights are one tensor in the model. Each saved tensor is then a box of the model's, and
-boxes are what files are read and written by. So nothing is converted in memory, and no rank needs the whole.
+boxes are what files are read and written by. So nothing is converted in memory, and no rank needs the full tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads a folder of safetensors files into a model: each rank the bytes of its own parts, into their memory."""
+"""Loads a folder of safetensors files into a model: each rank the bytes of its own shards, into their memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load_pretrained(
     """Loads weights as `save_pretrained` of Hugging Face writes them, or a download from the hub has them.
 
     To be called on every rank, after the model is sharded, divided or cut into stages, and before its optimizer is
-    built. Each rank reads the bytes of its own parts and no others, straight into their memory; what several ranks of
+    built. Each rank reads the bytes of its own shards and no others, straight into their memory; what several ranks of
     a node need is read from the disk once. Names, shapes and dtypes are compared before anything is changed.
 
         with torch.device("meta"):
@@ -184,7 +184,7 @@ def _allocate(
     if lacking:
         raise ValueError(
             f"{', '.join(lacking[:10])}: on the meta device, and nothing that is saved fits: build it outside of "
-            "torch.device('meta') or initialise it, so that it has values, and load what fits over them"
+            "torch.device('meta') or initialize it, so that it has values, and load what fits over them"
         )
     accelerator = compat.accelerator() if group.backend != "gloo" else None
     place = torch.device(device) if device is not None else accelerator or torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Saves a model as a folder of safetensors files, each rank its own parts, at the places where they belong."""
+"""Saves a model as a folder of safetensors files, each rank its own shards, at the places where they belong."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save_pretrained(
     """Saves the weights of a model, and its configuration, as a folder that Hugging Face's libraries and vLLM read.
 
     To be called on every rank, with a folder that all of them see. Nothing is gathered: all ranks write at once, each
-    its own parts, at their places in the files, and no byte is written twice. The folder is there in the end as a
+    its own shards, at their places in the files, and no byte is written twice. The folder is there in the end as a
     whole, or not at all.
 
         save_pretrained(model, "finished")
@@ -92,7 +92,7 @@ def save_pretrained(
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """This rank's parts by plain names."""
+    """This rank's shards by plain names."""
     state = {key.removeprefix("model."): value for key, value in sharded_state_dict(model).items()}
     for name in state:
         if "@" in name:
@@ -158,7 +158,7 @@ def _write(
     layout: FolderLayout,
     progress: Progress,
 ) -> None:
-    """Writes this rank's parts, and returns when they are on the disk."""
+    """Writes this rank's shards, and returns when they are on the disk."""
     if not unfinished.is_dir():
         raise FileNotFoundError(f"{unfinished} can't be seen from this rank: all ranks must share the folder")
     descriptors: dict[str, int] = {}

@@ -131,7 +131,7 @@ def dequantize(message: Tensor, num_elements: int, block_format: BlockFormat, *,
 
 
 class _Run(NamedTuple):
-    """Neighbouring blocks of one size: all full ones, or the last one."""
+    """Neighboring blocks of one size: all full ones, or the last one."""
 
     dtype: FormatName
     start: int

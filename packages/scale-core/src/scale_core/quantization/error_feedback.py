@@ -1,6 +1,6 @@
 """Error feedback: what rounding has taken from one step's message is added to the next one's.
 
-So what is lost is late and not gone (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847). A step that is given up
+So what is lost is late and not gone (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847). A step that is aborted
 leaves the error as it was: what a pass has added counts only from `commit` on.
 """
 

@@ -62,7 +62,7 @@ class AsyncSave:
         """Returns the snapshot's directory when it is complete.
 
         Args:
-            limit_seconds: The longest wait; None waits until every rank has written its part.
+            limit_seconds: The longest wait; None waits until every rank has written its shard.
 
         Raises:
             SnapshotError: It failed, on every rank alike. The snapshots that were there still are.

@@ -1,4 +1,4 @@
-"""Recognises checkpoints that are no snapshots of scale, by their files' names and first bytes.
+"""Recognizes checkpoints that are no snapshots of scale, by their files' names and first bytes.
 
 No code of a file is run: of a pickle, only the names of classes and the texts in it are read, by `pickletools`.
 """
@@ -35,7 +35,7 @@ class Format(Enum):
     SNAPSHOT = "a snapshot of scale"
     SNAPSHOT_FOLDER = "a folder of snapshots of scale"
     TORCH_FILE = "a file of torch.save"
-    TORCH_SHARDS = "one rank's part of a checkpoint that FairScale or FSDP saved rank by rank"
+    TORCH_SHARDS = "one rank's shard of a checkpoint that FairScale or FSDP saved rank by rank"
     DCP = "a folder of torch.distributed.checkpoint (DCP)"
     SAFETENSORS = "a safetensors file"
     SAFETENSORS_FOLDER = "a folder of safetensors files, as Hugging Face's save_pretrained writes it"

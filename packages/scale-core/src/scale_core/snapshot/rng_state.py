@@ -73,7 +73,7 @@ def _seed(seed: int) -> None:
 
 
 def _device_generators() -> list[torch.Generator]:
-    """Those of the initialised accelerators, that of the current device first."""
+    """Those of the initialized accelerators, that of the current device first."""
     found: list[torch.Generator] = []
     for accelerator in (torch.cuda, torch.xpu):
         if accelerator.is_initialized():

@@ -159,7 +159,7 @@ def load(
     only_given: bool = False,
     cast: bool = False,
 ) -> Snapshot:
-    """Loads the newest whole snapshot of a directory into objects that are built already; optimizers may be fresh.
+    """Loads the newest complete snapshot of a directory into objects that are built already; optimizers may be fresh.
 
     To be called on every rank of the group, at any number of them, whatever the wrapping was when it was saved. Names,
     shapes and dtypes are compared before anything is changed. Modules and their optimizers come first, then other
@@ -181,7 +181,7 @@ def load(
         The snapshot; `state` has the objects by name, and the saved values of those that are values.
 
     Raises:
-        SnapshotError: On every rank: there is no whole snapshot, it has other objects or is that of another model; or
+        SnapshotError: On every rank: there is no complete snapshot, it has other objects or is of another model; or
             an object had a state on each rank and was saved by another number of them. `DamagedSnapshotError` and
             `NewerSnapshotError` are as of `load_snapshot`.
     """
@@ -201,7 +201,7 @@ def load(
 
 @checked_arguments
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none."""
+    """Returns the newest complete snapshot of a directory, as this rank alone sees it; None if there is none."""
     return latest_snapshot(directory)
 
 

@@ -141,7 +141,7 @@ def load_snapshot(
     strict: bool = True,
     cast: bool = False,
 ) -> Snapshot:
-    """Reads the newest whole snapshot of a directory into a state, at any number of ranks.
+    """Reads the newest complete snapshot of a directory into a state, at any number of ranks.
 
     To be called on every rank of the group. Rank 0 decides which snapshot it is. All keys, shapes and dtypes are
     compared, and all files verified against their checksums, before the first tensor is overwritten. Without `step`,
@@ -163,7 +163,7 @@ def load_snapshot(
         NewerSnapshotError: On every rank: a newer version of scale-core wrote the one that was to be loaded.
         ForeignCheckpointError: On every rank: the directory is a checkpoint of another library; the error says how it
             is converted.
-        SnapshotError: On every rank: there is no whole snapshot (`FileNotFoundError` is the cause), or it is that of
+        SnapshotError: On every rank: there is no complete snapshot (`FileNotFoundError` is the cause), or it is that of
             another model (`StateMismatch` is the cause; it lists all that differs); or the ranks were given different
             arguments.
     """
@@ -183,9 +183,9 @@ def load_snapshot(
             return _load(path, state, group, *rules)
         except DamagedSnapshotError as error:
             if group.rank == 0:
-                warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=3)
+                warnings.warn(f"passing over an incomplete snapshot: {error}", stacklevel=3)
     why = "" if folder.is_dir() else ", which is no directory" if folder.exists() else ", and no such directory"
-    missing = FileNotFoundError(f"there is no whole snapshot in {folder}{why}")
+    missing = FileNotFoundError(f"there is no complete snapshot in {folder}{why}")
     raise SnapshotError(f"{looking.doing} failed: {missing}") from missing
 
 
@@ -251,13 +251,13 @@ def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
             _verify(together, older, manifest, [RankReads("", {})] * group.size)
         except SnapshotError:
             continue
-        return f"The newest older snapshot that is whole is {older}: load that, step={_step_of(older)}"
-    return "No older snapshot is whole"
+        return f"The newest older complete snapshot is {older}: load that, step={_step_of(older)}"
+    return "No older snapshot is complete"
 
 
 @checked_arguments
 def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
-    """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none.
+    """Returns the newest complete snapshot of a directory, as this rank alone sees it; None if there is none.
 
     Args:
         directory: As given to `save_snapshot`.
@@ -272,7 +272,7 @@ def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) 
         try:
             verify_snapshot(path) if verify else read_manifest(path)
         except DamagedSnapshotError as error:
-            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=3)
+            warnings.warn(f"passing over an incomplete snapshot: {error}", stacklevel=3)
         else:
             return path
     if not paths and (found := recognize(directory)) is not None and found.is_foreign:

@@ -34,19 +34,19 @@ def num_blocks(key: str, holding: ParamSlice) -> int:
         return 0
     if holding.start % size or holding.ranges or holding.shares_owner:
         raise ValueError(
-            f"optimizer state {holding.name}.{key} has one value for {size} elements, and this rank's part of the "
+            f"optimizer state {holding.name}.{key} has one value for {size} elements, and this rank's shard of the "
             f"parameter is cut within a block: write fully_shard(..., atom=BlockAtom({size}))"
         )
     return -(-(holding.stop - holding.start) // size)
 
 
 def whole_shape(key: str, holding: ParamSlice) -> tuple[int, ...]:
-    """The shape of the scales of the whole parameter."""
+    """The shape of the scales of the full parameter."""
     return (-(-math.prod(holding.shape) // BLOCK_SIZES[key]),)
 
 
 def block_shard(key: str, value: Tensor, holding: ParamSlice) -> LocalShard:
-    """This rank's scales, as a shard of those of the whole parameter.
+    """This rank's scales, as a shard of those of the full parameter.
 
     Raises:
         ValueError: The elements begin within a block, or there is another number of scales.

@@ -74,7 +74,7 @@ def _sizes(ranges: Ranges) -> tuple[int, ...]:
 
 
 def _to_chunks(chunk: Chunk, piece: Tensor, ranges: Ranges) -> dict[Chunk, Tensor]:
-    """Cuts a chunk of the `ranges` into chunks of the whole tensor, each with its elements: views of `piece`."""
+    """Cuts a chunk of the `ranges` into chunks of the full tensor, each with its elements: views of `piece`."""
     found = {chunk: piece}
     for dim, held in enumerate(ranges):
         cut: dict[Chunk, Tensor] = {}
@@ -99,12 +99,12 @@ def _format_range(start: int, stop: int, ranges: Ranges) -> str:
 class LocalShard(Tensor):
     """The elements `[start, stop)` of a tensor of `shape`, or of some of its indices, as this rank holds them.
 
-    To torch it is a tensor of the whole shape whose elements are elsewhere, as a DTensor is; unlike one, it may consist
+    To torch it is a tensor of the full shape whose elements are elsewhere, as a DTensor is; unlike one, it may consist
     of several chunks. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It is
     copied and moved between devices; what would need all elements raises.
 
     `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which has `stop - start` elements in any shape, and is not
-    copied. With `ranges`, the elements are counted in what these leave of the whole tensor. The tensor is contiguous;
+    copied. With `ranges`, the elements are counted in what these leave of the full tensor. The tensor is contiguous;
     in the shape of all of that it may have any strides. Without `written` it is loaded into like any, but saved by
     other ranks alone, which hold the same elements. All of these are attributes; `ranges` are those of each dimension
     (`scale_core.Shard`), or empty.
@@ -205,8 +205,8 @@ class LocalShard(Tensor):
             "one rank's shard" if shard is None else f"elements {shard.start:,} to {shard.stop:,} of {shard.numel():,}"
         )
         raise RuntimeError(
-            f"{func}: got {where} of a tensor, where the whole is needed: take shard.tensor for this rank's elements, "
-            "or the whole from model.state_dict() and scale_fsdp.full_optim_state_dict(model, optimizer)"
+            f"{func}: got {where} of a tensor, where all of it is needed: take shard.tensor for this rank's elements, "
+            "or the full tensor from model.state_dict() and scale_fsdp.full_optim_state_dict(model, optimizer)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types here
@@ -219,7 +219,7 @@ class LocalShard(Tensor):
         raise TypeError(
             "one rank's shard of a tensor can't be pickled, as by torch.save: save the state of all ranks by "
             "torch.distributed.checkpoint.save or scale_core.snapshot.save_snapshot, this rank's tensors alone by "
-            "model.local_state_dict(), or whole ones from model.state_dict() and "
+            "model.local_state_dict(), or full ones from model.state_dict() and "
             "scale_fsdp.full_optim_state_dict(model, optimizer)"
         )
 
@@ -228,7 +228,7 @@ class LocalShard(Tensor):
         return LocalShard(tensor, self.shape, self.start, self.stop, self.ranges, written=self.written)
 
     def _part_of(self, source: Tensor) -> Tensor:
-        """The elements of `source`, the same shard or the whole tensor, that belong here; in the shape of `tensor`."""
+        """The elements of `source`, the same shard or the full tensor, that belong here; in the shape of `tensor`."""
         if source.shape != self.shape:
             raise ValueError(f"expected a tensor of shape {tuple(self.shape)} to copy, got {tuple(source.shape)}")
         if not isinstance(source, LocalShard):

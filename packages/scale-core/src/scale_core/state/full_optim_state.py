@@ -1,4 +1,4 @@
-"""Gathers an optimizer's whole state from all ranks, on one of them or on all.
+"""Gathers an optimizer's full state from all ranks, on one of them or on all.
 
 It goes bucket by bucket and tensor by tensor: beside the state that it keeps anyway, a device holds at most one tensor
 per parameter of a bucket. Before anything is sent, the ranks tell each other on the host what state there is: one that
@@ -61,12 +61,12 @@ class ParamState:
         return [Part(0, whole.numel() if rank == self.rank_of_all else 0) for rank in range(self.group.size)]
 
     def tensors(self, key: Any, value: Any) -> list[Tensor]:
-        """The tensors in a value of the state that are no numbers of the whole parameter, each once."""
+        """The tensors in a value of the state that are no numbers of the full parameter, each once."""
         found = {id(t): t for t in tensors_in(value) if not is_per_param_number(key, t.shape, self.held.shape)}
         return list(found.values())
 
     def described(self) -> dict[Any, Any]:
-        """The state with whole tensors on the meta device, and the values of numbers."""
+        """The state with full tensors on the meta device, and the values of numbers."""
 
         def describe(key: Any, tensor: Tensor) -> Tensor:
             if is_per_param_number(key, tensor.shape, self.held.shape):
@@ -85,7 +85,7 @@ def gather_optim_states(
     compared_over: Group | None = None,
     device: torch.device | None = HOST,
 ) -> list[dict[Any, Any]]:
-    """Returns the whole state of each parameter of a bucket where `keeps`, and nothing elsewhere.
+    """Returns the full state of each parameter of a bucket where `keeps`, and nothing elsewhere.
 
     The parameters are held by one group, whose ranks call it together; one of them keeps the state, or all do.
 
@@ -94,7 +94,7 @@ def gather_optim_states(
         contract: Watches the waits.
         keeps: Whether this rank gets the state.
         compared_over: The ranks that must have stepped alike, where the group's are only some of them.
-        device: Of the whole tensors; None is where they were sent from. Numbers are on the host.
+        device: Of the full tensors; None is where they were sent from. Numbers are on the host.
 
     Raises:
         ValueError: On all ranks: a state is neither a number nor of the shard's shape, or the ranks' states differ.

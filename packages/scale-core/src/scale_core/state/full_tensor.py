@@ -1,4 +1,4 @@
-"""Whole tensors from the parts that ranks hold: ranges of elements, or of some indices, also of copies."""
+"""Full tensors from the parts that ranks hold: ranges of elements, or of some indices, also of copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scale_core.errors import ContractError
 from scale_core.shard import Ranges, Shard
 from scale_core.state.chunks import LocalShard
 
-_PARAMETER = Event("whole parameter of a divided layer", "")
+_PARAMETER = Event("full parameter of a divided layer", "")
 
 
 class Part(NamedTuple):
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 @torch.no_grad()
 def gather_full_param(part: Tensor, shard: Shard, group: Group, limit_seconds: float | None = None) -> Tensor:
-    """Returns a whole parameter whose indices are sharded over a group; all its ranks call it together."""
+    """Returns a full parameter whose indices are sharded over a group; all its ranks call it together."""
     # Before anything is sent the ranks tell each other, on the host, which elements they have. So a rank that calls it
     # alone never meets a collective of others, which a transport without tags would take for this one.
     name = shard.name.partition("@")[0]  # What follows are ranks along another axis, which these may not have alike.
@@ -63,7 +63,7 @@ def gather_parts(mine: Sequence[tuple[str, Part]], contract: Contract, event: Ev
     for names in zip_longest(*([name for name, _ in rows] for rows in by_rank), fillvalue="none"):
         if len(set(names)) > 1:
             raise ContractError(
-                f"the ranks {list(contract.group.ranks)} would make different parameters whole, by rank: "
+                f"the ranks {list(contract.group.ranks)} would gather different full parameters, by rank: "
                 f"{', '.join(names)}. All ranks must call state_dict() of the same module together, and step on the "
                 "same parameters"
             )
@@ -77,7 +77,7 @@ def gather_parts(mine: Sequence[tuple[str, Part]], contract: Contract, event: Ev
 def join_parts(
     shape: tuple[int, ...], pieces: Sequence[tuple[Part, Tensor]], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The whole tensor, from the parts of all ranks with their elements; some may be copies of others."""
+    """The full tensor, from the parts of all ranks with their elements; some may be copies of others."""
     whole = torch.empty(shape, dtype=dtype, device=device)
     by_part = {part: piece for part, piece in pieces if part.numel}
     found = sum(part.numel for part in by_part)

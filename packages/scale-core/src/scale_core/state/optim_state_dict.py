@@ -68,7 +68,7 @@ def local_chunk(holding: ParamSlice, tensor: Tensor) -> LocalShard | Tensor:
 
 
 def _whole(holding: ParamSlice, tensor: Tensor) -> LocalShard | Tensor:
-    """A whole tensor, which another stage of a pipeline may be the one to write."""
+    """A full tensor, which another stage of a pipeline may be the one to write."""
     if holding.written:
         return tensor
     return LocalShard(tensor, tuple(tensor.shape), 0, tensor.numel(), written=False)
@@ -161,7 +161,7 @@ def _fits(key: str, value: SavedTensor, holding: ParamSlice, weight: Any) -> boo
     if isinstance(weight, SavedTensor) and weight.shape != holding.shape:
         return False
     if not _is_cut(holding):
-        return True  # What a whole parameter has may be of any shape.
+        return True  # What a full parameter has may be of any shape.
     return key in CODE_BOOKS or (key in BLOCK_SIZES and value.shape == whole_shape(key, holding))
 
 
@@ -259,7 +259,7 @@ def entries_from(
 
 
 def part_of(key: str, value: LocalShard | Tensor, holding: ParamSlice) -> Tensor:
-    """Returns the elements of a slice, in its shape, from the whole tensor or exactly that shard."""
+    """Returns the elements of a slice, in its shape, from the full tensor or exactly that shard."""
     if tuple(value.size()) != holding.shape:
         raise StateMismatch(f"{key}: the saved shape is {tuple(value.size())}, expected {holding.shape}")
     if not isinstance(value, LocalShard):
@@ -310,7 +310,7 @@ def _owner_value(key: str, held: Sequence[ParamSlice], given: Mapping[str, Mappi
             return value
         if is_per_param_number(key, value.shape, holding.shape):
             return value.detach()
-        # Whatever an optimizer keeps for a whole parameter: a sum over rows, for one.
+        # Whatever an optimizer keeps for a full parameter: a sum over rows, for one.
         if not _is_cut(holding) or key in CODE_BOOKS or key in BLOCK_SIZES:
             return value.tensor if isinstance(value, LocalShard) else value.detach()
         return part_of(f"optim.{holding.name}.{key}", value, holding)
@@ -363,7 +363,7 @@ def _empty_state(key: str, saved: SavedTensor, holding: ParamSlice, group: Mappi
     """A new tensor for one state of an owner, with the device and dtype that the optimizer expects."""
     owner = holding.owner if allocate else holding.owner.detach().to("meta")
     if not is_per_param_number(key, saved.shape, holding.shape) and saved.shape == holding.shape:
-        make = torch.zeros_like if holding.shares_owner else torch.empty_like  # Between its parts a flat one is zero.
+        make = torch.zeros_like if holding.shares_owner else torch.empty_like  # Between its shards a flat one is zero.
         return make(owner, dtype=saved.dtype, requires_grad=False)
     if key in BLOCK_SIZES and _is_cut(holding):
         return torch.empty(num_blocks(key, holding), dtype=saved.dtype, device=owner.device)

@@ -49,7 +49,7 @@ class ParamSlice:
 
     name: str  # Its qualified name in the plain model
     owner: Tensor  # What an optimizer steps on: the parameter, a shard of it, or a flat parameter
-    shape: tuple[int, ...]  # The shape of the whole parameter
+    shape: tuple[int, ...]  # The shape of the full parameter
     start: int  # The first element held, in row-major order, or in that of what `ranges` leave
     stop: int  # One past the last element held
     offset: int = 0  # Where the held elements begin in the flattened `owner`
@@ -57,9 +57,9 @@ class ParamSlice:
     is_shard: bool = True  # Other ranks may hold other elements
     shares_owner: bool = False  # The owner is a flat parameter, which holds others, too
     # What this rank has of the optimizer's state: that of the elements held; all of it, of any shape, where one rank
-    # steps on the whole parameter; or nothing, where others do.
+    # steps on the full parameter; or nothing, where others do.
     state: Literal["elements", "all", "nothing"] = "elements"
-    ranges: Ranges = ()  # Of which indices of the whole parameter the elements are; see `scale_core.Shard`
+    ranges: Ranges = ()  # Of which indices of the full parameter the elements are; see `scale_core.Shard`
     written: bool = True  # This rank saves what it holds; otherwise another one that holds the same does
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
 
 @checked_arguments
 def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
-    """Returns the number of elements of a model's whole parameters; a tied one counts once. Sends nothing.
+    """Returns the number of elements of a model's full parameters; a tied one counts once. Sends nothing.
 
     `sum(p.numel() for p in model.parameters())` counts what this rank holds of them. Of a pipeline, the stages of this
     rank are counted, whole.
@@ -173,10 +173,10 @@ def not_elementwise(name: str, shape: Sequence[int], shard_shape: Sequence[int])
     """The error of an optimizer state `name` that is neither a number nor has the shard's shape."""
     return ValueError(
         f"optimizer state {name} has shape {tuple(shape)}, expected the shard's {tuple(shard_shape)} or a number: this "
-        "optimizer needs whole parameters, so it can't step on shards; around it, write OSS(..., elementwise=False)"
+        "optimizer needs full parameters, so it can't step on shards; around it, write OSS(..., elementwise=False)"
     )
 
 
 def is_per_param_number(key: str, shape: Sequence[int], param_shape: Sequence[int]) -> bool:
-    """Whether a state is one number for the whole parameter, and not the state of its one element."""
+    """Whether a state is one number for the full parameter, and not the state of its one element."""
     return len(shape) == 0 and (key in NUMBERS or len(param_shape) > 0)

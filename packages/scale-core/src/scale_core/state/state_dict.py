@@ -113,7 +113,7 @@ def _compare(expected: Mapping[str, Any], given: Mapping[str, Any], optimizer: O
 
 
 def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
-    """Returns the whole tensors of which this rank has elements: the `model.<name>` of `sharded_state_dict`, by name.
+    """Returns the full tensors of which this rank has elements: the `model.<name>` of `sharded_state_dict`, by name.
 
     The model may be on the meta device.
     """

@@ -4,7 +4,7 @@
 shard's state is neither: one rank's would be saved under the parameter's name and all others silently lost. So an
 optimizer on shards gets two hooks of torch's: for those functions each tensor becomes a `LocalShard`, or whole where
 they want that, and loaded tensors are cut to this rank's elements. A flat parameter has no name in those functions, so
-it raises. For everybody else `state_dict()` is this rank's part, described under `SHARDS` in plain numbers and text; it
+it raises. For all others `state_dict()` is this rank's shard, described under `SHARDS` in plain numbers and text; it
 is loaded where the same elements are held, and refused elsewhere, on all ranks.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from scale_core.state.full_tensor import Part
 
 SHARDS = "shards"
-"""The key of a `state_dict()` that is one rank's part: its "rank", "world_size" and, in the order of the parameters,
+"""The key of a `state_dict()` that is one rank's shard: its "rank", "world_size" and, in the order of the parameters,
 what is held of each: (name, shape, start, stop, ranges), or None of a whole one; see `scale_core.Shard`."""
 
 _BUCKET_NUMEL = 25_000_000  # Elements that are on a device at a time while they are made whole
@@ -75,7 +75,7 @@ def install_hooks(optimizer: Any, loads: Any = None) -> None:
 class StateDictRequest(NamedTuple):
     """The options of torch's checkpoint functions."""
 
-    whole: bool = False  # Whole tensors (`full_state_dict=True`)
+    whole: bool = False  # Full tensors (`full_state_dict=True`)
     on_host: bool = False  # On the host and, where they are whole, on global rank 0 alone (`cpu_offload=True`)
 
     @property
@@ -91,7 +91,7 @@ class StateDictRequest(NamedTuple):
 def torch_request() -> StateDictRequest | None:
     """The options of torch's checkpoint functions, if they have called the current `state_dict()`, or None."""
     # torch passes nothing to `state_dict()`, so its caller and the options are read off the stack. Without them the
-    # shards of one rank would be saved as whole tensors.
+    # shards of one rank would be saved as full tensors.
     frame = _outer_caller(sys._getframe(1))
     if frame is None or frame.f_globals.get("__name__") != _ASKS:
         return None
@@ -113,7 +113,7 @@ def _outer_caller(frame: FrameType | None) -> FrameType | None:
 
 
 def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """State-dict hook: `LocalShard`s or whole tensors for torch's checkpoint functions, `SHARDS` for others."""
+    """State-dict hook: `LocalShard`s or full tensors for torch's checkpoint functions, `SHARDS` for others."""
     # To others it says so beside the tensors.
     if _keeps_whole_state(optimizer):
         return None
@@ -198,7 +198,7 @@ def _axes_of(holding: ParamSlice) -> _Axes:
     groups = [axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1]
     if len(groups) > 2:
         raise RuntimeError(
-            f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and made whole "
+            f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and gathered "
             "along 2 at most: take scale_core.state.sharded_state_dict(model, optimizer) for "
             "torch.distributed.checkpoint.save"
         )
@@ -227,7 +227,7 @@ class _Piece(NamedTuple):
     other: Group
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The whole tensor of a state that is this piece of it; numbers are as they are."""
+        """The full tensor of a state that is this piece of it; numbers are as they are."""
         from scale_core.state.full_tensor import gather_full_param
 
         if tuple(tensor.shape) != self.shape:
@@ -239,7 +239,7 @@ class _Piece(NamedTuple):
 
 
 def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Load hook: takes this rank's elements out of `LocalShard`s and whole tensors."""
+    """Load hook: takes this rank's elements out of `LocalShard`s and full tensors."""
     if _keeps_whole_state(optimizer):
         return None
     if SHARDS in state_dict:
@@ -264,7 +264,7 @@ def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
             return elements_of(value.detach(), shard.start, shard.stop, shard.ranges).view(param.shape)
         if shard.stop - shard.start < shard.numel:
             raise ValueError(
-                f"optimizer state {shard.name}.{key}: expected the whole {shard.shape} or this rank's part "
+                f"optimizer state {shard.name}.{key}: expected the full {shard.shape} or this rank's shard "
                 f"{tuple(param.shape)}, got {tuple(value.shape)}: {_WHAT_TO_LOAD}"
             )
         return value
@@ -289,7 +289,7 @@ def _names_in_stages(params: Sequence[Tensor]) -> dict[Tensor, str]:
 
 
 def _keeps_whole_state(optimizer: Optimizer) -> bool:
-    """Whether an optimizer on shards has the whole state in its `state_dict()`, as OSS."""
+    """Whether an optimizer on shards has the full state in its `state_dict()`, as OSS."""
     return hasattr(optimizer, "sharded_state")
 
 
@@ -302,7 +302,7 @@ def _shard_entry(param: Tensor, name: str | None) -> tuple[Any, ...] | None:
 
 
 def _check_shards(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Refuses one rank's part of a state on a rank that holds other elements."""
+    """Refuses one rank's shard of a state on a rank that holds other elements."""
     saved, params = state_dict[SHARDS], [param for _, param in _params_by_key(optimizer, state_dict)]
     names = _names_in_stages(params)
     differing = [
@@ -325,13 +325,13 @@ def _check_shards(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         here = f"all of {tuple(param.shape)}" if shard is None else f"[{shard.start}, {shard.stop}) of {shard.shape}"
         here = f"'{names[param]}', {here}" if param in names else here
         raise ValueError(
-            f"this optimizer state is the part of {of}, and this rank holds other elements: it has [{start}, {stop}) "
+            f"this optimizer state is the shard of {of}, and this rank holds other elements: it has [{start}, {stop}) "
             f"of '{name}' {shape}, and in its place here is {here}: {_WHAT_TO_LOAD}"
         )
     if others:
         raise ValueError(
-            f"this optimizer state is the part of {of}. It fits this rank, but not all others, which were given a part "
-            f"that is not theirs: {_WHAT_TO_LOAD}"
+            f"this optimizer state is the shard of {of}. It fits this rank, but not all others, which were given "
+            f"another rank's shard: {_WHAT_TO_LOAD}"
         )
 
 

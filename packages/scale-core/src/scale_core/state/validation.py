@@ -17,7 +17,7 @@ from scale_core.errors import ScaleError
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The shape of a saved whole tensor, and its dtype."""
+    """The shape of a saved full tensor, and its dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

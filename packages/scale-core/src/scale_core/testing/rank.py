@@ -2,7 +2,7 @@
 
 A rank may be killed, hang or abort at any point, so it answers through files, which outlive it. It takes on the
 caller's environment and warning filters, treats errors from destructors and threads as failures, and exits without
-finalisers.
+finalizers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def run_rank(task: RankTask, rank: int) -> NoReturn:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)  # Past every finaliser: a thread of the transport may not end, or abort the process.
+        os._exit(code)  # Past every finalizer: a thread of the transport may not end, or abort the process.
 
 
 def _set_up(task: RankTask, rank: int) -> Any:

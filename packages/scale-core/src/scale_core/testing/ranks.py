@@ -79,7 +79,7 @@ def run_ranks(
 ) -> list[T]:
     """Runs `fn(*args)` on each of `num_ranks` processes and returns their results by rank.
 
-    Inside `fn` the default process group is initialised, torch uses one thread, the caller's environment and warning
+    Inside `fn` the default process group is initialized, torch uses one thread, the caller's environment and warning
     filters hold, and a `ResourceWarning` (such as a collective without `wait()`) is a failure.
 
     Args:

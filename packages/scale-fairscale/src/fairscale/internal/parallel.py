@@ -34,7 +34,7 @@ def get_process_group_cached(
 ) -> dist.ProcessGroup:
     """Returns the default group, or one of these ranks that is made once; all ranks call it together."""
     if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
+        raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group(...) first")
     if name is ProcessGroupName.default and ranks is None:
         assert dist.group.WORLD is not None
         return dist.group.WORLD

@@ -324,9 +324,9 @@ class OffloadOptimizer(Optimizer):
         shard = shard_of(param)
         if shard is not None and self._split == "parameter" and 0 < shard.stop - shard.start < shard.numel:
             raise ValueError(
-                f"{self._arguments[0].__name__} needs each parameter as a whole, and of '{shard.name}' this rank has "
+                f"{self._arguments[0].__name__} needs each full parameter, and of '{shard.name}' this rank has "
                 f"elements {shard.start:,} to {shard.stop:,} of {shard.numel:,}: train with an elementwise optimizer "
-                'such as AdamW, or keep parameters whole by fully_shard(module, atom="parameter")'
+                'such as AdamW, or keep each parameter on one rank by fully_shard(module, atom="parameter")'
             )
 
     def _place_group(self, group: dict[str, Any]) -> None:

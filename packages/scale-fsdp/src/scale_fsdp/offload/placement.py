@@ -221,7 +221,7 @@ def resolve_split(optim_cls: type[Optimizer], split: Split | None) -> Split:
     if split not in (None, "element", "parameter"):
         raise ValueError(f'expected split to be "element", "parameter" or None, got {split!r}')
     if split == "element" and kind is not None and kind.scope == "parameter":
-        raise ValueError(f'{name} needs each parameter as a whole: pass split="parameter", or leave split out')
+        raise ValueError(f'{name} needs each full parameter: pass split="parameter", or leave split out')
     if split is not None:
         return split
     if kind is not None:

@@ -56,7 +56,7 @@ def should_initialize(
             raise ValueError(problem)
         return on_meta
     contract = Contract(group, limit_seconds)
-    with contract.waiting("initialisation"):
+    with contract.waiting("initialization"):
         rows = exchange([on_meta, problem is not None], group, limit_seconds=contract.limit_seconds)
     if not rows[0][0]:
         return False
@@ -65,7 +65,7 @@ def should_initialize(
     failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
     if failing:
         raise ValueError(
-            f"rank {failing[0]} has a parameter or buffer on the meta device that nothing initialises; its own error "
+            f"rank {failing[0]} has a parameter or buffer on the meta device that nothing initializes; its own error "
             "says which: pass init=, or build the model under torch.device('meta') on all ranks but rank 0"
         )
     return on_meta

@@ -1,7 +1,7 @@
 """Live resharding: another number of ranks, or another strategy, for a model in memory, without a checkpoint.
 
 Flat buffer by flat buffer, the old ranks gather what they have, and each new rank keeps its shard of it: the parameters
-first, then each kind of attached state. So no more than one of these is ever whole, and every number stays the same.
+first, then each kind of attached state. So one of these at a time is unsharded, and every number stays the same.
 Ranks that join come with a model on the meta device, and are sent what the others have gathered.
 """
 

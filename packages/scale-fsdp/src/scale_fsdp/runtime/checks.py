@@ -168,7 +168,7 @@ def check_registered(unit: Unit) -> None:
 
 # Memory that was allocated and not written to.
 #
-# What comes from the meta device has no values. torch fills its memory later, by an initialisation or a checkpoint, and
+# What comes from the meta device has no values. torch fills its memory later, by an initialization or a checkpoint, and
 # says nothing where either of them leaves something out: what `__init__` has computed for a buffer is in no checkpoint.
 
 

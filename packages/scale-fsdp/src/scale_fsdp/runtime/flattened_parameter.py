@@ -12,7 +12,7 @@ from scale_core.shard import title_of
 
 
 class FlattenedParameter:
-    """`module.weight` outside of passes: the shape and dtype of the whole parameter, and no values.
+    """`module.weight` outside of passes: the shape and dtype of the full parameter, and no values.
 
     So `module.bias is not None` holds where the module has a bias, as printing it asks; all else raises an error.
     """
@@ -22,12 +22,12 @@ class FlattenedParameter:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole parameter."""
+        """Of the full parameter."""
         return torch.Size(self._buffer.layout.entries[self._number].shape)
 
     @property
     def ndim(self) -> int:
-        """Of the whole parameter."""
+        """Of the full parameter."""
         return len(self.shape)
 
     @property

@@ -1,4 +1,4 @@
-"""Coordinated abort: one rank fails in the middle of a step, all ranks give the step up, and training can go on.
+"""Coordinated abort: one rank fails in the middle of a step, all ranks abort the step, and training can go on.
 
 A rank that raises alone leaves the others waiting for its shards. But every step is like the last one, so the rank
 that has failed knows what the others wait for: it replays the rest of that order, with its shards and with zeros for

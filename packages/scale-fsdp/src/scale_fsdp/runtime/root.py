@@ -143,7 +143,7 @@ class Root(UnitContext):
                     break
 
     def unshard(self, unit: Unit, phase: str) -> None:
-        """Gathers a unit, the owners of what it shares, and what is prefetched; shows its whole parameters."""
+        """Gathers a unit, the owners of what it shares, and what is prefetched; shows its full parameters."""
         self.record(phase, unit)
         if phase == "recomputation" and unit.in_backward:
             return  # Its backward has gathered it.

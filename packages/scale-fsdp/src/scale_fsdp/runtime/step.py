@@ -202,7 +202,7 @@ def abort_on_interrupt(unit: Unit, error: BaseException) -> None:
     """Aborts the pass that this unit has begun, if it has, where Ctrl-C or a signal cuts it off.
 
     torch calls `post_forward` where an `Exception` is raised, and not for other errors: the model would keep
-    whole parameters, and the memory of all that is gathered, until its next forward.
+    full parameters, and the memory of all that is gathered, until its next forward.
     """
     root = unit.root
     if isinstance(error, Exception) or not isinstance(root, Root) or root.entry_unit is not unit:

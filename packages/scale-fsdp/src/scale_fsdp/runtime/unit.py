@@ -212,12 +212,12 @@ class Unit:
             set_param(module, attribute, shard)
 
     def to_unsharded(self) -> None:
-        """Puts the whole parameters into the module, with which it computes."""
+        """Puts the full parameters into the module, with which it computes."""
         for place, slot in enumerate(self.slots):
             self.set_whole(place, slot.buffer.unsharded_params[slot.number])
 
     def set_whole(self, place: int, param: nn.Parameter) -> None:
-        """Puts a whole parameter into one slot, or a DTensor around it."""
+        """Puts a full parameter into one slot, or a DTensor around it."""
         slot, spec = self.slots[place], self.specs[place]
         if spec is not None:
             self.dtensors[place] = spec.wrap(param)
@@ -234,7 +234,7 @@ class Unit:
             self.module._parameters[flat_param_name(number)] = buffer.sharded_params[0] if shown else None
 
     def replaced_slot(self) -> ParamSlot | None:
-        """The first slot that holds neither the local shard nor the whole parameter of this unit."""
+        """The first slot that holds neither the local shard nor the full parameter of this unit."""
         for place, slot in enumerate(self.slots):
             module, attribute, buffer, number = slot
             here = module._parameters.get(attribute)
@@ -321,7 +321,7 @@ class Unit:
         """Returns a buffer's parameters whole, in the dtype they are trained in; all ranks call it together."""
         if self.root is not None:
             self.root.recover()
-        event = Event("whole parameters", self.name)
+        event = Event("full parameters", self.name)
         contract = (
             self.root.contract
             if self.root is not None and not self.root.stale

@@ -156,7 +156,7 @@ def _call_state_dict(
 
 
 def gather_other_axis(piece: Tensor, buffer: FlatBuffer, index: int, limit_seconds: float | None) -> Tensor:
-    """Returns the whole tensor where its layer divides the parameter along another axis, and otherwise the piece."""
+    """Returns the full tensor where its layer divides the parameter along another axis, and otherwise the piece."""
     shard = None if buffer.flatten else shard_of(buffer.sharded_params[index])
     for axis in () if shard is None else shard.axes:
         if axis.placement is Placement.SHARD and axis.group.size > 1 and axis.group != buffer.group:

@@ -95,7 +95,7 @@ def _describe(location: ParamLocation, entries: Mapping[int, str]) -> dict[str, 
 
 def _check_metadata(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     fix = (
-        "Make whole weights of the states of all ranks, scale_fsdp.consolidate_local_state_dicts(states), and load "
+        "Make full weights of the states of all ranks, scale_fsdp.consolidate_local_state_dicts(states), and load "
         "those: model.load_state_dict(...)"
     )
     if given["world_size"] != own["world_size"]:

@@ -140,7 +140,7 @@ def full_optim_state_dict(
 def shard_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, optimizer: OptimizerLike | None = None
 ) -> dict[str, Any]:
-    """Returns this rank's part of a full optimizer state; nothing is sent.
+    """Returns this rank's shard of a full optimizer state; nothing is sent.
 
     It has the form of torch's optimizers: `optimizer.load_state_dict(shard_optim_state_dict(full, model, optimizer))`.
 
@@ -209,7 +209,7 @@ def _check_gatherable(
             )
         if held.name not in gatherable:
             raise ValueError(
-                f"'{held.name}' is divided by its layer, whose other parts are not gathered here: save "
+                f"'{held.name}' is divided by its layer, whose other shards are not gathered here: save "
                 "scale_core.state.sharded_state_dict(model, optimizer)"
             )
         for key, value in state.items():

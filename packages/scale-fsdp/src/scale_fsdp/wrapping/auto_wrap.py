@@ -207,7 +207,7 @@ def fully_shard_modules(
 ) -> nn.Module:
     """Shards in place the modules that a policy selects, children first, and at last `module` around the rest.
 
-    A model on the meta device is initialized unit by unit, so that no more than one unit is ever whole:
+    A model on the meta device is initialized unit by unit, so that no more than one unit is ever unsharded:
 
         >>> import torch
         >>> from torch import nn

@@ -93,7 +93,7 @@ class DistributedPipe(StageModuleView):
     Raises:
         TypeError: The module is no sequence or list of stages, or the schedule is none.
         ValueError: Numbers do not fit each other.
-        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
+        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialized.
         ContractError: The ranks have built different models, splits or schedules.
     """
 
@@ -379,7 +379,7 @@ class DistributedPipe(StageModuleView):
 
         Args:
             args: `destination`, `prefix`, `keep_vars`, as torch has them.
-            full: Return the whole state dict, in the model's order, on the host of the first rank, and {} on others;
+            full: Return the full state dict, in the model's order, on the host of the first rank, and {} on others;
                 all ranks call it together, with those that shard a stage or its layers.
             kwargs: The same by keyword.
         """

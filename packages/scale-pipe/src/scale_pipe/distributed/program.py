@@ -1,10 +1,10 @@
 """A model's stages, what connects them, and each rank's program for a step: the actions with all that is sent between.
 
-A schedule knows transfers between neighbours alone. A model may have skip connections, whose tensors go straight from
+A schedule knows transfers between neighbors alone. A model may have skip connections, whose tensors go straight from
 the stage that stashes them to the one that pops them, and parameters that several stages share, whose gradients are
 summed. Both are inserted here, as numbers and names alone:
 
-- the outputs of a computation are sent behind it: first to the neighbour, then along skips;
+- the outputs of a computation are sent behind it: first to the neighbor, then along skips;
 - gradients of shared parameters, and those of data-parallel replicas, are exchanged after everything that a rank owes
   to others and before its first optimizer step.
 
@@ -80,7 +80,7 @@ class SharedParameter(NamedTuple):
 
 
 class CrossStageTensors(NamedTuple):
-    """What a model sends beside the activations and gradients between neighbours."""
+    """What a model sends beside the activations and gradients between neighbors."""
 
     skips: tuple[SkipTransfer, ...] = ()
     shared: tuple[SharedParameter, ...] = ()
@@ -207,7 +207,7 @@ def forward_only(tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def slots_of(action: Action, num_stages: int, cross_stage: CrossStageTensors, *, inputs: bool) -> tuple[Slot, ...]:
-    """The slots that a computation needs, from this rank or another, or fills: the neighbour's, and then skips."""
+    """The slots that a computation needs, from this rank or another, or fills: the neighbor's, and then skips."""
     kind, stage, micro_batch = action
     is_forward = kind is Kind.FORWARD
     if not is_forward and kind not in GIVES_INPUT_GRADIENT:

@@ -1,4 +1,4 @@
-"""Block partition: a sequence of costs cut into blocks of neighbours, so that the largest block cost is minimal.
+"""Block partition: a sequence of costs cut into blocks of neighbors, so that the largest block cost is minimal.
 
     costs   1  2  3  4  5  6        3 blocks: [1 2 3] [4 5] [6]        sums 6, 9, 6
 

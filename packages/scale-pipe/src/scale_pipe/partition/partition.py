@@ -188,7 +188,7 @@ def _check_tensors(modules: Sequence[nn.Module], devices: Sequence[torch.device]
             if move and tensor.is_meta and device.type != "meta":
                 raise ValueError(
                     f"{name!r} is on the meta device and has no values that could be moved to {device}: "
-                    'give it some before, module.to_empty(device="cpu") and then its initialisation or load_state_dict'
+                    'give it some before, module.to_empty(device="cpu") and then its initialization or load_state_dict'
                 )
 
 

@@ -37,7 +37,7 @@ class Problem:
     num_micro_batches: int
     costs: Costs
     caps: tuple[int, ...]  # By rank, how many (stage, micro-batch) may be live.
-    sources: list[int]  # By code, that of the neighbour's action, or last stage's forward, that it needs; or -1.
+    sources: list[int]  # By code, that of the neighbor's action, or last stage's forward, that it needs; or -1.
     channels: list[int]  # By code, the directed link that its result passes; -1 where it stays on its rank.
     delays: list[float]  # By code, the time of that link.
     owners: list[int]  # By code, the rank.

@@ -13,7 +13,7 @@ from scale_pipe.integers import checked_arguments
 from scale_pipe.schedules.action import COMPUTES, Kind
 from scale_pipe.schedules.simulation import ScheduleSimulation
 
-COLOURS = {  # In drawings, and in traces, for which Chrome has names; with what the legend says.
+COLORS = {  # In drawings, and in traces, for which Chrome has names; with what the legend says.
     Kind.FORWARD: ("#4c78a8", "thread_state_running", "forward"),
     Kind.INPUT_GRADIENT: ("#e07b39", "thread_state_iowait", "gradient of inputs"),
     Kind.WEIGHT_GRADIENT: ("#59a14f", "thread_state_runnable", "gradient of weights"),
@@ -90,7 +90,7 @@ def _panel(simulation: ScheduleSimulation, top: int, scale: float) -> list[str]:
         opacity = PALEST + (1 - PALEST) * (stages.index(action.stage) + 1) / len(stages)
         x, y, long = LEFT + start * scale, top + HEAD + rank * (ROW + GAP), (end - start) * scale
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{long:.2f}" height="{ROW}" fill="{COLOURS[action.kind][0]}" '
+            f'<rect x="{x:.2f}" y="{y}" width="{long:.2f}" height="{ROW}" fill="{COLORS[action.kind][0]}" '
             f'fill-opacity="{opacity:.2f}" stroke="#ffffff" stroke-width="0.7">'
             f"<title>{action}: {start:.4g} to {end:.4g}</title></rect>"
         )
@@ -104,9 +104,9 @@ def _panel(simulation: ScheduleSimulation, top: int, scale: float) -> list[str]:
 def _legend(shown: list[ScheduleSimulation], y: int) -> list[str]:
     used = {span.action.kind for one in shown for span in one.spans}
     parts, x = [], LEFT
-    for kind, (colour, _, name) in COLOURS.items():
+    for kind, (color, _, name) in COLORS.items():
         if kind in used:
-            parts.append(f'<rect x="{x}" y="{y + 4}" width="14" height="14" fill="{colour}"/>')
+            parts.append(f'<rect x="{x}" y="{y + 4}" width="14" height="14" fill="{color}"/>')
             parts.append(f'<text x="{x + 19}" y="{y + 15}" fill="#222222">{name}</text>')
             x += 160
     return parts
@@ -137,8 +137,8 @@ def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
             "dur": (end - start) * MICROSECONDS,
             "args": {"stage": action.stage, "micro_batch": action.micro_batch},
         }
-        if action.kind in COLOURS:
-            event["cname"] = COLOURS[action.kind][1]
+        if action.kind in COLORS:
+            event["cname"] = COLORS[action.kind][1]
         events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

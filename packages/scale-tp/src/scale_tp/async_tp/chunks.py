@@ -38,7 +38,7 @@ class SequenceChunks(NamedTuple):
 
     @property
     def own(self) -> ChunkRange:
-        """This rank's part, in the whole sequence."""
+        """This rank's shard, in the full sequence."""
         rank = self.group.rank
         return ChunkRange(sum(self.sizes[:rank]), self.sizes[rank])
 
@@ -58,7 +58,7 @@ class SequenceChunks(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def chunk_ranges(sizes: tuple[int, ...], pieces: int, turn: int) -> tuple[ChunkRange, ...]:
-    """Returns where each rank's piece of a round is in the whole sequence.
+    """Returns where each rank's piece of a round is in the full sequence.
 
     Example:
         >>> [[tuple(chunk) for chunk in chunk_ranges((5, 2), 2, turn)] for turn in range(2)]
@@ -73,7 +73,7 @@ def chunk_ranges(sizes: tuple[int, ...], pieces: int, turn: int) -> tuple[ChunkR
 
 
 def all_gather_chunks(chunks: SequenceChunks, part: Tensor, act: Callable[[ChunkRange, Tensor], None]) -> None:
-    """Calls act(range in the whole sequence, [..., positions, ...]) for all of it: this rank's part first."""
+    """Calls act(range in the full sequence, [..., positions, ...]) for all of it: this rank's part first."""
     rounds = [_start_gather(chunks, part, turn) for turn in range(chunks.pieces)] if chunks.group.size > 1 else []
     if chunks.own.length:
         act(chunks.own, part)  # While the others' pieces are being sent.
@@ -83,9 +83,9 @@ def all_gather_chunks(chunks: SequenceChunks, part: Tensor, act: Callable[[Chunk
 
 
 def reduce_scatter_chunks(chunks: SequenceChunks, like: Tensor, act: Callable[[ChunkRange, Tensor], None]) -> Tensor:
-    """Returns this rank's part [..., positions, ...] of the sum of what all ranks compute, piece by piece.
+    """Returns this rank's shard [..., positions, ...] of the sum of what all ranks compute, piece by piece.
 
-    act(range in the whole sequence, [..., positions, ...]) fills the latter with this rank's summand. Summands, which
+    act(range in the full sequence, [..., positions, ...]) fills the latter with this rank's summand. Summands, which
     have the dtype of `like` and its shape but for the positions, are added in rank order, in fp32 at least.
     """
     group, shape = chunks.group, tuple(like.shape)

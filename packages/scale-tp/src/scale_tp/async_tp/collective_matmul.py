@@ -1,6 +1,6 @@
 """Linear layers whose communication overlaps with their own matrix products (asynchronous tensor parallelism).
 
-Where a sequence parallel layer gathers its input, this rank's part is multiplied while the rest is sent; where it
+Where a sequence parallel layer gathers its input, this rank's shard is multiplied while the rest is sent; where it
 scatters a sum, the others' parts are computed first, and sent while the rest is computed. So the work is cut along the
 sequence: into the ranks' parts, and those of the others into `pieces`. In the backward pass of the first, the gradient
 of the input is sent while that of the weight is computed; in that of the second, the gradient is gathered, and
@@ -54,7 +54,7 @@ def gather_linear(
     sizes: Sequence[int] | None = None,
     pieces: int = 1,
 ) -> tuple[Tensor, ...]:
-    """Multiplies the whole sequence, of which each rank has a part, with several weights, as its parts arrive.
+    """Multiplies the full sequence, of which each rank has a part, with several weights, as its parts arrive.
 
     What a column parallel layer does under sequence parallelism; queries, keys and values take one gather together. The
     gathered input is not kept: in the backward pass it is gathered once more, beside the product of its gradient.
@@ -66,7 +66,7 @@ def gather_linear(
         biases: [outputs of this rank] or None, for each weight; None is none at all.
         dim: The dimension of the sequence.
         sizes: How many positions each rank has; None is as the sequence was divided, and asks where it is not known.
-        pieces: Into how many each rank's part is cut.
+        pieces: Into how many each rank's shard is cut.
 
     Returns:
         For each weight [..., all positions, ..., outputs of this rank].
@@ -101,7 +101,7 @@ def linear_scatter(
         process_group: The ranks; None is the model axis.
         dim: The dimension of the sequence.
         sizes: How many positions each rank gets; None is as even as it can be.
-        pieces: Into how many each rank's part is cut.
+        pieces: Into how many each rank's shard is cut.
 
     Returns:
         [..., positions of this rank, ..., outputs]; summands are added in rank order, in fp32 at least.

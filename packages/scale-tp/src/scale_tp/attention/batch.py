@@ -27,7 +27,7 @@ def num_tokens_per_rank(targets: Tensor, process_group: GroupLike = None, *, ign
     All ranks of the group call it; one number is summed over them.
 
     Args:
-        targets: [batch, positions held], this rank's part.
+        targets: [batch, positions held], this rank's shard.
         process_group: The ranks whose gradients are averaged; None is the data and the context axis of
             `initialize_model_parallel` together, or this process alone.
         ignore_index: Of targets that do not count.
@@ -58,7 +58,7 @@ def get_batch_on_this_cp_rank(
 ) -> dict[str, Any]:
     """Returns this rank's part of a batch for a model of transformers, to be called as `model(**part)`.
 
-    All ranks of the group have the same batch, of whole sequences. Besides the parts of its tensors the result has
+    All ranks of the group have the same batch, of full sequences. Besides the parts of its tensors the result has
     `position_ids`; and where there are `labels`, those of a causal model shifted before they were cut, as
     `shift_labels`, and `num_items_in_batch`, so that the mean of `model(**part).loss` over the ranks of
     `loss_process_group` is the loss of all their tokens. With a causal model `attention_mask` has ones alone,
@@ -121,7 +121,7 @@ def _part_of(name: str, value: Any, length: int, ranks: Group) -> Any:
     if value.dim() < 2 or value.shape[1] != length:
         raise ValueError(
             f"expected batch[{name!r}] to be [batch, {length}, ...], as the sequence is long, got {list(value.shape)}: "
-            "take it out of the batch, and pass this rank's part of it to the model"
+            "take it out of the batch, and pass this rank's shard of it to the model"
         )
     return split_sequence(value, ranks)
 

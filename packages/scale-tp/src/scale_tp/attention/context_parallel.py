@@ -40,7 +40,7 @@ _NUM_COMPARED = 32  # elements of a key and a value
 
 @contextmanager
 def context_parallel(process_group: GroupLike = None, *, attention: Attention = "ring") -> Iterator[None]:
-    """Makes `scaled_dot_product_attention` attend over the whole sequence, of which each rank has a part.
+    """Makes `scaled_dot_product_attention` attend over the full sequence, of which each rank has a part.
 
     Forward and backward stand in the block, on all ranks of the group. What the model is given is cut before, by
     `get_batch_on_this_cp_rank` for models of transformers, by `split_sequence` and `position_ids` for others, and its
@@ -118,7 +118,7 @@ class _Block:
         scale: float | None,
         enable_gqa: bool,
     ) -> Tensor:
-        """Attention over the whole sequence, as the operator computes it; checked before anything is sent."""
+        """Attention over the full sequence, as the operator computes it; checked before anything is sent."""
         self.has_attended = True
         self.has_gone_backward |= in_backward()
         self.may_compute_again |= not torch.is_grad_enabled() or saved_tensor_hooks(False) is not None
@@ -183,7 +183,7 @@ class _Block:
         if query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"{what}as many keys as queries, got {query.shape[2]} queries and {key.shape[2]} keys: cross attention "
-                "and attention to a cache are not divided; call generate() outside of the block, with whole sequences"
+                "and attention to a cache are not divided; call generate() outside of the block, with full sequences"
             )
         if query.shape[2] < 2:
             raise ValueError(
@@ -268,7 +268,7 @@ def _check_parts_differ(key: Tensor, value: Tensor, ranks: Group) -> None:
     if len({row[0] for row in rows}) == 1 and not are_constant:
         raise ValueError(
             f"context_parallel: all {ranks.size} ranks have the same keys and values, {list(key.shape)}, so each seems "
-            "to have the whole sequence instead of its part: cut the batch before, with "
+            "to have the full sequence instead of its part: cut the batch before, with "
             "scale_tp.get_batch_on_this_cp_rank(batch) or scale_tp.split_sequence(tokens)"
         )
     _checked.add(ranks.process_group)

@@ -50,7 +50,7 @@ def position_ids(
     """Returns the positions that this rank holds, as a model needs them for its rotary or learned embedding.
 
     Args:
-        length: How many positions the whole sequence has.
+        length: How many positions the full sequence has.
         process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this
             process alone.
         order: As in `rank_positions`.
@@ -66,7 +66,7 @@ def position_ids(
 
 @checked_arguments
 def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int = 1, order: Order = "zigzag") -> Tensor:
-    """Returns this rank's part of a tensor that all ranks have whole; nothing is sent.
+    """Returns this rank's shard of a tensor that all ranks have in full; nothing is sent.
 
     Tokens, targets and position numbers are split alike, before the model's forward.
 
@@ -90,14 +90,14 @@ def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int 
 def join_sequence(
     tensor: Tensor, process_group: GroupLike = None, *, dim: int = 1, length: int | None = None, order: Order = "zigzag"
 ) -> Tensor:
-    """Returns the whole tensor on every rank, from each rank's part; without gradients, for what is looked at or kept.
+    """Returns the full tensor on every rank, from each rank's shard; without gradients, for what is looked at or kept.
 
     Args:
-        tensor: [..., positions held, ...], this rank's part.
+        tensor: [..., positions held, ...], this rank's shard.
         process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this
             process alone.
         dim: The dimension of the sequence.
-        length: How many positions the whole sequence has; None is as many as the ranks hold together.
+        length: How many positions the full sequence has; None is as many as the ranks hold together.
         order: As in `rank_positions`.
 
     Returns:

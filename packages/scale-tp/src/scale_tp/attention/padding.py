@@ -26,7 +26,7 @@ _INSTEAD = (
 class Padding(NamedTuple):
     """What the masks of all ranks mean."""
 
-    hidden: Tensor  # [batch, length] bool: keys of the whole sequence that no query sees
+    hidden: Tensor  # [batch, length] bool: keys of the full sequence that no query sees
     is_causal: bool  # no query sees a later key
 
 
@@ -45,7 +45,7 @@ def padding_mask(hidden: Tensor, *, is_causal: bool) -> Tensor:
 
 
 def gather_padding(mask: Tensor, batch: int, num_queries: int, ranks: Group) -> Padding:
-    """Returns what the ranks' masks, each of its own queries and keys, say of the whole sequence.
+    """Returns what the ranks' masks, each of its own queries and keys, say of the full sequence.
 
     All ranks call it: one bit for each key is gathered.
 

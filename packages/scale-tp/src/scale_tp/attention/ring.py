@@ -88,9 +88,9 @@ def ring_attention(
     order: Order = "zigzag",
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Computes attention over the whole sequence, of which each rank has a part; all ranks of the group call it.
+    """Computes attention over the full sequence, of which each rank has a part; all ranks of the group call it.
 
-    It equals `torch.nn.functional.scaled_dot_product_attention` on the whole sequence to the rounding of fp32. Each
+    It equals `torch.nn.functional.scaled_dot_product_attention` on the full sequence to the rounding of fp32. Each
     rank sends its keys and values W - 1 times in the forward and again in the backward pass, and their gradients W
     times in fp32; key-value heads that several queries share are sent once.
 
@@ -102,9 +102,9 @@ def ring_attention(
             this process alone.
         is_causal: No position looks at a later one.
         scale: What the scores are multiplied by; None is one over the root of the head size.
-        length: How many positions the whole sequence has; None is as many on each rank as here.
+        length: How many positions the full sequence has; None is as many on each rank as here.
         order: Which positions each rank holds, as in `split_sequence`.
-        key_padding_mask: [batch, length] bool, the same on all ranks, of the whole sequence: True at keys that no
+        key_padding_mask: [batch, length] bool, the same on all ranks, of the full sequence: True at keys that no
             query sees, as of `nn.MultiheadAttention`.
 
     Returns:
@@ -141,7 +141,7 @@ def _check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
         raise ValueError(
             f"ring_attention: expected key_padding_mask to be bool [batch, length], here {[batch, length]}, got "
-            f"{mask.dtype} {list(mask.shape)}: pass key_padding_mask=attention_mask == 0, of the whole sequence"
+            f"{mask.dtype} {list(mask.shape)}: pass key_padding_mask=attention_mask == 0, of the full sequence"
         )
 
 

@@ -1,4 +1,4 @@
-"""Exact attention over a sequence that is divided between ranks: each rank takes some heads over the whole sequence.
+"""Exact attention over a sequence that is divided between ranks: each rank takes some heads over the full sequence.
 
 One all-to-all turns a part of the sequence with all heads into all of the sequence with a part of the heads, and one
 turns the result back. Between them any attention may compute, with masks, windows or dropout, since it sees the whole
@@ -43,9 +43,9 @@ def ulysses_attention(
     order: Order = "contiguous",
     **options: Any,
 ) -> Tensor:
-    """Computes attention over the whole sequence, of which each rank has a part; all ranks of the group call it.
+    """Computes attention over the full sequence, of which each rank has a part; all ranks of the group call it.
 
-    It equals `attention` on the whole sequence, to the bit where that computes each head by itself. Each rank sends
+    It equals `attention` on the full sequence, to the bit where that computes each head by itself. Each rank sends
     (W - 1)/W of its query, key, value and output once in each pass.
 
     Args:
@@ -57,7 +57,7 @@ def ulysses_attention(
         attention: Called as `attention(query, key, value, **options)` with this rank's heads over all positions, in
             their order, and as many key-value heads as heads; returns [batch, heads, positions, value size]. With
             `dropout_p` in the options, ranks draw different numbers in it, and go on alike behind it.
-        length: How many positions the whole sequence has; None is as many on each rank as here.
+        length: How many positions the full sequence has; None is as many on each rank as here.
         order: Which positions each rank holds, as in `split_sequence`.
         **options: Handed to `attention`, such as is_causal=True.
 
@@ -92,7 +92,7 @@ def ulysses_attention(
 def _run_attention(
     query: Tensor, key: Tensor, value: Tensor, attention: Callable[..., Tensor], ranks: Group, *, drops: bool
 ) -> Tensor:
-    """Runs an attention for this rank's heads over the whole sequence: [batch, heads, positions, value size]."""
+    """Runs an attention for this rank's heads over the full sequence: [batch, heads, positions, value size]."""
     expected = (*query.shape[:3], value.shape[3])
     if query.shape[1] == 0:  # A rank without heads takes part in the exchanges alone.
         return query.sum() + key.sum() + value.sum() + value.new_empty(expected)
@@ -116,7 +116,7 @@ def _run_attention(
 
 @dataclass(frozen=True)
 class _HeadExchange:
-    """The all-to-all between parts of a sequence with all heads and the whole sequence with some heads.
+    """The all-to-all between parts of a sequence with all heads and the full sequence with some heads.
 
     Several tensors go in one message. For each there is a `Split`: which of its heads every rank computes with; several
     ranks may have copies of one.

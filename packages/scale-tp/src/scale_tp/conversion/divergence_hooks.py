@@ -23,7 +23,7 @@ from scale_core.shard import Placement, shard_of
 
 
 class ReplicaCheck(ForEachShardHook):
-    """Forward pre-hook of a model: compares the parameters that each rank has whole, every so many forwards."""
+    """Forward pre-hook of a model: compares the replicated parameters, every so many forwards."""
 
     def __init__(self, group: Group, every: int) -> None:
         self._group, self._every = group, every

@@ -63,8 +63,8 @@ def parallelize(
 ) -> nn.Module:
     """Divides the modules that a plan names between ranks, in place; all ranks of the group call it.
 
-    Each keeps its class, its name and its hooks. Its parameters are replaced by this rank's parts, so an optimizer is
-    built afterwards. The model may be on the meta device. `model.load_state_dict` takes whole tensors, and
+    Each keeps its class, its name and its hooks. Its parameters are replaced by this rank's shards, so an optimizer is
+    built afterwards. The model may be on the meta device. `model.load_state_dict` takes full tensors, and
     `init_as_full` draws them. Where all ranks hold the same by the first forward, that ends in a RuntimeError.
 
     Args:
@@ -80,10 +80,10 @@ def parallelize(
         sync_module_states: Send the values of the group's first rank to all before, so that the parts are those of one
             model. Without it, all ranks have to have the same values, as from one seed or one checkpoint.
         check_inputs: Compare in each forward, by their bits, what must be the same on all ranks: the model's inputs,
-            and those of its divided layers that take them whole. A difference is a `DivergenceError` with the module,
+            and those of its divided layers that take them in full. A difference is a `DivergenceError` with the module,
             the first place, and each rank's value there. For one run, not for all: it reads all of them once more, and
             waits for the ranks at each of these layers.
-        check_replicas_every: After how many forwards with gradients to compare the parameters that each rank has whole,
+        check_replicas_every: After how many forwards with gradients to compare the replicated parameters,
             such as those of norms, beginning with the first. None is what `SCALE_CHECK_REPLICAS_EVERY` says, or 0:
             never. A difference is a `DivergenceError`.
 

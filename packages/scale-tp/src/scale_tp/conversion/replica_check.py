@@ -1,6 +1,6 @@
 """Compares some elements of each divided weight between the ranks, once, in a model's first forward.
 
-Where a function draws into the parts from one seed, or a wrapper sends one rank's parts to the others, all ranks get
+Where a function draws into the parts from one seed, or a wrapper sends one rank's shards to the others, all ranks get
 the same numbers. The model trains with them, and nothing else shows that it is a much smaller one. The elements are
 taken where a layer is about to use its weight, so it does not matter where the weight is at other times.
 """
@@ -120,10 +120,10 @@ def _report(equal: list[str], number: int, group: Group) -> None:
     message = (
         f"the ranks {list(group.ranks)} hold the same numbers in {len(equal)} of {number} divided weights ({shown}), "
         "of which each should have a part of its own. Either they were drawn into the parts: write "
-        "scale_tp.init_as_full(model, lambda model: model.apply(initialise)). Or one rank's were sent to the others: "
+        "scale_tp.init_as_full(model, lambda model: model.apply(initialize)). Or one rank's were sent to the others: "
         'give what does so, such as a data parallel wrapper, the ranks along the data axis, mesh["data"]. Then load or '
-        "initialise them again"
+        "initialize them again"
     )
     if len(equal) == number:
         raise RuntimeError(message)
-    warnings.warn(f"{message} (a model whose whole weights repeat may have such parts)", stacklevel=2)
+    warnings.warn(f"{message} (a model whose full weights repeat may have such parts)", stacklevel=2)

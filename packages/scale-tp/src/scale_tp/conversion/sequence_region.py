@@ -32,7 +32,7 @@ class SequenceRegion:
 
     path: str  # the name of the list of blocks
     blocks: nn.ModuleList
-    replicated: Mapping[str, Style]  # modules with whole parameters that compute on a part, by name
+    replicated: Mapping[str, Style]  # modules with full parameters that compute on a part, by name
     gathering: Mapping[str, nn.Module]  # modules that gather what they are given, by name
 
     def contains(self, path: str) -> bool:
@@ -72,7 +72,7 @@ def find_sequence_region(
             )
         if any(param.dim() > 1 for _, param in own):
             raise ValueError(
-                f"sequence_parallel=True: '{name}' ({type(module).__name__}) is not divided, and may need the whole "
+                f"sequence_parallel=True: '{name}' ({type(module).__name__}) is not divided, and may need the full "
                 "sequence: give it a style, 'sequence_parallel' if a part of the sequence is enough for it"
             )
         alike[name] = _REPLICATED

@@ -30,11 +30,11 @@ class Style:
         divides: Which dimension of the weight is divided: that of the outputs or of the inputs of a linear layer, the
             words or the width of an embedding; "sequence" divides no weight, but what the module computes on; and
             "nothing".
-        input: What comes in: all of it, the same on all ranks, or a rank's part, as a layer before gives it.
+        input: What comes in: all of it, the same on all ranks, or a rank's shard, as a layer before gives it.
         output: What goes out: all of it, or a rank's "part"; or a "summand", which another module sums.
         stacked: How many matrices of equal size the weight is made of, each divided by itself: 2 for gate and up
             projections in one layer.
-        sums_gradients: The parameters are whole, but each rank computes with other data, so their gradients are summed.
+        sums_gradients: The parameters are replicated, but ranks compute with other data, so their gradients are summed.
     """
 
     divides: SplitKind

@@ -112,7 +112,7 @@ def check_layers_divided(model: nn.Module, styles: Mapping[str, Style]) -> None:
     raise ValueError(
         f"the plan that {type(model).__name__} carries divides {', '.join(divided) or 'nothing'}, "
         f"{100 * sum(parts.values()) / total:.0f} % of its parameters, and nothing in {layers[0]}, which every rank "
-        "would have whole: pass a plan that divides these layers, or shard the model (fully_shard of scale-fsdp); if "
+        "would replicate: pass a plan that divides these layers, or shard the model (fully_shard of scale-fsdp); if "
         f"that is all you want to divide, say so: parallelize(model, {said})"
     )
 
@@ -200,7 +200,7 @@ def check_key_values(modules: Mapping[str, nn.Module], styles: Mapping[str, Styl
             style = styles.get(path)
             if path in modules and is_linear(modules[path]) and (style is None or style.output != "part"):
                 raise ValueError(
-                    f"'{path}' gives whole keys or values to queries that '{parent}' divides: give it the style "
+                    f"'{path}' gives all keys or values to queries that '{parent}' divides: give it the style "
                     "'colwise', also where there are fewer key-value heads than ranks, of which some then have copies"
                 )
 
@@ -274,7 +274,7 @@ def check_sequence_styles(styles: Mapping[str, Style], within: Callable[[str], b
     for path, style in styles.items():
         if style.divides == "sequence" and not within(path):
             raise ValueError(
-                f"'{path}' has the style 'sequence_parallel', but here each rank has the whole sequence: pass "
+                f"'{path}' has the style 'sequence_parallel', but here each rank has the full sequence: pass "
                 "sequence_parallel=True if it is in one of the blocks, or give it the style 'replicate'"
             )
 

@@ -39,7 +39,7 @@ class ParallelAttention(nn.Module):
         bias: Whether the projections have biases.
         causal: No position looks at a later one.
         attend: What computes attention of this rank's heads; it gets as many key-value heads as there are here.
-        init_method: What fills each whole weight in place, as in `ColumnParallelLinear`.
+        init_method: What fills each full weight in place, as in `ColumnParallelLinear`.
         process_group: The ranks that divide the heads; None is the model axis of `initialize_model_parallel`.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
@@ -113,7 +113,7 @@ class ParallelAttention(nn.Module):
         """Computes attention of each position over all positions, or over those before it.
 
         Args:
-            input: [batch, positions, embed_dim], the same on all ranks; with `sequence_parallel`, this rank's part.
+            input: [batch, positions, embed_dim], the same on all ranks; with `sequence_parallel`, this rank's shard.
 
         Returns:
             [batch, positions, embed_dim], in the same way.

@@ -26,13 +26,13 @@ class ParamSharding(NamedTuple):
     split: Split | None = None  # None where each rank has all of it
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part."""
+        """The shape of a rank's shard."""
         if self.split is None:
             return self.shape
         return (*self.shape[: self.dim], self.split.sizes[rank], *self.shape[self.dim + 1 :])
 
     def local_part(self, full: Tensor, rank: int) -> Tensor:
-        """A rank's part of the full parameter."""
+        """A rank's shard of the full parameter."""
         return full if self.split is None else self.split.take(full, rank, self.dim)
 
     @property
@@ -45,7 +45,7 @@ class ParamSharding(NamedTuple):
         return full_tensor(self, part, group, name)
 
     def shard_spec(self, group: Group, name: str = "") -> Shard:
-        """What norms, optimizers and checkpoints of scale-core read of a rank's part."""
+        """What norms, optimizers and checkpoints of scale-core read of a rank's shard."""
         if self.split is None:
             axes, numel = (Axis(group, Placement.REPLICATE),), torch.Size(self.shape).numel()
             return Shard(name, self.shape, 0, numel, axes, gathered=False, first_copy=group.rank == 0)
@@ -68,7 +68,7 @@ class ParallelModule(ShardedModule):
     def add_parameter(
         self, name: str, sharding: ParamSharding, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Registers this rank's part of a parameter, without values."""
+        """Registers this rank's shard of a parameter, without values."""
         if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(
                 f"{type(self).__name__}: expected dtype to be of floating point, in which {name} can be trained, got "

@@ -1,7 +1,7 @@
 """Cross entropy over logits of which each rank has a part of the vocabulary, without the full logits on any rank.
 
 With m the largest logit and s the sum of exp(logit - m) over the vocabulary, the loss of a token is m + log(s) - its
-target's logit. Each rank computes these three for its own part, in fp32, some rows at a time; one message exchanges
+target's logit. Each rank computes these three for its own shard, in fp32, some rows at a time; one message exchanges
 them. The gradient, softmax minus one at the target, is computed from the logits as they are.
 """
 
@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
         vocab_parallel_logits: [..., words of this rank], such as a `ColumnParallelLinear` without `gather_output`
             gives, or a slice of it such as `logits[:, :-1]`. They are not changed, and not copied as a whole. Logits of
             all words, the same on all ranks as with `gather_output`, are refused.
-        target: [...] of integers: words of the whole vocabulary; the same on all ranks.
+        target: [...] of integers: words of the full vocabulary; the same on all ranks.
         weight: [words of all ranks], floating point, the same on all ranks: the loss of a target is multiplied by that
             of its word, and "mean" divides by the sum of them. Not together with label smoothing or a z-loss.
         ignore_index: Where the target is this, the loss is 0, and `"mean"` does not count it.

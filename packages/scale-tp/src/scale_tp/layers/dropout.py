@@ -1,6 +1,6 @@
 """Dropout on a tensor that is divided between ranks: it drops the elements that the full tensor would drop.
 
-The mask of the full tensor is drawn on each rank, block by block, and this rank's part of it is kept. So the result is
+The mask of the full tensor is drawn on each rank, block by block, and this rank's shard of it is kept. So the result is
 that of one process, and a recomputation needs no more than torch's own random state. The cost is drawing all elements
 on each rank.
 """
@@ -19,7 +19,7 @@ from scale_tp.weight_init import full_noise
 
 
 class ParallelDropout(nn.Dropout):
-    """`torch.nn.Dropout` for an input that is this rank's part of a tensor: it drops what the full tensor would drop.
+    """`torch.nn.Dropout` for an input that is this rank's shard of a tensor: it drops what the full tensor would drop.
 
     Args:
         p: The probability of an element to be dropped.
@@ -52,7 +52,7 @@ class ParallelDropout(nn.Dropout):
 
 
 def dropout_mask(part: Tensor, p: float, dim: int, split: Split, group: Group) -> Tensor:
-    """Returns the factors of this rank's part [..., indices, ...], 0 or 1 / (1 - p), as torch's dropout draws them."""
+    """Returns the factors of this rank's shard [..., indices, ...], 0 or 1 / (1 - p), as torch's dropout draws them."""
     dim = dim % part.dim()
     shape = (*part.shape[:dim], split.total, *part.shape[dim + 1 :])
     if part.is_cuda:  # There dropout is one kernel, which draws in an order of its own.

@@ -23,7 +23,7 @@ from scale_tp.weight_init import Initializer
 
 
 class LocalIds(NamedTuple):
-    """Token ids [any shape] as rows of a rank's part of a table."""
+    """Token ids [any shape] as rows of a rank's shard of a table."""
 
     rows: Tensor  # 0 for tokens of other ranks; a row that there is not for ids out of range: a lookup raises
     others: Tensor  # of booleans: tokens that this rank does not have
@@ -31,7 +31,7 @@ class LocalIds(NamedTuple):
 
 
 def local_ids(ids: Tensor, own: Range, num_embeddings: int) -> LocalIds:
-    """Returns token ids [any shape] as rows of this rank's part; one without rows has a table of one row nevertheless.
+    """Returns token ids [any shape] as rows of this rank's shard; one without rows has a table of one row nevertheless.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ def look_up(layer: str, ids: Tensor, num_embeddings: int, lookup: Callable[[Tens
         )
     try:
         return lookup(ids)
-    except IndexError as error:  # On a CPU; elsewhere it would cost a synchronisation to know.
+    except IndexError as error:  # On a CPU; elsewhere it would cost a synchronization to know.
         raise IndexError(
             f"{layer}: expected words from 0 to {num_embeddings - 1}, got some from {int(ids.min())} to "
             f"{int(ids.max())}: a word is out of range"
@@ -165,8 +165,8 @@ class VocabParallelEmbedding(_EmbeddingBase):
         norm_type: p of that norm.
         scale_grad_by_freq: Divide a row's gradient by how often the word occurs in the input.
         sparse: Gradients of the table are sparse.
-        init_method: What fills the whole table in place; each rank keeps its part of the same values.
-        keep_master_weight_for_test: Keep the whole table, as it began, in `master_weight`.
+        init_method: What fills the full table in place; each rank keeps its shard of the same values.
+        keep_master_weight_for_test: Keep the full table, as it began, in `master_weight`.
         process_group: As in `ColumnParallelLinear`.
         device: As in `ColumnParallelLinear`.
         dtype: Of the table.

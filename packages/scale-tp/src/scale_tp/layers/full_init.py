@@ -1,4 +1,4 @@
-"""Runs code that initialises full parameters on a model of which this rank has parts."""
+"""Runs code that initializes full parameters on a model of which this rank has parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 @torch.no_grad()
 def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Module:
-    """Has a function initialise a divided module as if it were not; each rank keeps its part of the values.
+    """Has a function initialize a divided module as if it were not; each rank keeps its shard of the values.
 
     A function that draws into a part computes with the part's number of inputs and outputs and, from one seed, gives
     all ranks the same numbers. Here it finds parameters that have the full shape, and random numbers go on as if they
@@ -87,7 +87,7 @@ def _proxies(module: nn.Module) -> dict[tuple[ParallelModule, str], tuple[nn.Par
             local = sharding.local_shape(below.group.rank)
             if tuple(param.shape) != local:
                 raise ValueError(
-                    f"'{path}.{name}': expected the part {local} that rank {below.group.rank} of {below.group.size} "
+                    f"'{path}.{name}': expected the shard {local} that rank {below.group.rank} of {below.group.size} "
                     f"has, got {tuple(param.shape)}: give parameters their values before fully_shard"
                 )
             if param not in made:

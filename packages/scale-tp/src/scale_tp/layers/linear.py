@@ -95,14 +95,14 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Args:
         in_features: Size of the input's last dimension.
-        out_features: Size of the whole output's last dimension; it need not divide by the ranks.
+        out_features: Size of the full output's last dimension; it need not divide by the ranks.
         bias: Whether there is a bias; it is divided as the output is, and begins as zeros.
-        gather_output: Whether every rank gets the whole output. Otherwise it gets its own features, for a
+        gather_output: Whether every rank gets the full output. Otherwise it gets its own features, for a
             `RowParallelLinear` with `input_is_parallel=True`.
-        init_method: What fills the whole weight in place; each rank keeps its part of the same values. A function that
+        init_method: What fills the full weight in place; each rank keeps its shard of the same values. A function that
             does nothing leaves the memory as it is, for a checkpoint.
         stride: How many equal matrices are stacked in this one, each of which is divided by itself.
-        keep_master_weight_for_test: Keep the whole weight, as it began, in `master_weight`.
+        keep_master_weight_for_test: Keep the full weight, as it began, in `master_weight`.
         process_group: The ranks that divide the layer: a `ProcessGroup` or a `DeviceMesh` axis; None is the model axis
             of `initialize_model_parallel`, or this process alone.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
@@ -177,7 +177,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """Computes this rank's output features, or all of them.
 
         Args:
-            input_: [..., in_features]: the same on all ranks or, with `sequence_parallel`, this rank's part. With
+            input_: [..., in_features]: the same on all ranks or, with `sequence_parallel`, this rank's shard. With
                 `input_is_inside`, what has been brought into the divided region.
 
         Returns:
@@ -209,11 +209,11 @@ class RowParallelLinear(_ParallelLinear):
     Arguments that are not listed are those of `ColumnParallelLinear`.
 
     Args:
-        in_features: Size of the whole input's last dimension; it need not divide by the ranks.
+        in_features: Size of the full input's last dimension; it need not divide by the ranks.
         out_features: Size of the output's last dimension.
         bias: Whether there is a bias; every rank has all of it, and it is added once, to the sum.
         input_is_parallel: Whether the input is this rank's features alone, as of a `ColumnParallelLinear` without
-            `gather_output`. Otherwise it is the same on all ranks, and each takes its part.
+            `gather_output`. Otherwise it is the same on all ranks, and each takes its shard.
         stride: As in `ColumnParallelLinear`, of the input features.
         sequence_parallel: Whether the output is this rank's part of the sequence alone.
         sequence_dim: The dimension of the sequence then.
@@ -301,7 +301,7 @@ class RowParallelLinear(_ParallelLinear):
                 self.split,
                 self._checked_width,
                 fix="what comes before must be divided alike, as by ColumnParallelLinear(..., "
-                f"{self.in_features}, gather_output=False) in the same group; or pass the whole input to a layer with "
+                f"{self.in_features}, gather_output=False) in the same group; or pass the full input to a layer with "
                 "input_is_parallel=False",
             )
         return row_parallel_linear(

@@ -110,7 +110,7 @@ def row_parallel_linear(
             total = reduce_scatter_sequence(summand, group, sequence_dim)
     if bias is None:
         return total
-    if sequence_dim is not None:  # Each rank adds it to its own part, so its gradient is a sum over the ranks.
+    if sequence_dim is not None:  # Each rank adds it to its own shard, so its gradient is a sum over the ranks.
         (bias,) = copy_many_to_region([bias], group)
     return total + bias
 
@@ -214,7 +214,7 @@ def check_parallel_input(
         raise ValueError(
             f"{layer}: the layer is divided between ranks {list(group.ranks)}, but its input comes from layers that "
             f"are divided between ranks {list(others[0].ranks)}: give both the same group, or let the layer before "
-            "gather its output, and pass the whole to one with input_is_parallel=False"
+            "gather its output, and pass the full output to one with input_is_parallel=False"
         )
     asks = checked_width is None and group.backend != "fake"
     widths = [row[0] for row in exchange([width], group)] if asks else None

@@ -1,7 +1,7 @@
 """Turns modules into sharded ones in place: they keep their object, their class's name, their names and their hooks.
 
 The class of such a module is made of its own and of a `ShardedMixin`, whose forward communicates. Its parameters become
-this rank's parts.
+this rank's shards.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class ShardedMixin(ParallelModule):
         return {"reset_parameters": _reset_parameters} if callable(getattr(own, "reset_parameters", None)) else {}
 
     def weight_error(self) -> ValueError:
-        """Says that the weight has another size than this rank's part, as after `resize_token_embeddings`."""
+        """Says that the weight has another size than this rank's shard, as after `resize_token_embeddings`."""
         sharding = self.shardings["weight"]
         return ValueError(
-            f"{type(self).__name__}: expected the part {list(sharding.local_shape(self.group.rank))} of the weight "
+            f"{type(self).__name__}: expected the shard {list(sharding.local_shape(self.group.rank))} of the weight "
             f"{list(sharding.shape)} that rank {self.group.rank} of {self.group.size} has, got "
             f"{list(weight_of(self).shape)}: change the size of a layer, as by resize_token_embeddings(...), before "
-            "parallelize(model), which takes a part for the whole"
+            "parallelize(model), which takes a shard for the full weight"
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, one of {self.group.size} parts"
+        return f"{super().extra_repr()}, one of {self.group.size} shards"
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -59,7 +59,7 @@ def swap_class(
 ) -> None:
     """Makes a module a sharded one, in place; its parameters are left as they are.
 
-    `facts` are the attributes that the mixin declares. Parameters that all ranks have whole are marked as such.
+    `facts` are the attributes that the mixin declares. Parameters that all ranks replicate are marked as such.
     """
     unknown = facts.keys() - {name for base in mixin.__mro__ for name in inspect.get_annotations(base)}
     assert not unknown, f"{mixin.__name__} declares none of {unknown}"
@@ -75,11 +75,11 @@ def swap_class(
 
 
 def local_parameter(param: nn.Parameter, sharding: ParamSharding, group: Group) -> nn.Parameter:
-    """Returns this rank's part of a whole parameter, with memory of its own."""
+    """Returns this rank's shard of a full parameter, with memory of its own."""
     part = sharding.local_part(param.detach(), group.rank).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=param.requires_grad)
 
 
 def _reset_parameters(self: Any) -> None:
-    """Gives the parameters the values that the module's own class gives the whole ones; on all ranks from one seed."""
+    """Gives the parameters the values that the module's own class gives the full ones; on all ranks from one seed."""
     init_as_full(self, type(self).original_class.reset_parameters)

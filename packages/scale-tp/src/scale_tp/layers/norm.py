@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm for sequence parallelism: their gradients are all-reduced.
 
-A norm works token by token, so each rank norms its own part. Its parameters are the same on all ranks, and each rank
+A norm works token by token, so each rank norms its own shard. Its parameters are the same on all ranks, and each rank
 has only its tokens' share of their gradient. The shares are summed in the backward pass, in one message for all
 parameters of a norm: after it every rank has the full gradient, which counts once.
 """

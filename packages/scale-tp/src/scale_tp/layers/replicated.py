@@ -1,4 +1,4 @@
-"""Modules with whole parameters whose gradients, or outputs, are all-reduced."""
+"""Modules with full parameters whose gradients, or outputs, are all-reduced."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def _transformers_problems(options: Options, config: dict[str, Any], vocabulary:
     if parallel.parallel == "pipe":
         yield f"--parallel pipe: {flag} is not divided into stages; take fsdp"
     if parallel.context_parallel > 1:
-        yield f"--context-parallel {parallel.context_parallel}: {flag} sees whole sequences; take 1"
+        yield f"--context-parallel {parallel.context_parallel}: {flag} sees full sequences; take 1"
     if parallel.sequence_parallel:
         yield f"--sequence-parallel: {flag} is divided by the plan that it carries; leave it out"
     if budget_bytes(parallel.checkpoint_activations) is not None:
@@ -130,8 +130,8 @@ def _activation_problems(options: Options) -> Iterator[str]:
         yield f"--checkpoint-activations {choice}: take all, selective, or a budget, as budget:2GiB"
     elif parallel.parallel in ("fsdp", "pipe"):
         yield (
-            f"--checkpoint-activations {choice}: a plan is measured on a whole model, and {parallel.parallel} trains "
-            "it whole nowhere; take all or selective, or --parallel sharded-ddp"
+            f"--checkpoint-activations {choice}: a plan is measured on an unsharded model, and {parallel.parallel} "
+            "shards it; take all or selective, or --parallel sharded-ddp"
         )
     elif parallel.offload_activations:
         yield f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded"

@@ -25,7 +25,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
     >>> nearest("--stpes", ["--steps", "--seed"])
     '; the nearest is --steps'
-    >>> nearest("--colour", ["--steps", "--seed"])
+    >>> nearest("--color", ["--steps", "--seed"])
     ''
     """
     found = difflib.get_close_matches(name, names, 1, 0.6)

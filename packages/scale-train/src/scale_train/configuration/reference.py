@@ -51,7 +51,7 @@ def reference() -> str:
     for table, fields in tables.items():
         options: Any = get_type_hints(Options)[table]
         parts += [f"\n## `[{table}]`, `{options.__name__}`\n", f"\n{table_help(table)}\n"]
-        parts += ["\n| flag | key, field | value | default | |\n", "|---|---|---|---|---|\n"]
+        parts += ["\n| flag | key, field | value | default | meaning |\n", "|---|---|---|---|---|\n"]
         parts += [_row(field) for field in fields]
     return "".join(parts)
 

@@ -36,7 +36,7 @@ class ScaleTrainerMixin(_Base):
 
         class ShardedSFTTrainer(ScaleTrainerMixin, trl.SFTTrainer): ...
 
-    Whole weights are saved as by `save_pretrained`. Beside them, in `checkpoint-N/scale`, stands a snapshot of weights,
+    Full weights are saved as by `save_pretrained`. Beside them, in `checkpoint-N/scale`, stands a snapshot of weights,
     optimizer and scheduler, from which any number of ranks resumes; so all ranks must see the output directory.
 
     Args:
@@ -96,7 +96,7 @@ class ScaleTrainerMixin(_Base):
             return
         if self.sharding == "fsdp" or not isinstance(_plain(self.optimizer), OSS):
             raise ValueError(
-                f"optimizers: got {type(self.optimizer).__name__} over the whole parameters, but sharding="
+                f"optimizers: got {type(self.optimizer).__name__} over the full parameters, but sharding="
                 f"{self.sharding!r} builds it over shards. Pass optimizer_cls_and_kwargs=(torch.optim.AdamW, "
                 "{'lr': 1e-3}) instead, or optim= and learning_rate= of TrainingArguments"
             )
@@ -148,7 +148,7 @@ class ScaleTrainerMixin(_Base):
         return int(6 * tokens.numel() * self._num_flop_params)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves whole weights; all ranks call it together."""
+        """Saves full weights; all ranks call it together."""
         if isinstance(self.model, FSDPModule) and state_dict is None:
             state_dict = full_state_dict(self.model, rank_0_only=True, device="cpu")
         elif isinstance(_plain(self.optimizer), OSS):

@@ -28,9 +28,9 @@ from scale_train.memory import format_bytes
 from scale_train.resolve import parse_bytes
 from scale_train.snapshot.comparison import differences
 from scale_train.snapshot.listing import (
+    COMPLETE,
     DAMAGED,
     UNFINISHED,
-    WHOLE,
     SnapshotRow,
     as_table,
     current_time,
@@ -108,10 +108,10 @@ def verify(options: VerifyOptions) -> int:
         raise InputError(f"{options.path}: there are no snapshots in it")
     verified = []
     with _byte_bar("verifying", not options.json) as (begin, advance):
-        begin(sum(row.num_bytes for row in rows if row.state == WHOLE))
+        begin(sum(row.num_bytes for row in rows if row.state == COMPLETE))
         for row in rows:
             state, reason = row.state, row.reason
-            if state == WHOLE:
+            if state == COMPLETE:
                 try:
                     verify_snapshot(row.path, advance)
                 except DamagedSnapshotError as error:
@@ -123,10 +123,11 @@ def verify(options: VerifyOptions) -> int:
     else:
         for row, state, reason in verified:
             print(
-                f"{row.path}: {'verified, ' + format_bytes(row.num_bytes) if state == WHOLE else f'{state}: {reason}'}"
+                f"{row.path}: "
+                f"{'verified, ' + format_bytes(row.num_bytes) if state == COMPLETE else f'{state}: {reason}'}"
             )
     states = {state for _, state, _ in verified}
-    return FOUND if DAMAGED in states else 2 if states != {WHOLE} else 0
+    return FOUND if DAMAGED in states else 2 if states != {COMPLETE} else 0
 
 
 def diff(options: DiffOptions) -> int:
@@ -160,7 +161,7 @@ def diff(options: DiffOptions) -> int:
 
 
 def consolidate(options: ConsolidateOptions) -> int:
-    """Writes the whole weights of a snapshot's model as safetensors."""
+    """Writes the full weights of a snapshot's model as safetensors."""
     source = snapshot_folder(options.source)
     recognize_own(source)
     return _convert(
@@ -192,15 +193,15 @@ def convert(options: ConvertOptions) -> int:
 
 
 def prune(options: PruneOptions) -> int:
-    """Removes the oldest whole snapshots until `keep` are left."""
+    """Removes the oldest complete snapshots until `keep` are left."""
     if options.keep < 1:
         raise InputError(f"--keep {options.keep}: at least 1 stays")
     if recognize_own(folder := snapshot_folder(options.path)) is not None and folder.name.startswith("step-"):
         raise InputError(f"{options.path}: this is one snapshot; give the folder that it is in")
     rows = snapshots_in(options.path)
-    whole = [row for row in rows if row.state == WHOLE]
-    old, kept = whole[: -options.keep], whole[-options.keep :]
-    left = [row for row in rows if row.state != WHOLE]
+    complete = [row for row in rows if row.state == COMPLETE]
+    old, kept = complete[: -options.keep], complete[-options.keep :]
+    left = [row for row in rows if row.state != COMPLETE]
     if not options.dry_run:
         for row in old:
             remove_snapshot(row.path)
@@ -218,7 +219,9 @@ def prune(options: PruneOptions) -> int:
     done = "would be removed" if options.dry_run else "removed"
     for row in old:
         print(f"{done}: {row.path.name} ({format_bytes(row.num_bytes)})")
-    print(f"{done}: {len(old)} of {len(whole)} whole snapshots, {format_bytes(sum(row.num_bytes for row in old))}")
+    print(
+        f"{done}: {len(old)} of {len(complete)} complete snapshots, {format_bytes(sum(row.num_bytes for row in old))}"
+    )
     for row in left:
         print(f"left alone: {row.path.name}, {row.state}")
     return 0

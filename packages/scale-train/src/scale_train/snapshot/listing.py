@@ -1,4 +1,4 @@
-"""Which snapshots are in a folder, and the state of each: whole, damaged, newer, or unfinished."""
+"""Which snapshots are in a folder, and the state of each: complete, damaged, newer, or unfinished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scale_core.snapshot.foreign import Format, recognize
 from scale_train.errors import InputError
 from scale_train.memory import format_bytes
 
-WHOLE, DAMAGED, NEWER, UNFINISHED, OTHER = "whole", "damaged", "newer", "unfinished", "not readable"
+COMPLETE, DAMAGED, NEWER, UNFINISHED, OTHER = "complete", "damaged", "newer", "unfinished", "not readable"
 _NAME = re.compile(r"step-(\d{8,})(\.tmp-.+|\.damaged-.+|\.removed-.+)?")
 _CHECKPOINTS = "checkpoints"  # in a run's folder
 
@@ -26,13 +26,13 @@ class SnapshotRow:
     Attributes:
         path: Its directory.
         step: The training step, by its name.
-        state: "whole" (its manifest and the lengths of its files are right), "damaged", "newer", "unfinished" or "not
-            readable".
+        state: "complete" (its manifest and the lengths of its files are right), "damaged", "newer", "unfinished" or
+            "not readable".
         num_bytes: The size of its files.
         num_ranks: How many ranks wrote it; 0 where that can't be read.
         num_tensors: How many tensors it has; 0 where that can't be read.
         saved: When it was saved, in seconds since 1970.
-        reason: Why it is not whole.
+        reason: Why it is not complete.
     """
 
     path: Path
@@ -90,7 +90,7 @@ def _row(path: Path) -> SnapshotRow:
     except SnapshotError as error:
         state = {DamagedSnapshotError: DAMAGED, NewerSnapshotError: NEWER}.get(type(error), OTHER)
         return SnapshotRow(path, _step_of(path), state, num_bytes, 0, 0, saved, str(error))
-    return SnapshotRow(path, about.step, WHOLE, num_bytes, about.num_ranks, about.num_tensors, saved)
+    return SnapshotRow(path, about.step, COMPLETE, num_bytes, about.num_ranks, about.num_tensors, saved)
 
 
 def _step_of(path: Path) -> int:
@@ -101,11 +101,11 @@ def _step_of(path: Path) -> int:
 def as_table(rows: Sequence[SnapshotRow], now: float) -> list[str]:
     """The rows as lines of text.
 
-    >>> row = SnapshotRow(Path("runs/step-00000012"), 12, WHOLE, 3_400_000, 2, 18, 1000.0)
+    >>> row = SnapshotRow(Path("runs/step-00000012"), 12, COMPLETE, 3_400_000, 2, 18, 1000.0)
     >>> for line in as_table([row], now=1090.0):
     ...     print(line)
         step       size  ranks  tensors            age  state
-          12     3.4 MB      2       18      1 minutes  whole
+          12     3.4 MB      2       18      1 minutes  complete
     """
     lines = [f"{'step':>8} {'size':>10}  {'ranks':>5}  {'tensors':>7}  {'age':>13}  state"]
     for row in rows:

@@ -51,7 +51,7 @@ class DiffOptions:
 
 @dataclass(frozen=True)
 class ConsolidateOptions:
-    """Write the whole weights of a snapshot's model, under their plain names, as safetensors."""
+    """Write the full weights of a snapshot's model, under their plain names, as safetensors."""
 
     source: Positional[Path]
     """A snapshot, or a folder of snapshots, of which the newest is taken."""
@@ -96,12 +96,12 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """Remove old snapshots; the newest whole ones, and what is damaged, newer or unfinished, stay."""
+    """Remove old snapshots; the newest full ones, and what is damaged, newer or unfinished, stay."""
 
     path: Positional[Path]
     """A run's folder, or a folder of snapshots."""
     keep: int
-    """How many whole snapshots stay, at least 1."""
+    """How many complete snapshots stay, at least 1."""
     dry_run: bool = False
     """Only say which ones would be removed."""
     json: bool = False

@@ -103,7 +103,7 @@ def mesh_axes(group: Group, num_model: int, num_context: int = 1) -> MeshAxes:
 
 
 def pipeline_axes(group: Group, options: ParallelOptions) -> MeshAxes:
-    """Returns the axes of this rank, data x stages x tensor, the last one of neighbours; called on all ranks."""
+    """Returns the axes of this rank, data x stages x tensor, the last one of neighbors; called on all ranks."""
     shape = pipeline_shape(options, group.size)
     sizes = {"data": shape.replicas, "stages": shape.ranks, "model": options.tensor_parallel}
     axes = dict.fromkeys(sizes, Group())
@@ -327,7 +327,7 @@ class Engine:
         return total / targets.numel() if reduction == "mean" else total
 
     def attention(self) -> AbstractContextManager[object]:
-        """Around each forward and backward: attention over whole sequences, where ranks divide them."""
+        """Around each forward and backward: attention over full sequences, where ranks divide them."""
         return context_parallel(self.axes.context, attention=self.options.context_attention)
 
     def part_of(self, tokens: Tensor, targets: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:

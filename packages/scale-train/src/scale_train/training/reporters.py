@@ -379,7 +379,7 @@ def initialization_bar(*, shown: bool = True, console: Console | None = None) ->
     if not shown:
         yield lambda done, total, name: None
         return
-    columns = (TextColumn("initialising"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("initializing"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     where = console or Console(stderr=True, highlight=False)
     bar = Progress(*columns, TextColumn("{task.description}", markup=False), console=where)
     task = bar.add_task("", total=None)

@@ -23,9 +23,7 @@ _DESYNC = re.compile(
     r"(?:step (\d+): )?the ranks (are about to run different (?:units|things)|do different things|differ in [^:]*?): "
     r"(ranks? .+?)(?:\. [A-Z]|$)"
 )
-_GIVEN_UP = re.compile(
-    r"step (\d+) was given up on all ranks, because ranks? [\d, ]+ failed\..*What rank (\d+) raised:"
-)
+_GIVEN_UP = re.compile(r"step (\d+) was aborted on all ranks, because ranks? [\d, ]+ failed\..*What rank (\d+) raised:")
 _LAUNCHER = re.compile(r"^rank (\d+) (was killed by \w+|was killed by signal \d+|exited with code \d+); the others are")
 _TORCHRUN_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _TORCHRUN_CODE = re.compile(r"^\s*exitcode\s*: (-?\d+) ")

@@ -127,7 +127,7 @@ def _missing(found: LogEvidence, waits: Sequence[Waited], waiting: set[int]) -> 
 
 
 def _was_late(found: LogEvidence, rank: int | None) -> bool:
-    """Whether the others had given up their waits for this rank before it ended: then its end is not the cause."""
+    """Whether the others had timed out waiting for this rank before it ended: then its end is not the cause."""
     waits = [waited for waited in found.waited if waited.peer == rank]
     return bool(waits) and all(waited.timed_out for waited in waits)
 

@@ -184,7 +184,7 @@ def _read_document(path: Path) -> bytes:
                 raise SnapshotError(f"{path} has {num_bytes:,} bytes, and {LIMIT_BYTES:,} are the limit of a manifest")
             return read_bytes(descriptor, num_bytes, 0)
     except FileNotFoundError:
-        raise DamagedSnapshotError(f"{path.parent} has no {FILE}: it is no whole snapshot") from None
+        raise DamagedSnapshotError(f"{path.parent} has no {FILE}: it is no complete snapshot") from None
     except (OSError, EOFError) as error:
         if not is_damage(error):
             raise

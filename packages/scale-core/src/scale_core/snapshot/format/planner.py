@@ -119,7 +119,7 @@ class GlobalPlan:
 
 
 def _by_first_holders(plans: list[SavePlan]) -> list[SavePlan]:
-    """Leaves each whole tensor to the lowest rank that has it, as those of one rank belong together."""
+    """Leaves each full tensor to the lowest rank that has it, as those of one rank belong together."""
     # Buffers may differ between ranks that train the same model, such as the running mean and variance of a batch norm.
     taken: set[str] = set()
     first: list[SavePlan] = []

@@ -1,6 +1,6 @@
 """Reads parts of saved chunks straight into the tensors that they are for.
 
-Where elements stand one after the other in the file and in memory, the system puts them there, and neighbours in one
+Where elements stand one after the other in the file and in memory, the system puts them there, and neighbors in one
 call. Where they don't (columns, strides, another dtype, another device), a few rows at a time pass through a small
 buffer.
 """

@@ -206,7 +206,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_entries(descriptor: int, num_bytes: int) -> list[StoredTensor]:
-    """The tensors of a file of this length; a ValueError says why it is no whole safetensors file."""
+    """The tensors of a file of this length; a ValueError says why it is no complete safetensors file."""
     start, header = _read_header(descriptor, num_bytes)
     found = []
     for name, at in header.items():

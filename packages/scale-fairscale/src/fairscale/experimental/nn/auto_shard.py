@@ -55,7 +55,7 @@ def _num_params(traced: fx.GraphModule, node: fx.Node) -> int:
 
 
 def _divide(nodes: Sequence[fx.Node], sizes: Sequence[int], count: int) -> list[list[fx.Node]]:
-    """Neighbouring nodes in parts of about equally many parameters."""
+    """Neighboring nodes in parts of about equally many parameters."""
     parts: list[list[fx.Node]] = [[]]
     filled, target = 0, sum(sizes) / count
     for node, size in zip(nodes, sizes, strict=True):

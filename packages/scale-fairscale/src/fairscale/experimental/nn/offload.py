@@ -125,7 +125,7 @@ class OffloadModel(nn.Module):
 
 
 def _divide(layers: Sequence[nn.Module], num_slices: int) -> list[nn.Sequential]:
-    """Neighbouring layers in parts of about equally many parameters; none is empty."""
+    """Neighboring layers in parts of about equally many parameters; none is empty."""
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     num_slices = min(num_slices, len(layers))
     parts: list[list[nn.Module]] = [[]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class DummyProcessGroup:
-    """Stands for a group where there is only one rank, and torch.distributed is not initialised.
+    """Stands for a group where there is only one rank, and torch.distributed is not initialized.
 
     Args:
         rank: What `rank()` returns.
@@ -34,7 +34,7 @@ class DummyProcessGroup:
 
 
 def dist_init(rank: int, world_size: int, filename: str, filename_rpc: str = "", backend: str | None = None) -> bool:
-    """Initialises torch.distributed over a file; returns whether it was.
+    """Initializes torch.distributed over a file; returns whether it was.
 
     Args:
         rank: Of this process.
@@ -52,7 +52,7 @@ def dist_init(rank: int, world_size: int, filename: str, filename_rpc: str = "",
 
 
 def teardown() -> None:
-    """Ends torch.distributed, if it is initialised."""
+    """Ends torch.distributed, if it is initialized."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

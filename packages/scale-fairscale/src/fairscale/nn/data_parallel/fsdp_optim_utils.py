@@ -1,4 +1,4 @@
-"""An optimizer's whole state by numbers, as FairScale gathers it, and by names, as scale-fsdp does."""
+"""An optimizer's full state by numbers, as FairScale gathers it, and by names, as scale-fsdp does."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         cpu_offload: The older name of `move_params_to_cpu`.
         state_dict_on_rank_0_only: As in FairScale, by the rank in `process_group`.
         gradient_predivide_factor: Without effect.
-        allow_reset_parameters: Lets `reset_parameters()` run, on whole parameters.
+        allow_reset_parameters: Lets `reset_parameters()` run, on full parameters.
 
     Raises:
         TypeError: `process_group_reduce_scatter` is no group.
@@ -380,7 +380,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
     def gather_full_optim_state_dict(
         self, optim: Any, recipient_rank: int | None = 0, **ignored: Any
     ) -> dict[str, Any] | None:
-        """Gathers the optimizer's whole state, which a plain optimizer of the plain model loads.
+        """Gathers the optimizer's full state, which a plain optimizer of the plain model loads.
 
         Returns:
             On rank 0 the state by numbers, as torch's optimizers have it, with `param_id_map`, the number of each
@@ -390,7 +390,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         return None if full is None else by_number(full)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of what `gather_full_optim_state_dict` gave, for `optim.load_state_dict`."""
+        """Returns this rank's shard of what `gather_full_optim_state_dict` gave, for `optim.load_state_dict`."""
         return scale_fsdp.shard_optim_state_dict(cast(Any, by_name(full_optim_state_dict)), self.sharded_module)
 
     def local_metadata_dict(self) -> dict[str, Any]:
@@ -408,14 +408,14 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
             cast(Any, unit.module).set_gradient_divide_factor(pre * post)
 
     def reset_parameters(self) -> None:
-        """Has the module initialise its whole parameters anew.
+        """Has the module initialize its full parameters anew.
 
         Raises:
             RuntimeError: `allow_reset_parameters` was not given.
         """
         if not self.allow_reset_parameters:
             raise RuntimeError(
-                "reset parameters after FSDP wrapping is not allowed: initialise before, or build it with "
+                "reset parameters after FSDP wrapping is not allowed: initialize before, or build it with "
                 "allow_reset_parameters=True"
             )
         plain = self.sharded_module

@@ -1,6 +1,6 @@
 """Process groups of model, context, pipeline and data parallelism, from `scale_tp`.
 
-A process by itself needs no initialisation: there every layer is whole, where FairScale raised.
+A process by itself needs no initialization: there every layer is whole, where FairScale raised.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Layers divided between ranks: those of `scale_tp`, whose state dict is this rank's part, as FairScale's is.
+"""Layers divided between ranks: those of `scale_tp`, whose state dict is this rank's shard, as FairScale's is.
 
 A program that saves `model.state_dict()` on each rank so writes the files that it wrote before, such as Llama's
-`consolidated.00.pth`. Whole tensors load, too.
+`consolidated.00.pth`. Full tensors load, too.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def _initialize_affine_weight(
     stride: int = 1,
     return_master_weight: bool = False,
 ) -> Tensor | None:
-    """Fills this rank's part of a weight [out_features, in_features] as the whole would be; returns that if asked."""
+    """Fills this rank's shard of a weight [out_features, in_features] as the whole would be; returns that if asked."""
     shape, ranks = (out_features, in_features), tensor_parallel_group()
     split = Split.strided(shape[partition_dim], ranks.size, stride)
     return init_shard(weight, shape, partition_dim, split, ranks.rank, init_method, keep_full=return_master_weight)
 
 
 class _LocalStateDict(ParallelModule):
-    """A layer whose `state_dict()` has this rank's part; torch's checkpoint functions get what scale_tp gives them."""
+    """A layer whose `state_dict()` has this rank's shard; torch's checkpoint functions get what scale_tp gives them."""
 
     _saves_whole = False
 

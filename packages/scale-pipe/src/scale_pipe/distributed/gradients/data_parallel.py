@@ -7,7 +7,7 @@ once.
 
 A parameter that other stages hold as well (`shared`) needs the sum of all their gradients, and sums over stages and
 over replicas may be taken in either order. Where each rank gets a part of the reduced gradient in `param.grad` (FSDP),
-the parts are summed after the reduction. Where whole gradients wait for a call of `reduce()` (ShardedDataParallel),
+the parts are summed after the reduction. Where full gradients wait for a call of `reduce()` (ShardedDataParallel),
 they are summed before it. So each element is sent between stages once, and no wrapper has to know of the other.
 """
 
@@ -40,10 +40,10 @@ class GradientState(NamedTuple):
 
     reduce_mode: ReduceMode
     groups: tuple[Group, ...]  # between whose ranks it is sharded, or which have it whole
-    # Elements [start, stop) in the row-major order of the whole parameter, or of what `ranges` leave of it.
+    # Elements [start, stop) in the row-major order of the full parameter, or of what `ranges` leave of it.
     start: int
     stop: int
-    numel: int  # of the whole parameter
+    numel: int  # of the full parameter
     ranges: Ranges = ()  # of a piece that is no range of elements, the indices of each dimension; empty is all
 
 
@@ -164,7 +164,7 @@ def grad_holders(module: nn.Module) -> list[Tensor]:
 
 
 def _reduces_on_call(wrapper: nn.Module, param: nn.Parameter) -> bool:
-    """Whether a wrapper keeps whole gradients until its `reduce()`, that of this parameter among them."""
+    """Whether a wrapper keeps full gradients until its `reduce()`, that of this parameter among them."""
     waits = callable(getattr(wrapper, "reduce", None)) and hasattr(wrapper, "group") and unit_shard_of(param) is None
     return waits and any(param is other for other in wrapper.parameters())
 

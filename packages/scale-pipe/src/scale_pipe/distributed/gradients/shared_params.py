@@ -5,7 +5,7 @@ the sum of what all holders have computed, in the order of their stages: the sam
 
 Where stages have replicas, a copy may be sharded over them (`data_parallel`). What arrives from another stage is the
 shard that this replica of it has: mostly the very shard that is needed here, since stages are sharded alike. Where it
-is not, the replicas of this stage put the whole gradient together, and take their own shards of it.
+is not, the replicas of this stage put the full gradient together, and take their own shards of it.
 
 Shared parameters are found by identity before the split, and by name ever after: `load_state_dict(assign=True)`,
 `fully_shard` and values for stages on the meta device put other tensors in their places.

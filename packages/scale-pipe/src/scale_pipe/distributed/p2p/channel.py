@@ -118,7 +118,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def empty_like_meta(meta: TensorMeta, device: torch.device = HOST) -> Tensor:
-    """Uninitialised memory for a tensor that will arrive."""
+    """Uninitialized memory for a tensor that will arrive."""
     return torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=device)
 
 

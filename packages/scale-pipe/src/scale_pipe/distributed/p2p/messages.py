@@ -41,7 +41,7 @@ class Slot(NamedTuple):
     """One transfer of a step, sent once; where both stages are on one rank it is handed over there."""
 
     flow: Flow
-    name: str  # "" between neighbours, otherwise the name of the skip or of the shared parameter
+    name: str  # "" between neighbors, otherwise the name of the skip or of the shared parameter
     source: int  # stage
     target: int  # stage
     micro_batch: int  # EVERY_MICRO_BATCH for what is sent once per step

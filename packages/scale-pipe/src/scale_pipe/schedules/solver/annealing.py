@@ -1,7 +1,7 @@
 """Simulated annealing over orders, complete or partial.
 
 A move takes an action of the critical path and shifts it, swaps it with another of its rank, or shifts it together
-with the same action of some neighbouring micro-batches: good schedules are nearly periodic, and such a move changes
+with the same action of some neighboring micro-batches: good schedules are nearly periodic, and such a move changes
 several periods at once. The search is deterministic: seeded, and bounded by the number of visited actions.
 """
 
@@ -90,7 +90,7 @@ def critical_path(problem: Problem, orders: Codes, timing: Timing) -> list[tuple
 
 
 def _score(timing: Timing) -> float:
-    """Returns what is minimised: the makespan, and a little of the mean end, which guides where makespans are equal."""
+    """Returns what is minimized: the makespan, and a little of the mean end, which guides where makespans are equal."""
     return timing.makespan + MEAN_END_SHARE * sum(timing.rank_ends) / len(timing.rank_ends)
 
 
@@ -123,7 +123,7 @@ def _propose_move(problem: Problem, order: list[int], position: int, random: Ran
 def _shift_several(
     problem: Problem, order: list[int], position: int, distance: int, random: Random
 ) -> tuple[int, list[int]] | None:
-    """Shifts an action and the same one of some neighbouring micro-batches by one distance; see `_propose_move`."""
+    """Shifts an action and the same one of some neighboring micro-batches by one distance; see `_propose_move`."""
     num_micro_batches = problem.num_micro_batches
     here = order[position] % num_micro_batches
     first_code = order[position] - here

@@ -24,7 +24,7 @@ FIXED_VISITS = 30
 
 @dataclass(frozen=True)
 class Timing:
-    """When evaluated orders are over, with what an evaluation of neighbouring orders needs to begin in the middle."""
+    """When evaluated orders are over, with what an evaluation of neighboring orders needs to begin in the middle."""
 
     makespan: float
     rank_ends: tuple[float, ...]

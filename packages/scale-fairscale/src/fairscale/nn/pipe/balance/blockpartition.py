@@ -1,4 +1,4 @@
-"""Block partition: neighbouring costs in blocks, so that the largest sum is minimal."""
+"""Block partition: neighboring costs in blocks, so that the largest sum is minimal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["solve"]
 
 
 def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
-    """Cuts costs into blocks of neighbours.
+    """Cuts costs into blocks of neighbors.
 
     Args:
         sequence: Costs, not negative.
