@@ -37,6 +37,7 @@ CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
     "bitsandbytes": ("scale-train", ["bitsandbytes>=0.50"], ["clients/test_clients_bitsandbytes.py"]),
     "torchao": ("scale-train", ["torchao>=0.18"], ["clients/test_clients_torchao.py"]),
     "tools": ("scale-train", ["torchmetrics>=1.9", "torchdata>=0.11"], ["clients/test_clients_tools.py"]),
+    "loggers": ("scale-train", ["tensorboard>=2.18", "wandb>=0.17"], ["clients/test_clients_loggers.py"]),
     "trl": ("scale-train", ["trl>=1.16"], ["test_transformers_trainer.py"]),
     "lightning": ("scale-lightning", [], ["."]),
 }

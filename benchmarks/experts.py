@@ -1,17 +1,18 @@
-"""A mixture of experts divided between ranks, beside one process and beside the implementations of transformers.
+"""A mixture of experts divided between ranks, beside one process, transformers and DeepSpeed.
 
     python benchmarks/experts.py                        # worlds 2 and 4; some minutes of two cores
     python benchmarks/experts.py --turns 9
-    python benchmarks/experts.py --simulate             # the simulation alone; 64 and 512 ranks in one process
+    python benchmarks/experts.py --simulate             # the simulation alone: 64 and 512 ranks; some minutes as well
     python benchmarks/experts.py --smoke                # tiny sizes, one turn: that it runs
-    python benchmarks/experts.py --date 2026-11-27      # also writes results/2026-11-27-experts.*
+    python benchmarks/experts.py --date 2026-11-28      # also writes results/2026-11-28-experts.*
 
 Forward and backward of one layer with a gradient for its input, fp32, one thread. On one process: the same weights and
-the same routing by a loop over experts in plain PyTorch, by the three implementations of transformers and by `MoE`; CPU
-time, the median over turns, and its ratio to the loop's in the same turn.
+the same routing by a loop over experts in plain PyTorch, by the three implementations of transformers, by DeepSpeed's
+`MoE` where it is installed (`drop_tokens=False`) and by `MoE`; CPU time, the median over turns, and its ratio to the
+loop's in the same turn.
 
-Divided: each rank has its part of the same tokens; gloo. "CPU" is that of all ranks over that of `MoE` on one process
-with all tokens. "sent" is what one rank writes to its sockets in a step, per token of
+Divided: each rank has its part of the same tokens; gloo. "CPU" is that of all ranks over that of scale-moe on one
+process with all tokens. "sent" is what one rank writes to its sockets in a step, per token of
 its own, counted by the kernel; "floor" is 4 * k * dim * itemsize * (W - 1) / W: there and back, in both directions, for
 choices that are evenly spread (of this batch a few more stay at home).
 "imbalance" is the most rows that a rank computes with, over the mean.
@@ -20,21 +21,30 @@ Simulated: rank 0 of 64 and 512, the second step, one sequence of 4096 tokens on
 with fp32 shards and AdamW. Mixtral 8x7B in its own sizes, and a model with the sizes of DeepSeek-V3: 256 experts of
 which a token has 8, a shared one, latent attention (without its positions), three dense blocks. All of it by
 scale-fsdp alone, a block a unit; or the experts of a block divided over 8 or 64 ranks and sharded over the others.
-Tokens are evenly spread.
+Tokens are evenly spread. Floors, W ranks of which E divide experts and the R = W / E others have the same ones:
+    sent: 2 bytes of all that is sharded over W, (W - 1) / W of it, gathered twice (embedding and head once) and reduced
+        once; the same of a rank's experts, (R - 1) / R of them; and its rows there and back in the forward, the
+        recomputation and the backward, 6 * k * tokens * dim * 2 bytes * (E - 1) / E for each block with experts
+    peak: 16 bytes of each parameter / W (fp32 shards, gradients, two of AdamW), 4 of each that a rank computes a block
+        with (gathered, and its gradient), 2 of embedding and head
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import spending
+from measure import Spent, spending
 from report import Table, save
 from torch import Tensor, nn
 
@@ -143,15 +153,55 @@ def of_transformers(layer: MoE, sizes: Sizes, implementation: str) -> Callable[[
     return lambda x: block(x[None])[0]
 
 
+def of_deepspeed(layer: MoE, sizes: Sizes) -> Callable[[Tensor], Tensor]:
+    """DeepSpeed's `MoE` with the same weights, its experts divided between the ranks of `layer.group`."""
+    import deepspeed
+    from deepspeed.moe.layer import MoE as DeepSpeedMoE
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    moe = DeepSpeedMoE(
+        sizes.dim,
+        Perceptron(sizes.dim, sizes.hidden_dim),
+        sizes.num_experts,
+        ep_size=layer.group.size,
+        k=sizes.top_k,
+        drop_tokens=False,
+        top2_2nd_expert_sampling=False,
+    )
+    moe.set_deepspeed_parallelism()
+    with torch.no_grad():
+        moe.deepspeed_moe.gate.wg.weight.copy_(layer.router.weight)
+        experts = moe.deepspeed_moe.experts.deepspeed_experts
+        weights = zip(experts, layer.experts.gate_up_proj, layer.experts.down_proj, strict=True)
+        for expert, gate_up, down in weights:
+            expert.gate_up.weight.copy_(gate_up)
+            expert.down.weight.copy_(down)
+    return lambda x: moe(x)[0]
+
+
+def ways_of(layer: MoE, sizes: Sizes) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What can divide experts: the layer, and DeepSpeed's where it is installed."""
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"scale-moe": layer}
+    if find_spec("deepspeed"):
+        ways["DeepSpeed"] = of_deepspeed(layer, sizes)
+    return ways
+
+
 def tokens(sizes: Sizes) -> Tensor:
     return torch.randn(sizes.num_tokens, sizes.dim, generator=torch.Generator().manual_seed(1))
 
 
-def seconds(compute: Callable[[Tensor], Tensor], x: Tensor) -> float:
+def spending_of(compute: Callable[[Tensor], Tensor], x: Tensor) -> Spent:
     x = x.clone().requires_grad_()
     with spending() as spent:
         compute(x).square().mean().backward()
-    return spent.cpu_seconds
+    return spent
+
+
+def seconds(compute: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    return spending_of(compute, x).cpu_seconds
 
 
 def alone(sizes: Sizes, turns: int) -> dict[str, list[float]]:
@@ -160,7 +210,7 @@ def alone(sizes: Sizes, turns: int) -> dict[str, list[float]]:
     ways: dict[str, Callable[[Tensor], Tensor]] = {"a loop over experts": lambda x: loop(layer, x)}
     for name in ("eager", "batched_mm", "grouped_mm"):
         ways[f"transformers, {name}"] = of_transformers(layer, sizes, name)
-    ways["scale-moe"] = layer
+    ways |= ways_of(layer, sizes)
     expected = loop(layer, x)
     for name, way in ways.items():
         torch.testing.assert_close(way(x), expected, rtol=1e-4, atol=1e-5, msg=name)
@@ -169,26 +219,27 @@ def alone(sizes: Sizes, turns: int) -> dict[str, list[float]]:
     for _ in range(turns):
         for name, way in ways.items():
             found[name].append(seconds(way, x))
+    if dist.is_initialized():
+        dist.destroy_process_group()  # DeepSpeed's; a simulation has its own.
     return found
 
 
-def on_ranks(sizes: Sizes, turns: int) -> Divided:
+def on_ranks(sizes: Sizes, turns: int) -> dict[str, Divided]:
     torch.set_num_threads(1)
     layer = build(sizes)
     group = layer.group
-    x = tokens(sizes).chunk(group.size)[group.rank].clone().requires_grad_()
-    found, sent = [], 0
-    for turn in range(turns + 2):
-        layer.zero_grad()
-        with spending() as spent:
-            layer(x).square().mean().backward()
-        if turn >= 2:
-            found.append(spent.cpu_seconds)
-            sent = spent.bytes_sent
+    x = tokens(sizes).chunk(group.size)[group.rank]
+    ways = ways_of(layer, sizes)
     rows: list[int] = []
-    layer.experts.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    layer(x)
-    return Divided(found, sent, rows[0])
+    with layer.experts.register_forward_pre_hook(lambda module, args: rows.append(len(args[0]))):
+        expected = layer(x)
+    found = {}
+    for name, way in ways.items():
+        torch.testing.assert_close(way(x), expected, rtol=1e-4, atol=1e-5, msg=name)
+        seconds(way, x)
+        spent = [spending_of(way, x) for _ in range(turns)]
+        found[name] = Divided([each.cpu_seconds for each in spent], spent[-1].bytes_sent, rows[0])
+    return found
 
 
 class Attention(nn.Module):
@@ -278,7 +329,8 @@ def simulated(model: Model, world: int, expert_ranks: int) -> dict[str, Any]:
         group = dist.new_group(list(range(expert_ranks))) if expert_ranks > 1 else Group()
         replicas = dist.new_group(list(range(0, world, expert_ranks)))
         net = Transformer(model, group)
-        num_params = sum(full_numel(param) for param in net.parameters())
+        num_params = count(net)
+        floors = floors_of(model, net, world, expert_ranks)
         for block in net.blocks:
             if expert_ranks > 1 and isinstance(block.feed_forward, MoE):
                 fully_shard(block.feed_forward.experts, replicas, mp_policy=policy)
@@ -291,19 +343,44 @@ def simulated(model: Model, world: int, expert_ranks: int) -> dict[str, Any]:
             net(torch.zeros(1, model.num_tokens, dtype=torch.int64)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        books = {
+        books: dict[str, Any] = {
             "peak_bytes": simulation.peak_bytes,
             "peak_by_kind": simulation.peak_by_kind,
             "bytes_sent": simulation.bytes_sent,
         }
+    books |= {"wall_seconds": spent.wall_seconds, "cpu_seconds": spent.cpu_seconds}
+    print(f"{model.name}, {world} ranks, experts over {expert_ranks}: {books}", flush=True)
     return {
         "model": model.name,
         "parameters": num_params,
         "world": world,
         "expert_ranks": expert_ranks,
         **books,
-        "cpu_seconds": spent.cpu_seconds,
+        **floors,
     }
+
+
+def count(module: nn.Module) -> int:
+    """The elements of all its parameters, on all ranks."""
+    return sum(full_numel(param) for param in module.parameters())
+
+
+def floors_of(model: Model, net: Transformer, world: int, expert_ranks: int) -> dict[str, float]:
+    """The least that a rank holds and sends, as it stands above; in bytes."""
+    layers = [block.feed_forward for block in net.blocks if isinstance(block.feed_forward, MoE)]
+    blocks, outside = sum(map(count, net.blocks)), count(net.embedding) + count(net.norm) + count(net.head)
+    divided = sum(count(layer.experts) for layer in layers) if expert_ranks > 1 else 0
+    replicas = world // expert_ranks
+    sent = 2 * (3 * (blocks - divided) + 2 * outside) * (world - 1) / world
+    sent += 2 * 3 * divided / expert_ranks * (replicas - 1) / replicas
+    rows = model.top_k * model.num_tokens * (expert_ranks - 1) / expert_ranks
+    sent += 6 * rows * model.dim * 2 * len(layers)
+    widest = max(net.blocks, key=count)
+    computed = count(widest)
+    if expert_ranks > 1:
+        computed -= count(widest.feed_forward.experts) * (expert_ranks - 1) // expert_ranks
+    peak = 16 * (blocks + outside) / world + 4 * computed + 2 * outside
+    return {"peak_floor": peak, "sent_floor": sent}
 
 
 Part = tuple[Table, list[dict[str, Any]]]
@@ -323,25 +400,29 @@ def on_one_process(sizes: Sizes, turns: int) -> Part:
 
 def divided(sizes: Sizes, turns: int, worlds: list[int]) -> Part:
     rows, figures = [], []
-    base = median(cpu for cpu in run_ranks(on_ranks, 1, sizes, turns)[0].cpu)
+    base = median(run_ranks(on_ranks, 1, sizes, turns)[0]["scale-moe"].cpu)
     for world in worlds:
-        ranks = run_ranks(on_ranks, world, sizes, turns)
-        total = median(sum(cpu) for cpu in zip(*(rank.cpu for rank in ranks), strict=True))
-        found = {
-            "CPU": total / base,
-            "sent": sum(rank.sent for rank in ranks) / sizes.num_tokens,
-            "most sent": max(rank.sent for rank in ranks) * world / sizes.num_tokens,
-            "floor": 4 * sizes.top_k * sizes.dim * 4 * (world - 1) / world,
-            "imbalance": max(rank.rows for rank in ranks) * world / sum(rank.rows for rank in ranks),
-        }
-        rows.append([str(world), *(f"{value:.0f}" if value > 100 else f"{value:.2f}" for value in found.values())])
-        figures.append({"world": world, **found})
-    heads = ["ranks", "CPU", "sent per token", "of the rank that sends most", "floor", "imbalance"]
+        by_rank = run_ranks(on_ranks, world, sizes, turns)
+        for way in by_rank[0]:
+            ranks = [found[way] for found in by_rank]
+            total = median(sum(cpu) for cpu in zip(*(rank.cpu for rank in ranks), strict=True))
+            found = {
+                "CPU": total / base,
+                "sent": sum(rank.sent for rank in ranks) / sizes.num_tokens,
+                "most sent": max(rank.sent for rank in ranks) * world / sizes.num_tokens,
+                "floor": 4 * sizes.top_k * sizes.dim * 4 * (world - 1) / world,
+                "imbalance": max(rank.rows for rank in ranks) * world / sum(rank.rows for rank in ranks),
+            }
+            told = [f"{value:.0f}" if value > 100 else f"{value:.2f}" for value in found.values()]
+            rows.append([str(world), way, *told])
+            figures.append({"world": world, "way": way, **found})
+    heads = ["ranks", "way", "CPU", "sent per token", "of the rank that sends most", "floor", "imbalance"]
     return Table("Divided", heads, rows), figures
 
 
 def at_scale(cases: list[tuple[Model, int, int]]) -> Part:
-    books = [simulated(*case) for case in cases]
+    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        books = list(pool.map(simulated, *zip(*cases, strict=True)))
     kinds = sorted({kind for book in books for kind in book["peak_by_kind"]})
     rows = [
         [
@@ -349,12 +430,15 @@ def at_scale(cases: list[tuple[Model, int, int]]) -> Part:
             str(book["world"]),
             "scale-fsdp alone" if book["expert_ranks"] == 1 else f"experts over {book['expert_ranks']}",
             f"{book['peak_bytes'] / GIB:.2f}",
+            f"{book['peak_floor'] / GIB:.2f}",
             *(f"{book['peak_by_kind'].get(kind, 0) / GIB:.2f}" for kind in kinds),
             f"{sum(book['bytes_sent'].values()) / GIB:.2f}",
+            f"{book['sent_floor'] / GIB:.2f}",
         ]
         for book in books
     ]
-    return Table("Simulated, GiB of rank 0", ["model", "ranks", "how", "peak", *kinds, "sent in a step"], rows), books
+    heads = ["model", "ranks", "how", "peak", "its floor", *kinds, "sent in a step", "its floor"]
+    return Table("Simulated, GiB of rank 0", heads, rows), books
 
 
 def main() -> int:
@@ -372,7 +456,8 @@ def main() -> int:
     if not options.simulate:
         turns, worlds = (1, [2]) if options.smoke else (options.turns, options.worlds)
         parts += [on_one_process(sizes, turns), divided(sizes, turns, worlds)]
-    parts += [at_scale(cases)]
+    if options.simulate or options.smoke:
+        parts += [at_scale(cases)]
     tables = [table for table, _ in parts]
     for table in tables:
         print(table.markdown())

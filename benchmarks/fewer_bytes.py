@@ -7,11 +7,12 @@
 The model, the text, the order of the data, AdamW and the learning rate are those of `scale-train lm`; each block is a
 unit of `fully_shard(..., communication=...)`, the rest another one. gloo, one thread per rank.
 
-A step: the tiny size, with few tokens. "sent" is what one rank writes to its sockets in a step, counted by the kernel;
-"formula" is what its collectives send: (W - 1) messages of `BlockFormat.num_bytes` of a shard for each gather and
-reduction of what is quantized, and of the shard's own bytes for the rest. What the kernel counts beyond that is gloo's
-headers and what ranks compare. "CPU" is that of both ranks over that of fp32, the median over steps; here no network is
-waited for, so it is all cost.
+A step: the tiny size, with few tokens; the ways take turns, so that a machine that is busy for a while is so for all of
+them. "sent" is what one rank writes to its sockets in a step, counted by the kernel; "formula" is what its collectives
+send: (W - 1) messages of `BlockFormat.num_bytes` of a shard for each gather and reduction of what is quantized, and of
+the shard's own bytes for the rest. What the kernel counts beyond that is gloo's headers and what ranks compare. "CPU"
+is that of both ranks over that of fp32, each the median over all steps, and in brackets the lowest and the highest
+ratio of one turn; here no network is waited for, so it is all cost.
 
 Losses: nats per byte, the mean of the last 20 steps, and of the held-out text at the end.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from itertools import chain
 from statistics import mean, median
 from typing import Any
 
@@ -120,7 +122,7 @@ def formula(model: nn.Module) -> int:
     return sent
 
 
-def train(run: Run, way: Way) -> dict[str, Any]:
+def train(run: Run, way: Way, *, evaluate: bool = True) -> dict[str, Any]:
     """Losses of the steps and of the held-out text, CPU seconds and bytes sent of each step; on one rank."""
     torch.set_num_threads(1)
     group, text = group_of(), read_text()
@@ -146,37 +148,48 @@ def train(run: Run, way: Way) -> dict[str, Any]:
         losses.append(loss.item())
         cpu.append(spent.cpu_seconds)
         sent.append(spent.bytes_sent)
+    found = {"losses": losses, "cpu": cpu, "sent": sent, "formula": formula(model)}
+    if not evaluate:
+        return found
     model.eval()
     count = max(1, min(512, len(text.held_out) // run.sequence) // group.size)
     places = torch.linspace(0, len(text.held_out) - run.sequence - 1, count * group.size).long()
     with torch.no_grad():
         pieces = places[group.rank :: group.size].split(run.batch)
         held_out = [model(*windows_at(text.held_out, piece, run.sequence)).item() for piece in pieces]
-    return {"losses": losses, "held_out": mean(held_out), "cpu": cpu, "sent": sent, "formula": formula(model)}
+    return {**found, "held_out": mean(held_out)}
 
 
 def train_all(run: Run, ways: list[Way]) -> list[dict[str, Any]]:
     return [train(run, way) for way in ways]
 
 
+def take_turns(run: Run, ways: list[Way], turns: int) -> list[list[dict[str, Any]]]:
+    """By turn and way; a first turn, in which all is loaded and allocated, does not count."""
+    return [[train(run, way, evaluate=False) for way in ways] for _ in range(1 + turns)][1:]
+
+
 Part = tuple[Table, list[dict[str, Any]]]
 """A table for people, and the same figures for machines."""
 
 
-def a_step(run: Run, ways: list[Way]) -> Part:
-    ranks = run_ranks(train_all, 2, run, ways, limit_seconds=3600)
+def a_step(run: Run, ways: list[Way], turns: int) -> Part:
+    ranks = run_ranks(take_turns, 2, run, ways, turns, limit_seconds=3600)
     rows, figures = [], []
-    base = 0.0
     for place, way in enumerate(ways):
-        own = [rank[place] for rank in ranks]
-        cpu = median(sum(step) for step in zip(*(each["cpu"][2:] for each in own), strict=True))
-        sent, expected = median(own[0]["sent"][2:]), own[0]["formula"]
-        base = base or cpu
+        own = [[turn[place] for turn in rank] for rank in ranks]  # by rank and turn
+        by_turn = zip(*([turn["cpu"][2:] for turn in rank] for rank in own), strict=True)
+        cpu = [[sum(step) for step in zip(*of_ranks, strict=True)] for of_ranks in by_turn]
+        sent, expected = median(own[0][0]["sent"][2:]), own[0][0]["formula"]
         figures.append({"way": way.name, "cpu_seconds": cpu, "sent": sent, "formula": expected})
-        first = figures[0]["formula"]
-        rows.append([way.name, f"{expected:,}", f"{sent:,.0f}", f"{expected / first:.2f}", f"{cpu / base:.2f}"])
+        first = figures[0]
+        ratio = median(chain(*cpu)) / median(chain(*first["cpu_seconds"]))
+        per_turn = [median(one) / median(base) for one, base in zip(cpu, first["cpu_seconds"], strict=True)]
+        of_fp32 = f"{expected / first['formula']:.2f}"
+        spread = f"{ratio:.2f} ({min(per_turn):.2f} to {max(per_turn):.2f})"
+        rows.append([way.name, f"{expected:,}", f"{sent:,.0f}", of_fp32, spread])
     heads = ["on the wire", "formula, bytes", "sent, bytes", "of fp32", "CPU"]
-    return Table(f"A step on 2 ranks: {run}", heads, rows), figures
+    return Table(f"A step on 2 ranks, {turns} turns: {run}", heads, rows), figures
 
 
 def losses(run: Run, ways: list[Way]) -> Part:
@@ -245,13 +258,13 @@ def main() -> int:
     if options.smoke:
         tiny = Run(1, 16, 2, 16, 4, 4)
         parts = [
-            a_step(tiny, [WAYS[0], WAYS[-1]]),
+            a_step(tiny, [WAYS[0], WAYS[-1]], 1),
             losses(tiny, WAYS[-1:]),
             at_scale([16], [SIMULATED_WAYS[0], SIMULATED_WAYS[-1]], ModelConfig(1, 64, 2), 16),
         ]
     else:
         parts = [
-            a_step(Run(4, 128, 4, 64, 8, 6), WAYS),
+            a_step(Run(4, 128, 4, 64, 8, 8), WAYS, 8),
             losses(Run(2, 64, 4, 64, 16, 400), WAYS),
             at_scale([64, 512], SIMULATED_WAYS, ModelConfig(4, 4096, 32), 2048),
         ]

@@ -54,8 +54,8 @@ RECIPES = (
 def options_of(recipe: Recipe, *, smoke: bool = False) -> PlanOptions:
     """What `scale-train plan` is asked."""
     if smoke:
-        return PlanOptions(size="tiny", layers=2, ranks=recipe.ranks, batch=recipe.batch, sequence=32, loss_chunk=16)
-    return PlanOptions(size="gpt3-13b", ranks=recipe.ranks, batch=recipe.batch, loss_chunk=1024)
+        return PlanOptions(size="tiny", layers=2, ranks=(recipe.ranks,), batch=recipe.batch, sequence=32, loss_chunk=16)
+    return PlanOptions(size="gpt3-13b", ranks=(recipe.ranks,), batch=recipe.batch, loss_chunk=1024)
 
 
 def planned(recipe: Recipe, *, smoke: bool = False) -> tuple[Estimate, float]:
@@ -63,7 +63,7 @@ def planned(recipe: Recipe, *, smoke: bool = False) -> tuple[Estimate, float]:
     torch.set_num_threads(1)
     began = time.process_time()
     options = options_of(recipe, smoke=smoke)
-    strategy = Strategy(recipe.parallel, recipe.ranks, recompute=True)  # type: ignore[arg-type]  # it is one of them
+    strategy = Strategy(recipe.parallel, recipe.ranks, checkpoint="all")  # type: ignore[arg-type]  # it is one of them
     found = estimate(planned_model(options), strategy, options)
     if found.problem:
         raise SystemExit(f"{recipe.title}: {found.problem}")

@@ -92,7 +92,7 @@ def import_name(distribution: str) -> str:
     """Returns the name that is imported: `scale_core` of `scale-core`, `fairscale` of `scale-fairscale`."""
     if distribution in PACKAGES:
         return source_folders(distribution)[0].name
-    return distribution.replace("-", "_")
+    return {"pillow": "PIL"}.get(distribution, distribution.replace("-", "_"))
 
 
 ALIASES = [package for package in PACKAGES if import_name(package) != package.replace("-", "_")]

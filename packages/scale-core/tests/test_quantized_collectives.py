@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
+from scale_core.quantization import collectives
 from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
 from scale_core.quantization.collectives import (
     all_gather_quantized,
@@ -16,7 +17,7 @@ from scale_core.quantization.collectives import (
     new_messages,
     reduce_scatter_quantized,
 )
-from scale_core.quantization.error_feedback import ErrorFeedback
+from scale_core.quantization.error_feedback import ErrorFeedback, loss_scale, set_loss_scale
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 
@@ -119,6 +120,65 @@ def test_the_error_of_a_sum_that_is_not_finite_does_not_wait() -> None:
     feedback.keep(values, torch.tensor([0.75, torch.nan, torch.nan]))
     feedback.commit()
     assert torch.equal(feedback.add_to(torch.zeros(3)), torch.tensor([0.25, 0.0, 0.0]))
+
+
+def test_errors_are_those_of_gradients_that_are_not_scaled_and_a_skipped_step_gives_back_what_waited() -> None:
+    set_loss_scale(None)  # Another test may have left its scaler's.
+    feedback, scale = ErrorFeedback(), torch.tensor(4.0)
+    feedback.keep(torch.tensor([1.0]), torch.tensor([0.75]))
+    feedback.commit()
+    set_loss_scale(scale)
+    for skipped, waits in ((True, 0.25), (False, 0.625)):
+        for number in (2.0, 2.5):  # Two passes of one step
+            assert torch.equal(feedback.add_to(torch.tensor([1.0])), 1 + 4 * feedback.error)
+            feedback.keep(torch.tensor([number]), torch.tensor([0.0]))
+            feedback.commit()
+        assert feedback.was_scaled_by(scale) and not feedback.was_scaled_by(scale.clone())
+        feedback.settle(skipped=skipped)
+        assert torch.equal(feedback.error, torch.tensor([waits]))
+    del scale
+    assert loss_scale() is None  # Its scaler is gone.
+
+
+class OutOfMemory:
+    """Fails to quantize, or to read what was sent, on rank 1."""
+
+    def __init__(self, what: str) -> None:
+        self.own, self.what = getattr(collectives, what), what
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if group_of().rank == 1:
+            raise torch.OutOfMemoryError(f"no memory to {self.what}")
+        return self.own(*args, **kwargs)
+
+
+def fail_to_round() -> list[str]:
+    """The handle of each collective raises on the rank that fails, and there alone."""
+    group, block_format, told = group_of(), BlockFormat("int8", 8), []
+    for what in ("quantize", "dequantize"):
+        for number in range(3):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(collectives, what, OutOfMemory(what))
+                messages = new_messages(2, 8, block_format, torch.device("cpu"))
+                work = [
+                    lambda to=messages: all_gather_quantized(to, torch.ones(8), group, block_format, tag=TAG),
+                    lambda: reduce_scatter_quantized(torch.ones(16), group, block_format, tag=TAG),
+                    lambda: all_reduce_quantized(torch.ones(8), group, block_format, tag=TAG),
+                ][number]()
+                try:
+                    work.wait(20.0)
+                except torch.OutOfMemoryError as error:
+                    told.append(f"{number}: {error}")
+    return told
+
+
+def test_a_rank_without_memory_sends_zeros_and_raises_where_it_waits() -> None:
+    first, second = run_ranks(fail_to_round, 2)
+    assert first == []
+    assert second == [f"{n}: no memory to quantize" for n in range(3)] + [
+        f"{n}: no memory to dequantize"
+        for n in (1, 2)  # A gather's messages are read by its caller.
+    ]
 
 
 @pytest.mark.parametrize(("name", "world"), [("int8", 2), ("int4", 64)])

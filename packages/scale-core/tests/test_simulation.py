@@ -118,6 +118,16 @@ def test_fake_and_real_tensors_agree_to_the_byte(run: Callable[[bool], Simulatio
     assert fake.collectives == real.collectives
 
 
+def test_a_storage_that_another_tensor_was_set_to_is_released_with_them() -> None:
+    with simulate() as simulation:
+        tensor = torch.empty(1000)
+        same = torch.empty(0).set_(tensor.untyped_storage())
+        del tensor
+        assert simulation.current_bytes == 4000
+        del same
+        assert simulation.current_bytes == 0
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -1,4 +1,4 @@
-"""`OffloadModel`, `shard_model`, `DynamicLossScaler`, SlowMo and the memory tracker, against plain PyTorch."""
+"""Offloading, shards, loss scales, synchronized batch norms, SlowMo and the memory tracker, against plain PyTorch."""
 
 import gc
 import weakref
@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from fairscale.experimental.nn import BaselineSoftmaxNllLoss, OffloadModel
+from fairscale.experimental.nn import BaselineSoftmaxNllLoss, OffloadModel, SyncBatchNorm
 from fairscale.experimental.nn.auto_shard import shard_model
 from fairscale.experimental.nn.data_parallel import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 from fairscale.experimental.optim import DynamicLossScaler
@@ -19,9 +20,10 @@ from fairscale.experimental.tooling.layer_memory_tracker import (
     LayerwiseMemoryTracker,
     ProcessGroupTracker,
     ProcessGroupTrackingEvent,
+    compare_memory_traces_in_plot,
     suggest_checkpoint_location,
 )
-from fairscale.nn import FullyShardedDataParallel
+from fairscale.nn import FullyShardedDataParallel, checkpoint_wrapper
 from scale_core.testing import run_ranks
 
 
@@ -31,14 +33,30 @@ def layers() -> nn.Sequential:
 
 
 class Branching(nn.Module):
+    """Where two values are needed later it cannot be cut; its middle chooses by a value, and cannot be traced."""
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low, self.high = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.high(x) if x.sum() > 0 else self.low(x)
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.first, self.second, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.middle = nn.ModuleList(self.Chooses() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Tensor) -> Tensor:
+        x, mask = args
         kept = torch.relu(self.first(x))
-        return self.third(self.second(kept) + kept) + x
+        x = self.second(kept) + kept * mask[: x.size(0)]
+        for middle in self.middle:
+            x = middle(x)
+        return self.last(x * self.scale) + x
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint_activation": True, "num_microbatches": 2}])
@@ -77,16 +95,20 @@ def test_an_offloaded_model_drops_no_input() -> None:
         model(torch.ones(6, 4), mask=torch.ones(6, 4))
 
 
-def test_a_traced_model_is_cut_where_values_are_needed_later() -> None:
-    inputs = torch.randn(3, 4)
-    shards = shard_model(Branching(), shard_count=3)
-    assert len(shards) == 3
-    values: Any = (inputs,)
-    for shard in shards:
-        values = shard(*values) if isinstance(values, tuple) else shard(values)
-    assert torch.equal(values, Branching()(inputs))
+def test_a_traced_model_is_cut_where_one_value_is_needed_later() -> None:
+    x, mask = torch.randn(3, 4), torch.rand(5, 4)
+    shards = shard_model(Branching(), shard_count=5)
+    # The first two layers are kept together by `kept`, the last and the scale by `x`.
+    assert [sum(param.numel() for param in shard.parameters()) for shard in shards] == [40, 40, 40, 24]
+    value = shards[0](x, mask)
+    for shard in shards[1:]:
+        assert isinstance(value, Tensor)
+        value = shard(value)
+    assert torch.equal(value, Branching()(x, mask))
     model = OffloadModel(model=shards, device=torch.device("cpu"))
-    torch.testing.assert_close(model(inputs), values)
+    torch.testing.assert_close(model(x, mask), value)
+    alone = nn.Sequential(Branching.Chooses())
+    assert len(shard_model(alone)) == 1
 
 
 def test_a_dynamic_loss_scale_grows_and_shrinks() -> None:
@@ -137,19 +159,69 @@ def test_the_baseline_of_mevo_is_the_cross_entropy() -> None:
 
 
 def test_memory_is_traced_and_checkpoints_are_suggested(tmp_path: Path) -> None:
-    model = layers()
+    kib = 1024
+    torch.manual_seed(1)
+    views = nn.Sequential(nn.Unflatten(1, (8, 8)), nn.Flatten())
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), views, nn.Linear(64, 64), nn.ReLU(inplace=True))
     tracker = LayerwiseMemoryTracker()
     tracker.monitor(model)
-    model(torch.randn(64, 4)).sum().backward()
-    tracker.stop()
+    with pytest.raises(RuntimeError, match=r"call tracker\.stop\(\) first"):
+        tracker.monitor(model)
+    model(torch.randn(64, 16)).sum().backward()
+    names = ["0", "1", "2.0", "2.1", "3", "4"]
+    assert [trace.module_name for trace in tracker.memory_traces] == names + names[::-1]
+    # 64 x 64 numbers of 4 bytes each; a view, and what is changed in place, are no new memory.
+    made = [kib * size for size in (16, 16, 0, 0, 16, 0)]
+    assert [trace.event for trace in tracker.forward_traces] == [(size, size) for size in made]
+    params = [4 * kib + 256, 0, 0, 0, 16 * kib + 256, 0]
+    assert [trace.module_params for trace in tracker.memory_traces] == params + params[::-1]
+    # The input, made after `monitor`, is counted as well; ReLU keeps its output, so that its input is released.
+    allocated = [kib * size for size in (20, 36, 20, 20, 36, 36)]
+    assert [trace.allocated for trace in tracker.forward_traces] == allocated
     summary = tracker.summary
-    assert summary.max_memory_allocated > 0 and summary.total_forward_allocations == 5 * 64 * 4 * 4
-    assert [trace.module_name for trace in tracker.forward_traces if trace.module_name] == ["0", "1", "2", "3", "4"]
-    first = next(trace for trace in tracker.forward_traces if trace.module_name)
-    assert (first.module_params, first.event.memory_activations) == (80, 64 * 4 * 4)
+    assert summary.total_activation_allocations == summary.total_forward_allocations == 48 * kib
+    assert summary.max_memory_allocated == max(trace.allocated for trace in tracker.memory_traces)
+    assert [trace.module_name for trace in summary.top_forward_activation_producers[:3]] == ["0", "1", "3"]
+    tracker.stop()
+    found = list(tracker.memory_traces)
+    model(torch.randn(64, 16)).sum().backward()
+    assert tracker.memory_traces == found
     tracker.save_traces(tmp_path / "traces.json")
-    assert LayerwiseMemoryTracker.load(tmp_path / "traces.json").memory_traces == tracker.memory_traces
-    assert suggest_checkpoint_location(tracker.memory_traces, num_checkpoints=1).split_modules == ("3",)
+    assert LayerwiseMemoryTracker.load(tmp_path / "traces.json").memory_traces == found
+    suggested = suggest_checkpoint_location(found, num_checkpoints=1)
+    assert (suggested.max_memory, suggested.split_modules, suggested.all_modules) == (32 * kib, ["3"], names)
+    tracker.clear_traces()
+    assert tracker.memory_traces == [] and tracker.max_memory_allocated == 0
+
+
+@pytest.mark.soak  # It needs matplotlib.
+def test_traces_with_and_without_checkpoints_are_drawn_beside_each_other() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+    jobs = {}
+    for name in ("no checkpoint", "checkpoint"):
+        tracker = LayerwiseMemoryTracker()
+        tracker.monitor(model)
+        model(torch.randn(64, 16)).sum().backward()
+        tracker.stop()
+        jobs[name] = tracker.memory_traces
+        for block in model:
+            checkpoint_wrapper(block)
+    forward = [[trace.module_name for trace in traces if trace.is_forward] for traces in jobs.values()]
+    assert forward[1][:6] == forward[0] and len(forward[1]) > 6  # Blocks run again in the backward.
+    picture = compare_memory_traces_in_plot(jobs, figsize=(6, 5), capture=True)
+    assert (picture.size, picture.mode) == ((600, 500), "RGB")
+    assert len(picture.getcolors(maxcolors=1 << 20)) > 10
+    assert tracker.show_plots(capture=True).size == (1600, 2000)
+
+
+def test_a_sparse_gradient_is_no_new_memory() -> None:
+    table = nn.Embedding(8, 4, sparse=True)
+    tracker = LayerwiseMemoryTracker()
+    tracker.monitor(table)
+    table(torch.arange(3)).sum().backward()
+    tracker.stop()
+    forward, backward = tracker.memory_traces
+    assert (forward.event.memory_activations, backward.event.memory_activations) == (3 * 4 * 4, 0)
 
 
 def train(model: SlowMoDistributedDataParallel, steps: int) -> list[Tensor]:
@@ -165,24 +237,104 @@ def train(model: SlowMoDistributedDataParallel, steps: int) -> list[Tensor]:
     return history
 
 
+def synchronized_batch_norms() -> None:
+    """Statistics and gradients are those of a plain batch norm on all samples, 3 of this rank and 5 of that."""
+    rank = dist.get_rank()
+    mine = slice(0, 3) if rank == 0 else slice(3, 8)
+    for dims, momentum, wrap in ((0, 0.1, nn.Identity()), (1, None, nn.Identity()), (3, 0.1, None)):
+        torch.manual_seed(dims)
+        plain = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 3: nn.BatchNorm3d}[dims](3, momentum=momentum)
+        model: nn.Module = nn.Sequential(*(2 * [SyncBatchNorm(3, momentum=momentum)]))
+        if wrap is None:
+            checkpoint_wrapper(model)  # Which runs it again, with its collectives, in the backward.
+        model = DistributedDataParallel(model)
+        for _ in range(2):
+            whole = torch.randn(8, 3, *(dims * [2]), requires_grad=True)
+            expected, wanted = plain(plain(whole)), torch.randn(8, 3, *(dims * [2]))
+            (expected * wanted).sum().backward()
+            own = whole.detach()[mine].requires_grad_()
+            found = model(own)
+            (found * wanted[mine]).sum().backward()
+            assert whole.grad is not None
+            torch.testing.assert_close(found, expected[mine])
+            torch.testing.assert_close(own.grad, whole.grad[mine], rtol=1e-4, atol=1e-6)
+        norm = model.module[0]
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(norm.state_dict()[name], value)
+        for one, other in zip(norm.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            torch.testing.assert_close(2 * one.grad, other.grad, rtol=1e-4, atol=1e-5)
+        model.eval(), plain.eval()
+        torch.testing.assert_close(model(whole[mine]), plain(plain(whole))[mine])
+    converted = SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert type(converted[1]) is SyncBatchNorm and converted(torch.randn(2, 2)).shape == (2, 2)
+
+
+def gathered_for_each_pass() -> None:
+    """100 weights and 10 biases of 4 bytes each, gathered again in the backward but for the outermost wrapper's."""
+    torch.manual_seed(0)
+    group = ProcessGroupTracker(None)
+    inner = [FullyShardedDataParallel(nn.Linear(10, 10), process_group=group) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), inner[0], nn.ReLU(), inner[1])
+    model = FullyShardedDataParallel(model, process_group=group)
+    for _ in range(2):  # In the second step gathers begin early.
+        tracker = LayerwiseMemoryTracker()
+        tracker.monitor(model)
+        model(torch.randn(16, 10)).sum().backward()
+        tracker.stop()
+        found = [(trace.is_forward, trace.all_gathered, trace.cumul_all_gathered) for trace in tracker.memory_traces]
+        forward = [(True, 440, 440), (True, 0, 440), (True, 440, 880), (True, 0, 440), (True, 440, 880)]
+        backward = [(False, 440, 0), (False, 0, 0), (False, 440, 0), (False, 0, 0), (False, 0, 0)]
+        assert found == forward + backward
+
+
 def on_two_nodes() -> dict[str, Any]:
-    events: list[tuple[Any, int]] = []
-    tracker = ProcessGroupTracker(None, lambda event, size, *_: events.append((event, size)))
+    events: list[tuple[Any, ...]] = []
+    tracker = ProcessGroupTracker(None, lambda *event: events.append(event))
     sharded = FullyShardedDataParallel(layers(), process_group=tracker)
     assert sharded(torch.ones(1, 4)).shape == (1, 4) and sharded.world_size == 2
     outputs = [torch.zeros(3), torch.zeros(3)]
-    tracker.allgather([outputs], [torch.full((3,), float(dist.get_rank()))]).wait()
-    assert events == [(ProcessGroupTrackingEvent.allgather, 24)] and tracker.size() == 2
+    inputs = [torch.full((3,), float(dist.get_rank()))]
+    tracker.allgather([outputs], inputs).wait()
+    ((event, told_outputs, told_inputs),) = events
+    assert event is ProcessGroupTrackingEvent.allgather and tracker.size() == 2
+    assert told_outputs[0] is outputs and told_inputs is inputs
     assert [each[0].item() for each in outputs] == [0.0, 1.0]
-    slow = {"slowmo_momentum": 0.5, "slowmo_frequency": 4, "localsgd_frequency": 2}
+    synchronized_batch_norms()
+    gathered_for_each_pass()
+    with pytest.raises(NotImplementedError, match=r"slowmo_memory_efficient=False with slowmo_frequency=47 and local"):
+        slow_model(momentum=0.5, slow_every=47, average_every=3, slowmo_memory_efficient=False)
     return {
-        "slowmo": train(SlowMoDistributedDataParallel(layers(), nprocs_per_node=1, **slow), 8),
-        "local": train(SlowMoDistributedDataParallel(layers(), 1, slowmo_momentum=0.0, localsgd_frequency=2), 4),
         "one node": train(SlowMoDistributedDataParallel(layers(), 2, slowmo_momentum=0.0), 2),
+        **{name: train(slow_model(**settings), 8) for name, settings in SLOWMO.items()},
     }
 
 
-def slowmo_reference(steps: int, momentum: float, slow_every: int, average_every: int) -> list[Tensor]:
+SLOWMO: dict[str, dict[str, Any]] = {
+    "slow steps": {"momentum": 0.5, "slow_every": 4, "average_every": 2},
+    "averages alone": {"momentum": 0.0, "slow_every": 4, "average_every": 2},
+    "slow steps between averages": {"momentum": 0.5, "slow_every": 4, "average_every": 3},
+    "slow steps without momentum": {"momentum": 0.0, "slow_lr": 0.5, "slow_every": 2, "average_every": 100},
+}
+
+
+def slow_model(
+    *, momentum: float, slow_every: int, average_every: int, slow_lr: float = 1.0, **options: Any
+) -> SlowMoDistributedDataParallel:
+    return SlowMoDistributedDataParallel(
+        layers(),
+        nprocs_per_node=1,
+        slowmo_momentum=momentum,
+        slowmo_lr=slow_lr,
+        slowmo_frequency=slow_every,
+        localsgd_frequency=average_every,
+        **options,
+    )
+
+
+def slowmo_reference(
+    steps: int, *, momentum: float, slow_every: int, average_every: int, slow_lr: float = 1.0
+) -> list[Tensor]:
     """Algorithm 1 of arXiv 1910.00643 over two nodes, on one process."""
     nodes = [layers(), layers()]
     vector = nn.utils.parameters_to_vector
@@ -196,12 +348,13 @@ def slowmo_reference(steps: int, momentum: float, slow_every: int, average_every
             with torch.no_grad():
                 for param in node.parameters():
                     param.sub_(0.1 * param.grad)
-        with torch.no_grad():
-            mean = sum(vector(node.parameters()) for node in nodes) / 2
-            if momentum and (step + 1) % slow_every == 0:
-                u = momentum * u + (outer - mean) / 0.1
-                outer = mean = outer - 0.1 * u
-            if (step + 1) % average_every == 0:
+        is_slow = (momentum != 0 or slow_lr != 1) and (step + 1) % slow_every == 0
+        if is_slow or (step + 1) % average_every == 0:
+            with torch.no_grad():
+                mean = sum(vector(node.parameters()) for node in nodes) / 2
+                if is_slow:
+                    u = momentum * u + (outer - mean) / 0.1
+                    outer = mean = outer - slow_lr * 0.1 * u
                 for node in nodes:
                     nn.utils.vector_to_parameters(mean.clone(), node.parameters())
         history.append(vector(nodes[0].parameters()).detach().clone())
@@ -210,10 +363,10 @@ def slowmo_reference(steps: int, momentum: float, slow_every: int, average_every
 
 def test_slowmo_is_that_of_the_paper() -> None:
     first, second = run_ranks(on_two_nodes, 2)
-    torch.testing.assert_close(first["slowmo"], slowmo_reference(8, 0.5, 4, 2))
-    torch.testing.assert_close(first["local"], slowmo_reference(4, 0.0, 4, 2))
-    assert not torch.equal(first["slowmo"][0], second["slowmo"][0])  # between two averages
-    for name in ("slowmo", "local", "one node"):
+    for name, settings in SLOWMO.items():
+        torch.testing.assert_close(first[name], slowmo_reference(8, **settings))
+        assert not torch.equal(first[name][0], second[name][0])  # Between two averages.
+    for name in ("slow steps", "averages alone", "slow steps without momentum", "one node"):
         assert torch.equal(first[name][-1], second[name][-1])
 
 
@@ -235,10 +388,11 @@ def test_slowmo_leaves_no_hook_behind() -> None:
 def test_gossip_and_copies_of_parameters_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="SGP is not offered"):
         SlowMoDistributedDataParallel(layers(), 1, slowmo_base_algorithm=SlowMoBaseAlgorithm["SGP"])
-    with pytest.raises(NotImplementedError, match="slowmo_frequency=45"):
-        SlowMoDistributedDataParallel(layers(), 1, slowmo_frequency=47, localsgd_frequency=3)
     with pytest.raises(TypeError, match="unexpected argument 'slow'"):
         SlowMoDistributedDataParallel(layers(), 1, slow=3)
+    by_place = SlowMoDistributedDataParallel(layers(), 1, True, SlowMoBaseAlgorithm.LOCALSGD, 0.4, True, 24, 0.9, 32, 5)
+    assert (by_place.slowmo_momentum, by_place.slowmo_frequency, by_place.slowmo_lr) == (0.4, 24, 0.9)
+    assert by_place.localsgd_frequency == 5
     model = SlowMoDistributedDataParallel(layers(), 1)
     with pytest.raises(NotImplementedError, match="copies of the parameters"):
         model.perform_slowmo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))

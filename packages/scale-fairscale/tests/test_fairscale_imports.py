@@ -29,6 +29,7 @@ PATHS = {
     "fairscale.experimental.nn.auto_shard": "shard_model",
     "fairscale.experimental.nn.ampnet_pipe.pipe": "AMPnetPipe",
     "fairscale.experimental.nn.data_parallel": "SlowMoBaseAlgorithm SlowMoDistributedDataParallel",
+    "fairscale.experimental.nn.data_parallel.gossip": "SlowMoBaseAlgorithm SlowMoDistributedDataParallel",
     "fairscale.experimental.optim": "DynamicLossScaler",
     "fairscale.experimental.tooling.layer_memory_tracker": "LayerwiseMemoryTracker ProcessGroupTracker "
     "suggest_checkpoint_location find_best_reset_points compare_memory_traces_in_plot",

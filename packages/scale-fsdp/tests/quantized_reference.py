@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from fsdp_cases import loss_of
@@ -44,16 +45,25 @@ class QuantizedReference:
         self.params = dict(plain.named_parameters())
         groups = self.buffers[0].groups
         self.shards, self.replicas = groups.shard.size, groups.replicas.size
-        self.errors: dict[tuple[str, str, int], Tensor] = {}  # by buffer, stage and rank
+        self.errors: dict[tuple[str, str, int], Tensor] = {}  # by buffer, stage and rank, of gradients not scaled
+        self.scale: float = 1.0  # by which losses are multiplied
 
-    def step(self, batches: Sequence[Sequence[Tensor]], no_sync: bool) -> list[list[float]]:
-        """Puts the gradients of one step into the plain model; returns the losses, by rank and micro-batch."""
+    def step(
+        self, batches: Sequence[Sequence[Tensor]], no_sync: bool, factors: Mapping[int, float] = MappingProxyType({})
+    ) -> list[list[float]]:
+        """Puts the gradients of one step into the plain model; returns the losses, by rank and micro-batch.
+
+        `factors` are what the losses of some ranks are multiplied by beside the scale.
+        """
         replica = copy.deepcopy(self.plain)
         for buffer in self.buffers:
             self._load_weights(replica, buffer)
         losses: list[list[float]] = [[] for _ in batches]
         self.plain.zero_grad()
-        grads = [[self._alone(replica, data, losses[rank]) for data in own] for rank, own in enumerate(batches)]
+        grads = [
+            [self._alone(replica, data, losses[rank], self.scale * factors.get(rank, 1.0)) for data in own]
+            for rank, own in enumerate(batches)
+        ]
         if no_sync:
             grads = [[{name: added([g[name].float() for g in own]) for name in own[0]}] for own in grads]
         for per_rank in zip(*grads, strict=True):
@@ -70,10 +80,10 @@ class QuantizedReference:
             whole = full[entry.offset : entry.offset + entry.numel].view(entry.shape)
             params[name].data = whole.to(self.param_dtype)
 
-    def _alone(self, replica: nn.Module, data: Tensor, losses: list[float]) -> dict[str, Tensor]:
+    def _alone(self, replica: nn.Module, data: Tensor, losses: list[float], factor: float) -> dict[str, Tensor]:
         replica.zero_grad()
         loss = loss_of(replica(data.to(self.param_dtype) if data.is_floating_point() else data))
-        loss.backward()
+        (loss * factor).backward()
         losses.append(loss.item())
         return {name: param.grad for name, param in replica.named_parameters()}
 
@@ -118,11 +128,11 @@ class QuantizedReference:
     ) -> Tensor:
         """What arrives of one rank's [N, S], and its own row as it is; keeps the error."""
         assert buffer.wire is not None
-        values = values + self.errors.get((buffer.names[0], stage, rank), 0)
+        values = values + self.errors.get((buffer.names[0], stage, rank), 0) * self.scale
         arrives = rounded(values, block_format)
         arrives[own] = values[own]
         if buffer.wire.error_feedback:
-            self.errors[buffer.names[0], f"{stage} next", rank] = values - arrives
+            self.errors[buffer.names[0], f"{stage} next", rank] = (values - arrives) / self.scale
         return arrives
 
     def _commit(self, buffer: FlatBuffer, stage: str) -> None:
@@ -144,10 +154,10 @@ class QuantizedReference:
             sent = [self._sent(buffer, stage, r, parts[r], r, wire.replicate) for r in range(self.replicas)]
             mean = torch.stack([added([part[r] for part in sent]) / self.replicas for r in range(self.replicas)])
             key = buffer.names[0], f"{stage} gather", 0
-            mean = mean + self.errors.get(key, 0)
+            mean = mean + self.errors.get(key, 0) * self.scale
             arrives = rounded(mean, wire.replicate)
             if wire.error_feedback:
-                self.errors[key] = mean - arrives
+                self.errors[key] = (mean - arrives) / self.scale
             self._commit(buffer, stage)
             result.append(arrives.view(-1)[:numel])
         return torch.stack(result)

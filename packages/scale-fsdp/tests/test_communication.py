@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_cases import Net, accumulate, batch, differing_grads, differing_weights, loss_of
 from quantized_reference import QuantizedReference
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from scale_fsdp import (
     StepError,
     describe,
     fully_shard,
+    reshard_to,
 )
 from scale_fsdp.runtime.unit import unit_of, units_in
 
@@ -46,6 +48,8 @@ class Quantized:
     checkpointing: str = ""
     replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    per_block: tuple[CommunicationPolicy | None, ...] = ()  # Each block has its own.
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
 
 
 BOTH = CommunicationPolicy(gather=INT8, reduce=INT4)
@@ -59,6 +63,9 @@ ON_TWO = [
     Quantized(BOTH, options={"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": False}),
     Quantized(dataclasses.replace(BOTH, include=("1d", "embedding"))),
     Quantized(dataclasses.replace(FEEDBACK, gather=None), options={"flatten_parameters": True}),
+    Quantized(BOTH, per_block=(CommunicationPolicy(gather=FP8), None, dataclasses.replace(FEEDBACK, gather=None))),
+    # It needs whole tensors, and each rank has some of them as they are.
+    Quantized(BOTH, options={"atom": "parameter"}, optimizer=torch.optim.Adafactor),
 ]
 ON_FOUR = [
     Quantized(FEEDBACK, bf16=True, options={"reshard_after_forward": 2}),
@@ -76,8 +83,9 @@ def shard(model: nn.Module, case: Quantized) -> nn.Module:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if case.replicas > 1:
         options["mesh"] = init_device_mesh("cpu", (case.replicas, group_of().size // case.replicas))
-    for block in model.blocks:
-        fully_shard(block, **options)
+    policies = case.per_block or [case.policy] * len(model.blocks)
+    for block, policy in zip(model.blocks, policies, strict=True):
+        fully_shard(block, **{**options, "communication": policy})
     return fully_shard(model, **options)
 
 
@@ -93,7 +101,7 @@ def train(case: Quantized) -> list[str]:
     model = shard(model, case)
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     reference = QuantizedReference(plain, model, dtype, torch.float32)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
+    optimizers = [case.optimizer([p for p in each.parameters() if p.numel()], lr=0.01) for each in (model, plain)]
     wrong: list[str] = []
     for step in range(3):
         data = [[batch("gpt", step, rank, m) for m in range(case.num_batches)] for rank in range(group.size)]
@@ -201,6 +209,43 @@ def test_the_simulation_counts_the_same(world: int, node_size: int | None) -> No
         assert sum(simulation.bytes_sent.values()) == sum(by_formula(model, node_size or 1))
 
 
+def reshard_quantized() -> list[str]:
+    """A part stays in the node from the second step on (hpZ), with and without `node_size`; what is wrong after it."""
+    rank, wrong = group_of().rank, []
+    three, two = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    for node_size in (None, 2):
+        torch.manual_seed(7)
+        plain, case = Net("gpt"), Quantized(dataclasses.replace(FEEDBACK, node_size=node_size))
+        model = shard(copy.deepcopy(plain), case)
+        reference = QuantizedReference(plain, model, torch.float32, torch.float32)
+        for step in range(3):
+            if step == 1:
+                reshard_to(model, reshard_after_forward=2)
+            data, sent = [[batch("gpt", step, each)] for each in range(4)], Sent(2)
+            expected = reference.step(data, False)[rank]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(collectives, "post_messages", sent)
+                if accumulate(model, data[rank], False) != expected:
+                    wrong.append(f"node_size={node_size}, step {step}: another loss")
+            if (sent.inside, sent.between) != by_formula(model, 2):
+                wrong.append(f"node_size={node_size}, step {step}: {(sent.inside, sent.between)} bytes")
+            wrong += differing_grads(model, plain)
+            model.zero_grad()
+    with pytest.raises(RuntimeError, match="3 ranks do not divide into nodes of 2"):
+        reshard_to(model, three, reshard_after_forward=True)
+    reshard_to(model, two, reshard_after_forward=True)
+    if rank < 2:  # One node, in which nothing is rounded.
+        loss = loss_of(model(batch("gpt", 5)))
+        if loss.item() != loss_of(plain(batch("gpt", 5))).item():
+            wrong.append("in one node something is rounded")
+        loss.backward()
+    return wrong
+
+
+def test_a_model_is_resharded_to_keep_a_part_in_the_node_and_to_other_ranks() -> None:
+    assert not any(run_ranks(reshard_quantized, 4))
+
+
 def fail_in_the_backward(case: Quantized) -> list[str]:
     """One rank fails in each step: all give the pass up, and the errors that wait are as they were."""
     rank = group_of().rank
@@ -251,7 +296,7 @@ def fail_beside_hooks(case: Quantized) -> list[str]:
 def _feedback(module: nn.Module) -> list[Any]:
     unit = unit_of(module)
     buffers = () if unit is None else unit.buffers
-    return [feedback for buffer in buffers for feedback in buffer.reduction._feedback]
+    return [feedback for buffer in buffers for feedback in buffer.error_feedback]
 
 
 def test_a_pass_that_is_given_up_leaves_the_error_that_waits_as_it_was() -> None:
@@ -322,7 +367,6 @@ def test_a_policy_that_says_nothing_or_too_much_is_refused(given: Any, text: str
 
 
 def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_changed() -> None:
-    fp16 = MixedPrecisionPolicy(param_dtype=torch.float16)
     with simulate(rank=0, world_size=4, fake=False):
         mesh = init_device_mesh("cpu", (2, 2))
         refused: list[tuple[dict[str, Any], str]] = [
@@ -330,7 +374,6 @@ def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_cha
             ({"communication": CommunicationPolicy(replicate="int8")}, "no two of its ranks are replicas"),
             ({"communication": CommunicationPolicy(gather="int8", node_size=3)}, "take one of 1, 2, 4"),
             ({"communication": CommunicationPolicy(gather="int8", node_size=2), "mesh": mesh}, "leave node_size out"),
-            ({"communication": CommunicationPolicy(reduce="int8", error_feedback=True), "mp_policy": fp16}, "fp16"),
         ]
         for options, text in refused:
             model = nn.Linear(4, 4)
@@ -339,25 +382,82 @@ def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_cha
             assert type(model) is nn.Linear and not model._forward_pre_hooks
 
 
-def test_error_feedback_is_refused_wherever_a_scaler_changes_the_unit_of_gradients() -> None:
-    policy = CommunicationPolicy(reduce="int8", error_feedback=True)
-    fp32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with pytest.raises(ValueError, match="error_feedback=True beside fp16"):
-        fully_shard(nn.Linear(4, 4).half(), communication=policy)
-    fully_shard(nn.Linear(4, 4).half(), communication=policy, mp_policy=fp32).half()
-    model = fully_shard(nn.Linear(4, 4), communication=policy)
-    with pytest.raises(ValueError, match="error_feedback=True beside fp16"):
-        model.half()
-    assert {param.dtype for param in model.parameters()} == {torch.float32}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [param.clone() for param in model.parameters()]
-    scaler, inactive = ShardedGradScaler(init_scale=2.0), ShardedGradScaler(enabled=False)
-    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-    with pytest.raises(ValueError, match=r"gradients of 'weight' are sent with error_feedback=True.*enabled=False"):
-        scaler.step(optimizer)
-    assert all(map(torch.equal, before, model.parameters()))
-    inactive.step(optimizer)
-    assert not any(map(torch.equal, before, model.parameters()))
+def train_scaled(case: Quantized) -> list[str]:
+    """Six fp16 steps of a scaler whose scale grows after two, the fourth with an infinite loss on the last rank."""
+    group = group_of()
+    torch.manual_seed(7)
+    plain = Net("gpt")
+    model = shard(copy.deepcopy(plain), case)
+    reference = QuantizedReference(plain, model, torch.float16, torch.float32)
+    scaler = ShardedGradScaler(init_scale=64.0, growth_interval=2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
+    wrong, scales = [], []
+    for step in range(6):
+        factors = {group.size - 1: torch.inf} if step == 3 else {}
+        scales.append(scaler.get_scale())
+        reference.scale, errors = scales[-1], dict(reference.errors)
+        data = [[batch("gpt", step, rank)] for rank in range(group.size)]
+        reference.step(data, False, factors)
+        loss = loss_of(model(data[group.rank][0]))
+        scaler.scale(loss * factors.get(group.rank, 1.0)).backward()
+        if factors:
+            reference.errors = errors  # The step is skipped: what has waited for it waits for the next one.
+        else:
+            wrong += differing_grads(model, plain)
+            for param in plain.parameters():
+                param.grad /= reference.scale
+            optimizers[1].step()
+        scaler.step(optimizers[0])
+        scaler.update()
+        model.zero_grad()
+        wrong += differing_weights(model, plain)
+    if scales != [64.0, 64.0, 128.0, 128.0, 64.0, 64.0]:
+        wrong.append(f"the scales were {scales}")
+    return [f"rank {group.rank}, {case}: {line}" for line in wrong]
+
+
+def train_all_scaled(cases: list[Quantized]) -> list[str]:
+    return [line for case in cases for line in train_scaled(case)]
+
+
+FP16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)}
+
+
+def test_beside_a_gradient_scaler_errors_keep_their_unit_and_a_skipped_step_takes_no_part_of_them() -> None:
+    copies = CommunicationPolicy(replicate=INT4, error_feedback=True)
+    nodes = dataclasses.replace(FEEDBACK, node_size=2)
+    cases = [Quantized(policy, options=FP16) for policy in (FEEDBACK, nodes)]
+    cases.append(Quantized(copies, replicas=2, options=FP16))
+    assert not any(run_ranks(train_all_scaled, 4, cases))
+
+
+def scale_otherwise() -> list[str]:
+    """Losses that another scaler has scaled, or none, before a step of this one; what is told of each."""
+    model = fully_shard(nn.Linear(8, 8), communication=CommunicationPolicy(reduce="int8", error_feedback=True))
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for other in (ShardedGradScaler(init_scale=4.0), ShardedGradScaler(enabled=False)):
+        scaler = ShardedGradScaler(init_scale=2.0)
+        scaled = other.scale(model(torch.ones(1, 8)).sum())
+        if other.is_enabled():
+            scaler.scale(torch.ones(()))
+            other.scale(torch.ones(()))
+        scaled.backward()
+        before = [param.clone() for param in model.parameters()]
+        with pytest.raises(ValueError, match="was not scaled by this scaler on this rank") as caught:
+            scaler.step(optimizer)
+        told.append(str(caught.value))
+        assert all(map(torch.equal, before, model.parameters()))
+        if other.is_enabled():
+            other.step(optimizer)
+            other.update()
+        else:
+            other.step(optimizer)
+        model.zero_grad()
+    return told
+
+
+def test_a_scaler_refuses_errors_in_another_unit_than_its_own() -> None:
+    assert all("'weight'" in text for told in run_ranks(scale_otherwise, 2) for text in told)
 
 
 def differ_on_one_rank() -> list[str]:

@@ -39,7 +39,7 @@ def test_it_reads_as_a_table():
     assert str(description).splitlines() == [
         "Model: 3 units, 4 parameters, 14,355 elements on 2 ranks",
         "parameters() yields this rank's shards of them; scale_core.full_shape(param), full_numel(param) and",
-        "num_parameters(model) count the whole",
+        "num_parameters(model) count full parameters",
         "unit   class      parameters  elements  shard  padding  shards in  computes  reduces  lives on",
         "root   Model               0         0      0        0                                shares with embed",
         "embed  Embedding           1    12,345  6,173        1  float32    bfloat16  float32  cpu; "

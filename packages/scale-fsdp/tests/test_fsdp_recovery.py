@@ -7,19 +7,22 @@ import functools
 import gc
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from fsdp_cases import differing_grads, differing_weights
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import scale_core.flat.buffer
 import scale_core.flat.reduction
+import scale_core.quantization.collectives
 import scale_fsdp.runtime.recovery
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
@@ -307,102 +310,126 @@ class TwoDtypes(nn.Module):
         return x + (torch.tanh(self.linear(x)) * self.scale).float()
 
 
-def without_memory(what: str, reshard: bool | int, policy: CommunicationPolicy | None = None) -> list[str]:
+class Scarce:
+    """A function that finds no memory on rank 1 in its call number `fails_at`; where it `lasts`, from there on."""
+
+    def __init__(self, what: str) -> None:
+        quantized = what in ("quantize", "dequantize")
+        modules = [
+            scale_core.quantization.collectives if quantized else scale_core.flat.reduction,
+            scale_core.flat.buffer,
+        ]
+        self.what, self.lasts = what, quantized
+        self.places = [module for module in modules if hasattr(module, what)]
+        self.own, self.number, self.fails_at = getattr(self.places[0], what), 0, -1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        number, self.number = self.number, self.number + 1
+        fails = number == self.fails_at or (self.lasts and number > self.fails_at >= 0)
+        if fails and group_of().rank == 1:
+            raise torch.OutOfMemoryError(f"no memory for {self.what}")
+        return self.own(*args, **kwargs)
+
+    def step(self, model: nn.Module, number: int) -> BaseException | None:
+        """Runs a forward and a backward, and returns what was raised."""
+        self.number = 0
+        with pytest.MonkeyPatch.context() as patch:
+            for place in self.places:
+                patch.setattr(place, self.what, self)
+            try:
+                model(data(number, group_of().rank)).square().mean().backward()
+            except (torch.OutOfMemoryError, StepError) as error:
+                return error
+        return None
+
+
+def without_memory(what: str, options: Mapping[str, Any]) -> list[str]:
     """Each transfer of a step in turn finds no memory on rank 1; returns what differs from a model that never met it.
 
     Args:
-        what: "all_gather" or "reduce_scatter", of scale_core; or with "_quantized" behind it.
-        reshard: Of `fully_shard`.
-        policy: What is quantized.
+        what: "all_gather" or "reduce_scatter", of scale_core; or with "_quantized" behind it; "quantize" or
+            "dequantize", which then find none until the step is aborted.
+        options: Of `fully_shard`.
     """
     torch.manual_seed(0)
     plain = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(WIDTH, 2))
     models = [copy.deepcopy(plain), copy.deepcopy(plain)]
     for model in models:
-        for block in model[:2]:
-            fully_shard(block, reshard_after_forward=reshard, limit_seconds=10.0, communication=policy)
-        fully_shard(model, reshard_after_forward=reshard, limit_seconds=10.0, communication=policy)
+        for unit in (*model[:2], model):
+            fully_shard(unit, limit_seconds=10.0, **options)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
-    place = scale_core.flat.buffer if what.startswith("all_gather") else scale_core.flat.reduction
-    begin, wrong, number, fails_at = getattr(place, what), [], 0, -1
-
-    def scarce(*args: Any, **kwargs: Any) -> Any:
-        nonlocal number
-        number += 1
-        if number - 1 == fails_at and group_of().rank == 1:
-            raise torch.OutOfMemoryError(f"no memory for {what}")
-        return begin(*args, **kwargs)
-
-    for step in range(40):
-        number, fails_at = 0, step - 2
-        raised = None
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place, what, scarce)
-            try:
-                models[0](data(step, group_of().rank)).square().mean().backward()
-            except (torch.OutOfMemoryError, StepError) as error:
-                raised = error
-        if step >= 2 and number <= fails_at:
-            models[0].zero_grad()
-            break  # There were no more of them.
+    scarce, wrong = Scarce(what), []
+    for step in range(60):
+        scarce.fails_at = step - 2
+        raised = scarce.step(models[0], step)
+        if step >= 2 and scarce.number <= scarce.fails_at:  # There were no more of them.
+            models[1](data(step, group_of().rank)).square().mean().backward()
+            break
         if (raised is not None) != (step >= 2):
-            wrong.append(f"{what} {fails_at}: raised {raised!r}")
+            wrong.append(f"{what} {scarce.fails_at}: raised {raised!r}")
         if raised is None:
             models[1](data(step, group_of().rank)).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         elif any(param.grad is not None for param in models[0].parameters()):
-            wrong.append(f"{what} {fails_at}: a gradient of the step that was aborted")
+            wrong.append(f"{what} {scarce.fails_at}: a gradient of the step that was aborted")
     for model in models:
-        model(data(50, group_of().rank)).square().mean().backward()
+        model.zero_grad()
+        model(data(70, group_of().rank)).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
-    return wrong + differing_weights(*models) + ([] if step > 4 else [f"only {step - 2} times {what}"])
+    return wrong + differing_weights(*models) + ([] if 4 < step < 59 else [f"{step - 2} times {what}"])
 
 
-def without_memory_at_first(what: str) -> list[str]:
+def without_memory_at_first(what: str, options: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
     """As above, each transfer of the very first step of another copy of the model."""
-    rank, wrong, fails_at = group_of().rank, [], -1
-    place = scale_core.flat.buffer if what == "all_gather" else scale_core.flat.reduction
-    begin = getattr(place, what)
+    wrong, scarce = [], Scarce(what)
     torch.manual_seed(0)
     plain = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(WIDTH, 2))
     while not wrong:
-        fails_at, number = fails_at + 1, -1
-
-        def scarce(*args: Any, **kwargs: Any) -> Any:
-            nonlocal number
-            number += 1
-            if number == fails_at and rank == 1:  # noqa: B023  # It is called in this turn only.
-                raise torch.OutOfMemoryError(f"no memory for {what}")
-            return begin(*args, **kwargs)
-
-        model, raised = copy.deepcopy(plain), None
-        for block in model[:2]:
-            fully_shard(block, limit_seconds=10.0)
-        fully_shard(model, limit_seconds=10.0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place, what, scarce)
-            try:
-                model(data(0, rank)).square().mean().backward()
-            except (torch.OutOfMemoryError, StepError) as error:
-                raised = error
-        if number < fails_at:
-            return wrong if fails_at > 4 else [f"only {fails_at} times {what}"]
+        scarce.fails_at += 1
+        model, other = copy.deepcopy(plain), copy.deepcopy(plain)
+        for each in (model, other):
+            for unit in (*each[:2], each):
+                fully_shard(unit, limit_seconds=10.0, **options)
+        raised = scarce.step(model, 0)
+        if scarce.number <= scarce.fails_at:
+            return wrong if scarce.fails_at > 4 else [f"only {scarce.fails_at} times {what}"]
         if raised is None:
-            wrong.append(f"{what} {fails_at}: nothing was raised")
-        model(data(1, 0)).square().mean().backward()
-        plain.zero_grad()
-        plain(data(1, 0)).square().mean().backward()
-        wrong += [f"{what} {fails_at}: {line}" for line in differing_grads(model, plain)]
+            wrong.append(f"{what} {scarce.fails_at}: nothing was raised")
+        for each in (model, other):
+            each(data(1, 0)).square().mean().backward()
+        theirs = dict(other.named_parameters())
+        wrong += [
+            f"{what} {scarce.fails_at}: gradient of {name}"
+            for name, param in model.named_parameters()
+            if not torch.equal(param.grad, theirs[name].grad)
+        ]
     return wrong
 
 
 def run_without_memory() -> list[str]:
     cases = [("all_gather", True), ("reduce_scatter", True), ("all_gather", False)]
-    wrong = [line for what, reshard in cases for line in without_memory(what, reshard)]
+    wrong = [line for what, reshard in cases for line in without_memory(what, {"reshard_after_forward": reshard})]
     return wrong + [line for what in ("all_gather", "reduce_scatter") for line in without_memory_at_first(what)]
+
+
+def run_without_memory_to_round(at_first: bool) -> list[str]:
+    """On four ranks: shards over all, in two nodes, and in two copies."""
+    both = CommunicationPolicy(gather="int8", reduce="int4", error_feedback=True)
+    every: list[dict[str, Any]] = [
+        {"communication": both},
+        {"communication": replace(both, node_size=2)},
+        {
+            "communication": CommunicationPolicy(replicate="int8", error_feedback=True),
+            "mesh": init_device_mesh("cpu", (2, 2)),
+        },
+    ]
+    run = without_memory_at_first if at_first else without_memory
+    return [
+        f"{options}: {line}" for options in every for what in ("quantize", "dequantize") for line in run(what, options)
+    ]
 
 
 def fails_after_the_comparison(ranks: list[int]) -> str:
@@ -596,8 +623,14 @@ def test_a_rank_without_memory_for_a_transfer_itself_still_serves_it_to_the_othe
 
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_it_serves_both_halves_of_a_gather_that_is_quantized_between_nodes(reshard: bool) -> None:
-    policy = CommunicationPolicy(gather="int8", node_size=2)
-    assert run_ranks(without_memory, 4, "all_gather_quantized", reshard, policy) == [[]] * 4
+    options = {"reshard_after_forward": reshard, "communication": CommunicationPolicy(gather="int8", node_size=2)}
+    assert run_ranks(without_memory, 4, "all_gather_quantized", options) == [[]] * 4
+
+
+@pytest.mark.parametrize("at_first", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_rank_without_memory_to_quantize_still_sends_its_messages(at_first: bool) -> None:
+    """Those who wait for them need not wait until their time limit, wherever it happens and however long it lasts."""
+    assert run_ranks(run_without_memory_to_round, 4, at_first) == [[]] * 4
 
 
 def test_a_rank_that_fails_when_the_others_have_gone_on_is_found_out_in_the_next_pass() -> None:

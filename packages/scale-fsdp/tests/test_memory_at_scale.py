@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from gpt_at_scale import GIB, LAYERS, TOKENS, VOCABULARY, WIDTH, Books, adamw, sharded_gpt, train
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scale_core.simulate import simulate
+from scale_fsdp import fully_shard
 
 pytestmark = pytest.mark.simulation
 
@@ -48,3 +52,31 @@ def test_a_block_is_gathered_once_the_block_behind_it_needs_no_more_for_its_redu
     gather, reduce = "all_gather", "reduce_scatter"
     # The head checkpoints inside, so the last block is fetched at once; each other one after a recomputation.
     assert ops == [gather, gather, *[reduce, gather] * LAYERS, reduce, reduce]
+
+
+class Halves(nn.Module):
+    """A checkpointed block of two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.feed = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.feed(self.attention(self.norm(x)).relu()), x, use_reentrant=False)
+
+
+def test_a_unit_that_runs_last_in_a_recomputation_stays_gathered_for_its_backward() -> None:
+    """Its backward comes at once. Other units of the block are released, and gathered a third time."""
+    with simulate(rank=0, world_size=WORLD) as simulation:
+        model = nn.Sequential(*(Halves() for _ in range(3)))
+        for block in model:
+            for unit in (block.attention, block.feed, block):
+                fully_shard(unit)
+        fully_shard(model)
+        gathered = []
+        for _ in range(3):
+            simulation.restart()
+            model(torch.zeros(2, 64)).sum().backward()
+            gathered.append(simulation.bytes_sent["all_gather"])
+    half, norm = (64 * 64 + 64) * 4, 2 * 64 * 4
+    assert gathered == [3 * ((3 + 2) * half + 2 * norm) * (WORLD - 1) // WORLD] * 3

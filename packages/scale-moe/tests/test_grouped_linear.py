@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_core.comm.group import Group
+from scale_core.simulate import simulate
 from scale_moe import Experts
 from scale_moe import grouped_linear as module
 from scale_moe.grouped_linear import grouped_linear
@@ -53,6 +57,43 @@ def test_no_rows_still_have_gradients_of_zero() -> None:
     grouped_linear(torch.zeros(0, 4), weight, [0, 0]).sum().backward()
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("counts", [[9, 0, 14], [0, 0, 0]])
+def test_a_simulation_books_what_real_tensors_take(counts: list[int]) -> None:
+    """Fake tensors take one product for all experts."""
+
+    def books(fake: bool) -> tuple[Any, ...]:
+        with simulate(fake=fake) as simulation:
+            torch.manual_seed(0)
+            experts = Experts(3, 16, 32, process_group=Group())
+            drawn = simulation.peak_bytes
+            rows = torch.ones(sum(counts), 16, requires_grad=True)
+            experts(rows, counts).sum().backward()
+            return drawn, simulation.peak_bytes, simulation.peak_by_kind, simulation.current_by_kind
+
+    assert books(fake=True) == books(fake=False)
+
+
+@pytest.mark.simulation
+def test_a_simulation_of_many_experts_has_no_more_operators() -> None:
+    def operators(num_experts: int) -> int:
+        seen = 0
+
+        class Count(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                nonlocal seen
+                seen += 1
+                return func(*args, **(kwargs or {}))
+
+        with simulate(), Count():
+            experts = Experts(num_experts, 16, 32, process_group=Group())
+            rows = torch.ones(num_experts, 16, requires_grad=True)
+            experts(rows, [1] * num_experts).sum().backward()
+        return seen
+
+    assert operators(256) == operators(2)
 
 
 def test_autocast_is_that_of_a_linear_layer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from scale_core import snapshot
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError
+from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_oss import LocalSGD
 
@@ -192,6 +194,20 @@ def alone() -> None:
 
 def test_one_rank_that_averages_trains_as_without() -> None:
     run_ranks(alone, 1)
+
+
+def test_inner_steps_send_nothing_and_an_outer_step_what_a_step_of_data_parallel_would() -> None:
+    with simulate(rank=1, world_size=4) as simulation:
+        model = Net()
+        optimizer = adamw(model)
+        LocalSGD.diloco(model, optimizer, sync_every=3)
+        sent = [sum(simulation.bytes_sent.values())]
+        for step in range(6):
+            run(model, optimizer, [step], 0)
+            sent.append(sum(simulation.bytes_sent.values()))
+    assert sum(param.numel() for param in trained(model).values()) == 79
+    outer = 2 * (4 - 1) * 80 * 4 // 4 + 4  # 2 (W-1)/W of the parameters' bytes, 79 filled up to 80; and the buffer.
+    assert [after - before for before, after in itertools.pairwise(sent)] == [0, 0, outer, 0, 0, outer]
 
 
 def saved(folder: str, way: str, resumes: bool) -> list[Tensor]:

@@ -37,7 +37,7 @@ def test_a_divided_module_keeps_its_class_its_names_and_its_part() -> None:
     module, x = _columns(), torch.randn(2, 4)
     assert isinstance(module, nn.Linear) and type(module).__name__ == "Linear"
     assert {name: tuple(param.shape) for name, param in module.named_parameters()} == {"weight": (1, 4), "bias": (1,)}
-    assert "one of 2 parts" in repr(module)
+    assert "one of 2 shards" in repr(module)
     for other in (module, copy.deepcopy(module)):
         assert type(other) is type(module)
         torch.testing.assert_close(other(x), x @ module.weight.T + module.bias)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
+import time
 from importlib import metadata
 from typing import Any
 
@@ -41,6 +43,31 @@ def test_a_rank_that_fails_after_its_result_is_told(monkeypatch: pytest.MonkeyPa
     for code, outcome in ((1, "the ranks ended with code 1"), (0, RIGHT)):
         monkeypatch.setattr(command, "launch_and_collect", lambda *_, code=code, **__: (code, [RIGHT, RIGHT]))
         assert command._on_new_ranks(DoctorOptions(), "cpu") == outcome
+
+
+def _hang(options: DoctorOptions, device: str) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.0, "0.15 s: they hang"), (1e4, "no fault of theirs")])
+def test_ranks_that_hang_are_ended_in_time_and_told(
+    load: float, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_as_rank", _hang)
+    monkeypatch.setattr(environment, "memory", list)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    before = time.monotonic()
+    assert main(["doctor", "--device", "cpu", "--limit-seconds", "0.1"]) == 1
+    assert time.monotonic() - before < 300
+    out = capsys.readouterr().out
+    assert "no result of the 2 ranks within 0.15 s" in out and said in out and "does not work: self-test" in out
+
+
+def test_who_is_stopped_says_nothing_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "launch_and_collect", lambda *_, **__: (143, []))
+    with pytest.raises(SystemExit) as ended:
+        command._on_new_ranks(DoctorOptions(), "cpu")
+    assert ended.value.code == 143
 
 
 def test_two_ranks_are_started_and_train_and_are_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_an_older_whole_one_n
     training.step = 5
     save(training, point.parent)
     flip_last_bit(point.parent / "step-00000005" / "rank-00000.safetensors")
-    with pytest.raises(InputError, match=r"the checksum of .* differs .*whole is .*step-00000003"):
+    with pytest.raises(InputError, match=r"the checksum of .* differs .*complete snapshot is .*step-00000003"):
         load(training, point.parent / "step-00000005")
 
 

@@ -49,6 +49,11 @@ THE_REST_CHANGED = Options(
     parallel=ParallelOptions(offload_activations=True, cpu_offload=True),
     run=RunOptions(export=Path("e")),
 )
+MIXTURE = Options(
+    model=ModelOptions(experts=8, top_k=3, shared_experts=2, capacity_factor=1.25, aux_loss_coef=0.0),
+    parallel=ParallelOptions(expert_parallel=4),
+)
+ALL_CHANGED = (EVERYTHING_CHANGED, THE_REST_CHANGED, MIXTURE)
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "configuration.md"
 NUMERIC = [field for field in option_fields().values() if field.type in (int, float)]
@@ -67,11 +72,11 @@ def problems_of(*words: str) -> tuple[str, ...]:
 
 def test_every_option_is_changed_in_what_is_printed_and_read_again():
     for field in option_fields().values():
-        values = {value_of(options, field) for options in (EVERYTHING_CHANGED, THE_REST_CHANGED)}
+        values = {value_of(options, field) for options in ALL_CHANGED}
         assert values != {field.default}, field.key
 
 
-@pytest.mark.parametrize("options", [Options(), EVERYTHING_CHANGED, THE_REST_CHANGED])
+@pytest.mark.parametrize("options", [Options(), *ALL_CHANGED])
 def test_the_printed_file_repeats_the_run(options, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Loggers need not be installed.
     Path("llama.json").write_text('{"model_type": "llama"}')
@@ -149,7 +154,7 @@ def test_a_text_that_is_no_unicode_is_in_no_file():
 
 
 def test_every_number_has_a_least_and_a_most():
-    assert {field.name for field in NUMERIC} == {*LIMITS, "lr", "dropout"} - {"vocabulary", "experts"}  # of plan
+    assert {field.name for field in NUMERIC} == {*LIMITS, "lr", "dropout"} - {"vocabulary"}  # of plan
 
 
 @pytest.mark.parametrize(
@@ -167,6 +172,10 @@ def test_no_word_is_dropped():
     Path("a").write_text("")
     for words, told in (
         ("--text a --text b", "--text: given twice; name all after one"),
+        ("--steps 1 --steps=2", "--steps: given twice; leave one out"),
+        ("--out=", "--out : expected a path"),
+        ("--print-config yes", "--print-config: expected nothing after it, got yes"),
+        (f"--seed {2**63}", f"--seed {2**63}: more than can be meant; at most {2**63 - 1}"),
         ("--config a b", "--config: expected one file, got a b"),
         ("--config a --config b", "--config: expected one file, got b"),
     ):
@@ -174,7 +183,7 @@ def test_no_word_is_dropped():
     Path("run.toml").write_text('[run]\nlog_to = ["tensorboard"]\n[data]\ntext = ["a"]\n')
     options = parse(["lm", "--config", "run.toml", "--log-to", "--text"])
     assert options.run.log_to == () and options.data.text == ()
-    assert parse(["lm", "--steps", "1", "--steps=2"]).optimizer.steps == 2
+    assert parse(["lm", "--steps=2"]).optimizer.steps == 2
 
 
 def test_no_flag_denies_what_its_text_says():

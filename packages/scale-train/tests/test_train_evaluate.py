@@ -8,7 +8,7 @@ from scale_core.testing import run_ranks
 from scale_train.data import windows_at
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.training.parallelize import make_engine
+from scale_train.training.parallelize import make_engine, parallel_axes
 from scale_train.training.trainer import held_out_loss, held_out_starts, sum_over_ranks
 
 TEXT = torch.arange(150, dtype=torch.uint8)
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def evaluated(parallel: str, group: Group) -> float:
     torch.manual_seed(0)
     options = ParallelOptions(parallel=parallel)
-    engine = make_engine(GPT(ModelConfig(1, 16, 2)), options, OptimizerOptions(), group, CPU)
+    engine = make_engine(GPT(ModelConfig(1, 16, 2)), options, OptimizerOptions(), parallel_axes(group, options), CPU)
     starts = held_out_starts(len(TEXT), 8, 0)
     loss = held_out_loss(engine, TEXT, starts, 8, 4, group)
     assert engine.model.training

@@ -12,7 +12,7 @@ from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.training.parallelize import make_engine
+from scale_train.training.parallelize import make_engine, parallel_axes
 from scale_train.training.reporters import initialization_bar
 
 CPU = torch.device("cpu")
@@ -81,9 +81,10 @@ def test_values_depend_on_the_seed_and_the_name_alone(tied):
 def give_values_unit_by_unit() -> list[str]:
     found, told = [], []
     plain = build(False)
-    group = group_of() if torch.distributed.is_initialized() else Group()
+    options = ParallelOptions()
+    axes = parallel_axes(group_of() if torch.distributed.is_initialized() else Group(), options)
     engine = make_engine(
-        build(True), ParallelOptions(), OptimizerOptions(), group, CPU, lambda done, total, name: told.append(name)
+        build(True), options, OptimizerOptions(), axes, CPU, lambda done, total, name: told.append(name)
     )
     if told != ["blocks.0", "blocks.1", "blocks.2", ""]:
         found.append(f"told {told}")

@@ -44,9 +44,13 @@ def test_nothing_is_said_where_the_peak_is_not_known(tmp_path):
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("Tesla V100-PCIE-16GB", 112e12),
-        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("AMD Instinct MI250X", 191e12),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GH200 480GB", None),
         ("NVIDIA L40", None),
         ("NVIDIA A10G", None),
         ("NVIDIA RTX A1000", None),
@@ -57,6 +61,19 @@ def test_nothing_is_said_where_the_peak_is_not_known(tmp_path):
 def test_peaks_are_those_of_16_bit_products_by_the_name_of_the_device(name, peak):
     assert peak_of(name, "bf16") == peak_of(name, "fp16") == peak
     assert peak_of(name, "fp32") is None and peak_of("another", "bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("Tesla V100-PCIE-16GB", 112e12),
+        ("Tesla V100S-PCIE-32GB", 130e12),
+        ("Tesla T4", 65e12),
+    ],
+)
+def test_of_devices_that_multiply_no_bf16_nothing_is_known_in_bf16(name, peak):
+    assert (peak_of(name, "fp16"), peak_of(name, "bf16")) == (peak, None)
 
 
 def test_a_run_on_a_known_gpu_takes_its_peak(monkeypatch):

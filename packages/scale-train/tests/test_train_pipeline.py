@@ -221,7 +221,7 @@ def test_blocks_are_divided_evenly():
         ({"accumulate": 2}, "--accumulate 2: with --parallel pipe it is --chunks that cuts the batch; take --chunks 6"),
         ({"chunks": 0}, "--chunks 0: at least 1 is needed"),
         ({"tensor_parallel": 3}, "--tensor-parallel 3 does not divide 2 ranks"),
-        ({"checkpoint_activations": "budget:1GiB"}, "and pipe trains it whole nowhere"),
+        ({"checkpoint_activations": "budget:1GiB"}, "which pipe has on no rank"),
     ],
 )
 def test_what_makes_no_pipeline_is_said_before_anything_starts(text, changes, message):

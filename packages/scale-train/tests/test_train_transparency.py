@@ -62,6 +62,7 @@ def text(tmp_path) -> Path:
 
 
 @pytest.mark.composition("scale-checkpoint", "ShardedDataParallel")
+@pytest.mark.composition("scale-checkpoint", "OSS")
 def test_two_sharded_ranks_train_as_two_replicas_bit_for_bit_whatever_saves_memory(text):
     sharded, *same = run_ranks(
         curves,
@@ -70,7 +71,7 @@ def test_two_sharded_ranks_train_as_two_replicas_bit_for_bit_whatever_saves_memo
         options_for(text, "ddp"),
         options_for(text, "fsdp", reshard_after_forward=False),
         options_for(text, "fsdp", checkpoint_activations="all"),
-        options_for(text, "oss"),
+        options_for(text, "oss", checkpoint_activations="all"),
         options_for(text, "sharded-ddp"),
         options_for(text, "sharded-ddp", checkpoint_activations="all"),
     )[0]
@@ -105,6 +106,7 @@ def test_any_number_of_ranks_trains_as_one_plain_process(text, ranks):
 
 @pytest.mark.composition("scale-tp", "OSS")
 @pytest.mark.composition("scale-checkpoint", "scale-tp", "ShardedDataParallel")
+@pytest.mark.composition("scale-checkpoint", "scale-tp", "OSS")
 def test_divided_layers_train_as_one_plain_process(text):
     plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())
     divided = [
@@ -127,6 +129,8 @@ def test_divided_layers_train_as_one_plain_process(text):
 @pytest.mark.composition("context parallel", "DistributedDataParallel")
 @pytest.mark.composition("context parallel", "OSS")
 @pytest.mark.composition("scale-checkpoint", "context parallel", "scale-fsdp")
+@pytest.mark.composition("scale-checkpoint", "context parallel", "ShardedDataParallel")
+@pytest.mark.composition("scale-checkpoint", "context parallel", "OSS")
 @pytest.mark.composition("scale-tp", "context parallel", "DistributedDataParallel")
 def test_divided_sequences_train_as_one_plain_process(text):
     plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())

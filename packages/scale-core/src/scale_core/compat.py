@@ -262,6 +262,14 @@ def without_fake_tensors() -> AbstractContextManager[object]:
     return mode
 
 
+def without_fake_cache() -> AbstractContextManager[object]:
+    """Inside, fake operators are not looked up among those that have run, nor kept there."""
+    from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+
+    mode: Any = active_fake_mode()
+    return nullcontext() if mode is None else disable_fake_tensor_cache(mode)
+
+
 def active_fake_mode() -> object | None:
     """The innermost fake mode; another one than the caller's means that torch only computes a shape."""
     from torch import _guards

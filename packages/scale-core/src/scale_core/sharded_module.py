@@ -145,7 +145,7 @@ class ShardedModule(nn.Module):
         except ScaleDistributedError as error:
             raise ScaleDistributedError(
                 f"state_dict: '{name}' is divided between the ranks {list(self.group.ranks)}, and not all of them have "
-                "give their shards: call model.state_dict() on all ranks, also where one of them writes it; or, "
+                "come to give their shards: call model.state_dict() on all ranks, also where one writes it; or, "
                 f"for what this rank has, model.state_dict(keep_vars=True)\n{error}"
             ) from error
 

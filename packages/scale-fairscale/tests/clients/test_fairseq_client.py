@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -39,17 +40,26 @@ def dataclass(cls=None, /, **kwargs):  # Python 3.11 takes no default that can't
 
 dataclasses.dataclass = dataclass
 '''
-MODEL = (
-    "--task dummy_lm --dict-size 1000 --tokens-per-sample 16 --batch-size 2 --arch transformer_lm --decoder-layers 2 "
-    "--decoder-embed-dim 64 --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --optimizer adam --lr 0.0001 "
-    "--dropout 0.0 --disable-validation --log-format json --log-interval 1 --seed 1 "
-    "--cpu --distributed-backend gloo --distributed-world-size 2"
+TRAIN = (
+    "--task dummy_lm --arch transformer_lm --batch-size 2 --optimizer adam --lr 0.0001 --disable-validation "
+    "--log-format json --log-interval 1 --seed 1 --cpu --distributed-backend gloo --distributed-world-size 2"
+)
+SMALL = (
+    "--dict-size 1000 --tokens-per-sample 16 --decoder-layers 2 --decoder-embed-dim 64 --decoder-ffn-embed-dim 64 "
+    "--decoder-attention-heads 2 --dropout 0.0"
 )
 SHARDED = ("--ddp-backend", "fully_sharded", "--cpu-offload", "--checkpoint-activations")
 
 
-def train(folder: Path, num_updates: int, *options: str) -> list[str]:
-    """Runs fairseq-train on two ranks; returns the loss of each update as it prints it."""
+def train(folder: Path, num_updates: int, *options: str, model: str = SMALL) -> list[str]:
+    """Runs fairseq-train on two ranks; returns the loss of each update as it prints it.
+
+    Args:
+        folder: Where it runs.
+        num_updates: After how many updates it ends.
+        *options: Of this run.
+        model: The sizes; empty for fairseq's own.
+    """
     shim = folder / "shim"
     shim.mkdir(exist_ok=True)
     (shim / "sitecustomize.py").write_text(SHIM)
@@ -57,10 +67,12 @@ def train(folder: Path, num_updates: int, *options: str) -> list[str]:
         port = server.getsockname()[1]
     script = Path(sys.executable).with_name("fairseq-train")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    command += [str(script), *MODEL.split(), "--max-update", str(num_updates), *options]
+    command += [str(script), *TRAIN.split(), *model.split(), "--max-update", str(num_updates), *options]
     environment = {**os.environ, "PYTHONPATH": str(shim), "OMP_NUM_THREADS": "1"}
     environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # Its checkpoints have objects of omegaconf.
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    run = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1800
+    )
     assert run.returncode == 0, run.stderr[-6000:]
     lines = re.findall(r"INFO \| train_inner \| (\{.*\})", run.stdout + run.stderr)
     return [json.loads(line)["loss"] for line in lines]
@@ -83,3 +95,13 @@ def test_it_saves_and_resumes(expected: list[str], tmp_path: Path, options: tupl
     assert train(tmp_path, 3, *SHARDED, *save, *options) == expected[:3]
     assert list((tmp_path / "checkpoints").glob("checkpoint_last*.pt"))
     assert train(tmp_path, 5, *SHARDED, *save, *options) == expected[3:]
+
+
+def test_losses_at_fairseqs_own_sizes_are_those_of_legacy_ddp_before_and_after_a_resume(tmp_path: Path) -> None:
+    """70 million parameters, 49,996 words, 512 tokens in a sample, and dropout, which is drawn alike."""
+    plain = train(tmp_path, 5, "--ddp-backend", "legacy_ddp", "--no-save", model="")
+    assert len(plain) == 5 and len(set(plain)) == 5
+    save = ("--save-dir", str(tmp_path / "checkpoints"), "--save-interval-updates", "3")
+    assert train(tmp_path, 3, *SHARDED, *save, model="") == plain[:3]
+    assert train(tmp_path, 5, *SHARDED, *save, model="") == plain[3:]
+    shutil.rmtree(tmp_path / "checkpoints")  # 841 MB each.

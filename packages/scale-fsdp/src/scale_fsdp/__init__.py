@@ -40,6 +40,7 @@ if typing.TYPE_CHECKING:
     from scale_fsdp.ema import ShardedEMA
     from scale_fsdp.offload.optimizer import OffloadOptimizer
     from scale_fsdp.reshard.reshard import reshard_to
+    from scale_fsdp.state_dict.error_feedback import ErrorFeedbackState
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -48,6 +49,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CommunicationPolicy",
     "Description",
+    "ErrorFeedbackState",
     "FSDPModule",
     "FullyShardedDataParallel",
     "MixedPrecisionPolicy",
@@ -81,6 +83,7 @@ __all__ = [
 _LAZY = {
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "Description": "scale_fsdp.description",
+    "ErrorFeedbackState": "scale_fsdp.state_dict.error_feedback",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadOptimizer": "scale_fsdp.offload.optimizer",
     "OffloadPolicy": "torch.distributed.fsdp",

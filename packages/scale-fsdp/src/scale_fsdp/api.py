@@ -180,7 +180,6 @@ class UnitOptions:
         check_communication(self.communication)
         if self.communication is not None:
             self.communication.check(self.mesh_info)
-            self.communication.check_dtypes(self.precision.param_dtype, self.precision.reduce_dtype)
 
     @property
     def communication_line(self) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-import torch
 from torch import nn
 
 from scale_core.quantization.blocks import BlockFormat, FormatName
@@ -45,8 +44,9 @@ class CommunicationPolicy:
             computation; gradients are averaged inside a node first. Where there are no more ranks than
             that, they are one node, and nothing is quantized. None sends to all ranks alike.
         error_feedback: What rounding takes from the gradients of one step is added to those of the next: 4 bytes per
-            gradient that this rank quantizes, twice that in a backward pass. It is in no snapshot: a run that goes on
-            from one begins with an error of zero.
+            gradient that this rank quantizes, twice that in a backward pass, and until the step where a
+            `ShardedGradScaler` scales the loss. `ErrorFeedbackState(model)` puts it into a snapshot; a run that goes on
+            from one without it begins with an error of zero.
         include: What is sent in these formats all the same: "1d", "embedding".
 
     Raises:
@@ -123,15 +123,6 @@ class CommunicationPolicy:
             raise ValueError(
                 f"node_size={size}: {shard} ranks do not divide into nodes of {size}: take one of "
                 f"{', '.join(map(str, divisors))}, or leave it out"
-            )
-
-    def check_dtypes(self, *dtypes: torch.dtype | None) -> None:
-        """Raises ValueError where gradients of these dtypes can't be sent so."""
-        if self.error_feedback and torch.float16 in dtypes:
-            raise ValueError(
-                "error_feedback=True beside fp16: a gradient scaler changes the unit of gradients, and the error of "
-                "one step would count wrongly in the next: compute in bf16, mp_policy=MixedPrecisionPolicy("
-                "param_dtype=torch.bfloat16), or leave error_feedback out"
             )
 
 

@@ -338,7 +338,7 @@ def _describe_unit(unit: Unit, units: Sequence[Unit], paths: Mapping[int, str]) 
 
 def _describe_buffer(buffer: FlatBuffer, reshard_after_forward: bool) -> DescribedBuffer:
     layout, part = buffer.layout, buffer.groups.part
-    gathered = 0 if buffer.is_aliased else layout.full_numel * buffer.compute_dtype.itemsize
+    gathered = 0 if buffer.is_aliased else layout.full_numel * buffer.full.dtype.itemsize
     kept = gathered // part.size if part is not None else 0
     trained = [buffer.sharded_param(i).requires_grad for i in range(len(layout.entries))]
     trained_numel = (

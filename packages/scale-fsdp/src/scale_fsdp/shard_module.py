@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -25,6 +26,7 @@ from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, ShardG
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.shard_storage import copy_attributes
 from scale_core.optim.step_checks import register_replaced
+from scale_core.quantization.float8_weights import Float8Weight, plain_parameter
 from scale_core.shard import check_undivided, set_shard, shard_of
 from scale_fsdp.api import AtomChoice, UnitOptions, resolve_placement, resolve_precision
 from scale_fsdp.communication import CommunicationPolicy, looks_like_embedding, unquantized_params
@@ -208,6 +210,7 @@ def shard_modules(
     places = (place for module, path in zip(modules, paths, strict=True) for place in managed_params(module, path))
     own, shared = split_owned_and_shared([place for place in places if place.param not in left])
     original = [info.param for info in own]
+    own, float8 = _plain_weights(own, init)
     own, specs = _local_pieces(own, init)
     check_parameters(own)
     check_tied_embeddings(shared)
@@ -219,7 +222,7 @@ def shard_modules(
                     f"init=False waits for a checkpoint, but '{info.name}' has values already: leave init out, or "
                     "build the model under torch.device('meta')"
                 )
-        buffers, slots = _make_buffers(own, ShardGroups(ranks.shard, ranks.replicas), options, on_meta=True)
+        buffers, slots = _make_buffers(own, ShardGroups(ranks.shard, ranks.replicas), options, float8, on_meta=True)
     else:
         if ranks.whole.size > 1 and sync:  # Else nothing is sent here, and all is compared when the model first runs.
             kind = ", ".join(type(module).__name__ for module in modules)
@@ -231,7 +234,7 @@ def shard_modules(
             options.check_groups()
         parts = [(module, _own_of(own, module)) for module in modules]
         fill = should_initialize(parts, init, ranks.whole, options.limit_seconds, sync=sync)
-        buffers, slots = _make_buffers(own, options.buffer_groups(), options)
+        buffers, slots = _make_buffers(own, options.buffer_groups(), options, float8)
         _init_shards(parts, slots, options, init, fill=fill, sync=sync)
     owners = list(dict.fromkeys(owner.unit for _, owner in shared))
     slots += [ParamSlot(p.module, p.attribute, owner.unit.buffers[owner.buffer], owner.number) for p, owner in shared]
@@ -256,6 +259,26 @@ def _own_of(own: Sequence[ParamModuleInfo], module: nn.Module) -> list[ParamModu
     """Those of the places that are in this module."""
     inside = {id(child) for _, child in managed_modules(module)}
     return [place for place in own if id(place.module) in inside]
+
+
+def _plain_weights(
+    own: Sequence[ParamModuleInfo], init: Init
+) -> tuple[list[ParamModuleInfo], dict[nn.Parameter, Float8Weight]]:
+    """The same places with plain tensors for weights of torchao; and how these are computed with in fp8."""
+    plain: dict[nn.Parameter, nn.Parameter] = {}
+    float8: dict[nn.Parameter, Float8Weight] = {}
+    for info in own:
+        weight = Float8Weight.of(info.param)
+        if weight is not None and info.param.is_meta and init is not False:
+            raise ValueError(
+                f"'{info.name}' is an fp8 weight of torchao on the meta device, and fully_shard initializes plain "
+                "tensors: write fully_shard(..., init=False), then model.to_empty(device=...), and load a checkpoint; "
+                "or initialize the model before convert_to_float8_training"
+            )
+        if weight is not None and info.param not in plain:
+            plain[info.param] = plain_parameter(info.param)
+            float8[plain[info.param]] = weight
+    return [info._replace(param=plain.get(info.param, info.param)) for info in own], float8
 
 
 def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[ParamModuleInfo], list[DTensorSpec | None]]:
@@ -343,22 +366,28 @@ def _init_shards(
 
 
 def _make_buffers(
-    own: Sequence[ParamModuleInfo], groups: ShardGroups, options: UnitOptions, *, on_meta: bool = False
+    own: Sequence[ParamModuleInfo],
+    groups: ShardGroups,
+    options: UnitOptions,
+    float8: Mapping[nn.Parameter, Float8Weight],
+    *,
+    on_meta: bool = False,
 ) -> tuple[list[FlatBuffer], list[ParamSlot]]:
     """Makes empty buffers: one per dtype, device and kind.
 
-    These are trained or frozen, so that the frozen is never reduced, and quantized on the wire or not.
+    These are trained or frozen, so that the frozen is never reduced, quantized on the wire or not, gathered in fp8 for
+    torchao or not.
     """
-    members: dict[tuple[torch.dtype, torch.device, bool, bool], dict[nn.Parameter, str]] = {}
+    members: dict[tuple[torch.dtype, torch.device, bool, bool, bool], dict[nn.Parameter, str]] = {}
     unquantized = unquantized_params(((info.module, info.param) for info in own), options.communication)
     for info in own:
         param = info.param
         device = param.device if on_meta else options.device_for(param.device)
-        kind = param.dtype, device, param.requires_grad, param in unquantized
+        kind = param.dtype, device, param.requires_grad, param in unquantized, param in float8
         members.setdefault(kind, {}).setdefault(param, info.name)
     buffers, where = [], {}
     precision = options.precision
-    for (dtype, device, _, is_unquantized), named in members.items():
+    for (dtype, device, _, is_unquantized, is_float8), named in members.items():
         # Only their shapes: the values are copied when the views of the full buffer are made, and it is freed again.
         params = [_on_meta(param) for param in named]
         names = list(named.values())
@@ -367,9 +396,10 @@ def _make_buffers(
         layout = FlatLayout.plan(names, [tuple(param.shape) for param in params], groups.shard.size, options.atom)
         devices = DevicePolicy() if on_meta else options.placement.devices_for(device)
         wire = None if is_unquantized or options.communication is None else options.communication.wire
-        if wire is not None and options.communication is not None:
-            options.communication.check_dtypes(dtypes.compute or dtype, dtypes.reduce)
-        buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten, devices, wire)
+        weights = [float8[param] for param in named] if is_float8 else []
+        if wire is not None and weights:
+            wire = replace(wire, gather=None)  # As torchao casts them, they have a byte each already.
+        buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten, devices, wire, weights)
         buffers.append(buffer)
         where.update({param: (buffer, index) for index, param in enumerate(named)})
     slots = [ParamSlot(info.module, info.attribute, *where[info.param]) for info in own]

@@ -78,6 +78,9 @@ def check_fits(options: Options, local_ranks: int, world_size: int | None = None
     sharded = options.parallel.parallel in ("fsdp", "pipe") and options.parallel.tensor_parallel == 1
     if options.parallel.parallel == "pipe":
         parts = pipeline_shape(options.parallel, num_ranks).ranks
+    if not sharded:  # Experts that ranks divide are on each of these in part.
+        divided = _expert_parameters(options)
+        count -= divided - divided // options.parallel.expert_parallel
     needed = count * 4 * local_ranks // (parts if sharded else 1)
     available = machine_bytes()
     if available is not None and needed > available:
@@ -114,6 +117,17 @@ def count_parameters(options: Options) -> int:
         return num_parameters(TransformersSource(options.model.model, 0).build_on_meta())
     with torch.device("meta"):
         return num_parameters(GPT(model_config(options)))
+
+
+def count_active_parameters(options: Options) -> int:
+    """Returns how many parameters a token passes: of experts, those that it goes to."""
+    model = options.model
+    unused = max(0, model.experts - model.top_k)
+    return count_parameters(options) - _expert_parameters(options) * unused // max(1, model.experts)
+
+
+def _expert_parameters(options: Options) -> int:
+    return 0 if options.model.model is not None else model_config(options).expert_parameters
 
 
 def machine_bytes() -> int | None:

@@ -1,6 +1,6 @@
 """A GPT over bytes in plain PyTorch, from 0.8 million parameters to the shapes of GPT-3.
 
-Nothing here depends on ranks; each `Block` is a unit to shard or recompute.
+Nothing here depends on ranks but the experts that they divide; each `Block` is a unit to shard or recompute.
 
 Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), for the pre-norm block and the
 smaller weights of deep residual branches; Su et al., arXiv 2104.09864, for positions as rotations; Nguyen and Salazar,
@@ -10,14 +10,19 @@ arXiv 1910.05895, for the width of the initial weights.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import fingerprint_of
+from scale_moe import Balance, Experts, MoE, TokenChoice
 from scale_train.model_config import ModelConfig as ModelConfig
 
 IGNORED = -1
@@ -76,33 +81,102 @@ class Attention(nn.Module):
         return y
 
 
-class Block(nn.Module):
-    """One pre-norm block: attention, then a feed-forward layer four times as wide; the unit that is sharded."""
+class ExpertGroups(NamedTuple):
+    """The ranks of the layers of experts."""
+
+    expert: Group = Group()  # divide the experts
+    batch: Group = Group()  # have the tokens of one batch, which capacity and load balancing loss look at
+
+
+class SharedExperts(nn.Module):
+    """The experts that all tokens go through, side by side in one layer."""
 
     def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.feed_in = nn.Linear(config.width, config.shared_experts * config.feed_width)
+        self.feed_out = nn.Linear(config.shared_experts * config.feed_width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.feed_out(functional.gelu(self.feed_in(x)))
+        return y
+
+
+class FeedForwardExperts(MoE):
+    """The mixture of experts of a block.
+
+    The capacity is one of training: an evaluation would depend on which texts are evaluated together.
+    """
+
+    def __init__(self, config: ModelConfig, groups: ExpertGroups) -> None:
+        super().__init__(
+            config.width,
+            config.feed_width,
+            config.experts,
+            self._rule(config),
+            balance=Balance(aux_loss_coef=config.aux_loss_coef),
+            gated=False,
+            activation=functional.gelu,
+            shared_expert=SharedExperts(config) if config.shared_experts else None,
+            process_group=groups.expert,
+            batch_process_group=groups.batch,
+        )
+        self._training_rule = self._rule(config)
+
+    @staticmethod
+    def _rule(config: ModelConfig) -> TokenChoice:
+        """A single choice has its score for a weight: divided by itself it would train no router."""
+        rule = TokenChoice(config.top_k, normalize=config.top_k > 1)
+        if not config.capacity_factor:
+            return rule
+        # By their weights, the same choices are dropped however ranks divide the tokens.
+        return replace(rule, capacity_factor=config.capacity_factor, drop_order="weight")
+
+    def train(self, mode: bool = True) -> Self:
+        """As any module's; the capacity is for training."""
+        super().train(mode)
+        rule = self._training_rule
+        self.routing = rule if mode else replace(rule, capacity_factor=None, drop_order="token")
+        return self
+
+
+class Block(nn.Module):
+    """One pre-norm block: attention, then a feed-forward layer four times as wide, or experts that each are so wide.
+
+    It is the unit that is sharded.
+    """
+
+    def __init__(self, config: ModelConfig, groups: ExpertGroups = ExpertGroups()) -> None:  # noqa: B008  # immutable
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.feed_norm = nn.LayerNorm(config.width)
-        self.feed_in = nn.Linear(config.width, 4 * config.width)
-        self.feed_out = nn.Linear(4 * config.width, config.width)
+        if config.experts:
+            self.moe: MoE = FeedForwardExperts(config, groups)
+        else:
+            self.feed_in = nn.Linear(config.width, config.feed_width)
+            self.feed_out = nn.Linear(config.feed_width, config.width)
+        self.has_experts = config.experts > 0
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """`[batch, sequence, width]` to the same shape; positions as in `rotate`."""
         x = x + self.dropout(self.attention(self.attention_norm(x), positions))
-        y: Tensor = x + self.dropout(self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x)))))
+        y: Tensor = x + self.dropout(self._feed_forward(self.feed_norm(x)))
+        return y
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(x) if self.has_experts else self.feed_out(functional.gelu(self.feed_in(x)))
         return y
 
 
 class GPT(nn.Module):
     """A decoder-only transformer; gives logits, or the loss where targets are given."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, groups: ExpertGroups = ExpertGroups()) -> None:  # noqa: B008  # immutable
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, groups) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self._seed = torch.initial_seed()
@@ -134,9 +208,17 @@ class GPT(nn.Module):
                 param.fill_(0.0 if attribute == "bias" else 1.0)
                 continue
             generator = torch.Generator().manual_seed(fingerprint_of(self._seed, f"{path}.{attribute}"))
-            drawn = torch.empty(param.shape, dtype=param.dtype, device="cpu")
-            ends_in_stream = path.endswith(("attention.out", "feed_out"))
-            param.copy_(drawn.normal_(std=residual_std if ends_in_stream else std, generator=generator))
+            ends_in_stream = path.endswith(("attention.out", "feed_out")) or attribute == "down_proj"
+            draw = partial(_draw_normal, std=residual_std if ends_in_stream else std, generator=generator)
+            if not isinstance(module, Experts):
+                param.copy_(draw(param.shape, param.dtype))
+                continue
+            sharding, rank = module.shardings[attribute], module.group.rank
+            (first, last), *_ = sharding.local_ranges(rank)[0]
+            for expert in range(sharding.shape[0]):  # Of those of other ranks nothing is kept.
+                drawn = draw(sharding.shape[1:], param.dtype)
+                if first <= expert < last:
+                    param[expert - first].copy_(drawn)
 
     def forward(
         self,
@@ -185,6 +267,10 @@ class GPT(nn.Module):
         # fp32 whatever the model computes in: a sum of thousands of bf16 terms has no digits left.
         logits = self.head(x).float()
         return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def _draw_normal(shape: Sequence[int], dtype: torch.dtype, std: float, generator: torch.Generator) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu").normal_(std=std, generator=generator)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -24,6 +24,11 @@ class ModelConfig:
         dropout: Probability, in [0, 1), with which an output of a residual branch is zeroed in training.
         recompute: Whether each block's activations are recomputed in the backward pass.
         loss_chunk: Tokens whose logits exist at one time; 0 for all.
+        experts: Experts in place of each block's feed-forward layer; 0 for none.
+        top_k: How many of them a token goes to.
+        shared_experts: Further ones that all tokens go through.
+        capacity_factor: How many times its even share of the choices an expert takes in training; 0 for all.
+        aux_loss_coef: What the load balancing loss is multiplied by.
     """
 
     layers: int
@@ -34,6 +39,21 @@ class ModelConfig:
     dropout: float = 0.0
     recompute: bool = False
     loss_chunk: int = 0
+    experts: int = 0
+    top_k: int = 2
+    shared_experts: int = 0
+    capacity_factor: float = 0.0
+    aux_loss_coef: float = 0.01
+
+    @property
+    def feed_width(self) -> int:
+        """Features inside a feed-forward layer, and inside an expert."""
+        return 4 * self.width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of the parameters of all experts, but for the shared ones."""
+        return self.layers * self.experts * 2 * self.width * self.feed_width
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocabulary"):

@@ -45,6 +45,18 @@ class ModelOptions:
     """Part of each residual branch that is zeroed in training."""
     loss_chunk: int = 0
     """Tokens whose logits exist at one time; 0 for all."""
+    experts: int = 0
+    """Experts in place of the feed-forward layer of each block, each as wide as that; 0 for none."""
+    top_k: int = 2
+    """With --experts: how many of them a token goes to."""
+    shared_experts: int = 0
+    """With --experts: further ones that all tokens go through, as one layer of so many times the width."""
+    capacity_factor: float = 0.0
+    """With --experts: in training each takes at most so many times its even share of the choices in a micro-batch of
+    all ranks, and further ones are dropped; 0 for no limit."""
+    aux_loss_coef: float = 0.01
+    """With --experts: what the load balancing loss is multiplied by. It is added to the gradients, and not to the loss
+    that is reported."""
     model: Path | None = None
     """In place of --size: config.json of a causal language model of transformers, or its folder, whose weights are
     loaded if it has some."""
@@ -90,6 +102,9 @@ class ParallelOptions:
     the others do, and averages over all."""
     context_attention: Literal["ring", "ulysses"] = "ring"
     """With --context-parallel: ring passes keys and values round, ulysses exchanges the sequence for heads."""
+    expert_parallel: int = 1
+    """With --experts: ranks that divide the experts of each block between them; those that have the same ones shard or
+    average them by --parallel. All else is on all ranks, as without experts."""
     stages: int | None = None
     """pipe: parts that the model is cut into; by default what the schedule is made for, on all ranks. With more ranks
     than those take there are several pipelines beside each other, each with its part of the batch."""

@@ -111,6 +111,7 @@ def _rank_problems(options: Options, num_ranks: int) -> Iterator[str]:
         return  # There is no number of data-parallel ranks.
     num_data = num_ranks // parallel.tensor_parallel
     yield from _context_parallel_problems(options, num_data)
+    yield from _expert_parallel_problems(options, num_data)
     if num_data % parallel.context_parallel:
         return
     num_data //= parallel.context_parallel
@@ -134,10 +135,7 @@ def _rank_problems(options: Options, num_ranks: int) -> Iterator[str]:
 def _tensor_parallel_problems(options: Options, num_ranks: int) -> Iterator[str]:
     number, parallel = options.parallel.tensor_parallel, options.parallel
     if num_ranks % number:
-        yield (
-            f"--tensor-parallel {number} does not divide {num_ranks} ranks; take "
-            f"{' or '.join(str(each) for each in range(1, num_ranks + 1) if num_ranks % each == 0)}"
-        )
+        yield f"--tensor-parallel {number} does not divide {num_ranks} ranks; take {_divisors(num_ranks)}"
         return
     if number == 1:
         return
@@ -151,15 +149,16 @@ def _tensor_parallel_problems(options: Options, num_ranks: int) -> Iterator[str]
         yield f"--tensor-parallel {number}: the model has {heads} heads to divide; take at most {heads}"
 
 
+def _divisors(number: int) -> str:
+    return " or ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+
+
 def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]:
     parallel, number, sequence = options.parallel, options.parallel.context_parallel, options.data.sequence
     flag = f"--context-parallel {number}"
     if num_data % number:
         beside = f" (of {parallel.tensor_parallel} that divide layers each)" if parallel.tensor_parallel > 1 else ""
-        yield (
-            f"{flag} does not divide {num_data} ranks{beside}; take "
-            f"{' or '.join(str(each) for each in range(1, num_data + 1) if num_data % each == 0)}"
-        )
+        yield f"{flag} does not divide {num_data} ranks{beside}; take {_divisors(num_data)}"
         return
     if number == 1:
         return
@@ -182,6 +181,12 @@ def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]
             f"--sequence {sequence}: {flag} needs a multiple of {number}, {2 * number} or more; take "
             f"--sequence {nearest}"
         )
+
+
+def _expert_parallel_problems(options: Options, num_data: int) -> Iterator[str]:
+    number = options.parallel.expert_parallel
+    if num_data % number:
+        yield f"--expert-parallel {number} does not divide {num_data} ranks; take {_divisors(num_data)}"
 
 
 def _pipeline_problems(options: Options, num_ranks: int) -> Iterator[str]:

@@ -324,9 +324,9 @@ def all_cells() -> list[tuple[str, str]]:
 
 def written_table(found: Mapping[tuple[str, str], str]) -> str:
     """The table of the guide."""
-    lines = [["", *TECHNIQUES], ["---"] * (1 + len(TECHNIQUES))]
+    lines = [["model", *TECHNIQUES], ["---"] * (1 + len(TECHNIQUES))]
     lines += [[family, *(found[family, technique] for technique in TECHNIQUES)] for family in FAMILIES]
-    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

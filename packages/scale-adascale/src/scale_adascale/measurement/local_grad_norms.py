@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from scale_adascale.squared_norms import CHUNK, stored_values, sum_of_squares
-from scale_core import compat
+from scale_core import compat, divided_samples
 from scale_core.hooks.autograd import (
     is_nested,
     lacks_autograd_hooks,
@@ -228,6 +228,7 @@ class LocalGradNorms:
 
     def _begin_pass(self) -> None:
         try:
+            _check_whole_samples()
             self.check_hooks()
             self._on_begin()
         except RuntimeError:
@@ -365,3 +366,14 @@ class NormAccumulator:
         # The norm of rows' norms is that of all.
         norms = torch.stack(torch._foreach_norm([each for _, norms in self._norms for each in norms], 2, torch.float64))
         return found.index_add(0, self._index_tensor, norms.mul_(norms))
+
+
+def _check_whole_samples() -> None:
+    """Refuses the gradients of parts of sequences: their squares are those of no sample."""
+    group = divided_samples.active_group
+    if group is not None:
+        raise RuntimeError(
+            f"AdaScale measures gradients of whole samples, and in context_parallel() the ranks {list(group.ranks)} "
+            "have parts of the same sequences. Train without AdaScale there, or with whole sequences on each rank; "
+            "after optimizer.unhook() steps have the last gain"
+        )

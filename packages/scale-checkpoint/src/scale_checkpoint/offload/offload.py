@@ -16,6 +16,7 @@ from scale_checkpoint.offload.storage import Target, backend_for, copy_streams
 from scale_checkpoint.offload.store import PackedTensor, store_for
 from scale_checkpoint.state import InternalOps
 from scale_core.arguments import checked_arguments
+from scale_core.compat import is_fake
 
 MIN_BYTES = 1 << 16
 """Storages below this stay: a copy of its own would cost more than it saves."""
@@ -144,7 +145,8 @@ class Sender:
 
     def can_send(self, tensor: Tensor) -> bool:
         """Whether it is a plain tensor with memory of its own, and enough of it."""
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        is_plain = type(tensor) in _PLAIN or is_fake(tensor)
+        if not is_plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             return False
         if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
             return False

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scale_core.comm.collectives import CollectiveWork, all_gather
+from scale_core.comm.collectives import CollectiveWork, all_gather, all_reduce
 from scale_core.comm.group import Group
 from scale_core.device import buffer_pool
 from scale_core.device.streams import Stream
@@ -39,6 +39,7 @@ from scale_core.optim.step_checks import (
 )
 from scale_core.quantization.blocks import BlockFormat, dequantize
 from scale_core.quantization.collectives import WireFormats, all_gather_quantized, new_messages
+from scale_core.quantization.float8_weights import Float8Weight
 
 
 class UnshardedParameter(nn.Parameter):
@@ -85,6 +86,7 @@ _KEPT = (
     "_outer_shards",
     "gradient_divisor",
     "wire",
+    "float8",
 )
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
@@ -121,16 +123,22 @@ class FlatBuffer(FlatReduced):
         flatten: Expose one flat parameter [S] in place of one local shard per parameter.
         devices: Where shard, full buffer and reduced gradients live.
         wire: In which formats parameters and gradients are sent; None sends them unquantized.
+        float8: How torchao computes with each of them, where they are gathered in fp8 for that; else empty.
 
     Attributes:
         unsharded_params: Per parameter, a view of the full buffer in the full shape.
         state: Whether they can be read.
+        gathers_float8: Whether the full buffer is in fp8, of which `float8_param` makes what is computed with.
         part: [W * S / size of the part's group], what `release(keep_part=True)` has left of the full buffer, or None.
     """
 
     state: State
     part: Tensor | None
+    float8: Sequence[Float8Weight] | None
+    gathers_float8: bool
     _gathering: CollectiveWork | None
+    _scales: list[Tensor]  # Of what is gathered in fp8, [] each
+    _scales_version: int | None  # `version` when they were made
 
     def __init__(
         self,
@@ -142,9 +150,10 @@ class FlatBuffer(FlatReduced):
         flatten: bool = False,
         devices: DevicePolicy = _AS_GIVEN[1],
         wire: WireFormats | None = None,
+        float8: Sequence[Float8Weight] = (),
     ) -> None:
         super().__init__(names, dtypes, flatten)
-        self.wire = wire
+        self.wire, self.float8 = wire, float8
         device = params[0].device
         self._plan(layout, groups if isinstance(groups, ShardGroups) else ShardGroups(groups), devices.resolved(device))
         self._set_shard(self._new_shard(params[0].dtype))
@@ -167,6 +176,12 @@ class FlatBuffer(FlatReduced):
         for param, shard in zip(self.unsharded_params, sharded, strict=True):
             if param.requires_grad != shard.requires_grad:
                 param.requires_grad_(shard.requires_grad)
+
+    def float8_param(self, index: int) -> Tensor:
+        """Returns a gathered parameter as torchao computes with it; its gradient goes to the unsharded parameter."""
+        assert self.float8 is not None
+        data = view_of(self.full, self.layout.entries[index])
+        return self.float8[index].gathered(self.unsharded_params[index], data, self._scales[index])
 
     # Gather and release.
 
@@ -201,6 +216,8 @@ class FlatBuffer(FlatReduced):
             pending.wait(limit_seconds)
             if self._moves:
                 self._stream.join()
+            if self.reduction.held.error is not None:
+                self.reduction.held.check()
         self.part = None
         self.state = State.GATHERED
         self._unsharded_version = self.unsharded_params[0]._version
@@ -233,10 +250,11 @@ class FlatBuffer(FlatReduced):
         self.state = State.SHARDED
 
     @property
-    def awaits_intra_node_gather(self) -> bool:
-        """Whether its gather goes on inside nodes once it is waited for: all ranks have to wait in one order."""
+    def gather_goes_on(self) -> bool:
+        """Whether its gather goes on, as inside nodes, once it is waited for: all ranks have to wait in one order."""
         is_quantized = self.groups.nodes is not None and self.wire is not None and self.wire.gather is not None
-        return is_quantized and self.state is State.GATHERING
+        needs_scales = self.gathers_float8 and self._scales_version != self.version
+        return (is_quantized or needs_scales) and self.state is State.GATHERING
 
     def wait_sent(self) -> None:
         """Waits until the shard may be written to: no gather reads it any more."""
@@ -257,7 +275,7 @@ class FlatBuffer(FlatReduced):
             self._gathering = None
             self._stream.join()
         self.reduction.cancel()
-        self._unpublished = []
+        self._unpublished, self._scales_version = [], None
         self.gradient.rollback_pass()
         self.release()
         self.wait_sent()
@@ -339,7 +357,11 @@ class FlatBuffer(FlatReduced):
             UnshardedParameter(view_of(full, entry), requires_grad=False) for entry in self.layout.entries
         ]
         # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
-        self.full = full.data
+        self.full, self._scales, self._scales_version = full.data, [], None
+        self.gathers_float8 = bool(self.float8) and self.group.size > 1
+        if self.float8 and self.gathers_float8:  # Then these parameters stay without memory: gradients come to them.
+            full.untyped_storage().resize_(0)
+            self.full = full = self._new_full(self.float8[0].dtype)
         self._is_pooled = full.nbytes >= buffer_pool.SMALLEST_BYTES
         for index, (whole, wanted) in enumerate(zip(self.unsharded_params, trainable, strict=True)):
             whole.requires_grad_(wanted)
@@ -366,6 +388,8 @@ class FlatBuffer(FlatReduced):
             return all_gather(self.full, self.part, self.groups.part, tag=tag)
         if self.wire is not None and self.wire.gather is not None and self.groups.quantized_group.size > 1:
             return self._all_gather_quantized(self.wire.gather, tag)
+        if self.gathers_float8:
+            return self._all_gather_float8(tag)
         if not self._moves:
             return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
         with self._stream.run():  # The collective starts there, when the shard has arrived.
@@ -374,20 +398,16 @@ class FlatBuffer(FlatReduced):
     def _all_gather_quantized(self, block_format: BlockFormat, tag: int) -> CollectiveWork:
         """As `_all_gather`, of messages that become the full buffer when they are waited for."""
         nodes, group, numel = self.groups.nodes, self.groups.quantized_group, self.layout.shard_numel
-        messages = new_messages(group.size, numel, block_format, self.full.device)
+        messages, held = new_messages(group.size, numel, block_format, self.full.device), self.reduction.held
         # Memory for all that follows: where there is none for the second half, nobody would serve it to the others.
         by_place = self.full if nodes is None else torch.empty_like(self.full)
-        if self._moves:
-            with self._stream.run():
-                local = torch.empty(numel, dtype=self.dtype, device=self.full.device)
-                self._sending.start(self.shard.data, local)
-                work = all_gather_quantized(messages, local, group, block_format, tag=tag)
-        else:
-            work = all_gather_quantized(messages, self.shard.data, group, block_format, tag=tag)
+        with self._stream.run():
+            local = self._local_shard()
+            work = all_gather_quantized(messages, local, group, block_format, tag=tag, held=held)
         if nodes is None:
 
             def fill(_: Tensor) -> Tensor:
-                dequantize(messages, numel, block_format, out=self.full.view(group.size, numel))
+                held.attempt(lambda: dequantize(messages, numel, block_format, out=self.full.view(group.size, numel)))
                 return self.full
 
             return work.then(fill)
@@ -396,7 +416,7 @@ class FlatBuffer(FlatReduced):
         def gather_inside(_: Tensor) -> CollectiveWork:
             # All shards of this rank's place in its node, then those of the others from them, in the order of nodes.
             own = by_place.view(intra_node.size, -1)[intra_node.rank]
-            dequantize(messages, numel, block_format, out=own.view(group.size, numel))
+            held.fill(own, lambda: dequantize(messages, numel, block_format, out=own.view(group.size, numel)))
 
             def fill(_: Tensor) -> Tensor:
                 by_node = self.full.view(group.size, intra_node.size, numel)
@@ -406,6 +426,48 @@ class FlatBuffer(FlatReduced):
             return all_gather(by_place, own, intra_node, tag=tag).then(fill)
 
         return work.then(gather_inside)
+
+    def _all_gather_float8(self, tag: int) -> CollectiveWork:
+        """As `_all_gather`, in fp8; after a step the ranks look for the largest magnitude of each parameter first."""
+        sent, held = self.full.view(torch.uint8), self.reduction.held
+        own = self._part(sent, self.group)
+
+        def gather(local: Tensor) -> CollectiveWork:
+            held.fill(own, lambda: self._cast_float8(local, own))
+            return all_gather(sent, own, self.group, tag=tag)
+
+        with self._stream.run():
+            local = self._local_shard()
+            if self._scales_version == self.version:
+                return gather(local)
+            pieces = [local.narrow(0, span.shard_offset, span.numel) for span in self.spans]
+            zero = torch.zeros((), device=local.device)
+            amax = [torch.linalg.vector_norm(piece, torch.inf).float() if len(piece) else zero for piece in pieces]
+            largest = torch.stack(amax)
+
+        def scale_and_gather(_: Tensor) -> CollectiveWork:
+            assert self.float8 is not None
+            self._scales = [weight.scale(each) for weight, each in zip(self.float8, largest.unbind(), strict=True)]
+            self._scales_version = self.version
+            return gather(local)
+
+        return all_reduce(largest, self.group, op="max").then(scale_and_gather)
+
+    def _cast_float8(self, local: Tensor, own: Tensor) -> Tensor:
+        assert self.float8 is not None
+        for weight, scale, span in zip(self.float8, self._scales, self.spans, strict=True):
+            if span.numel:
+                values = local.narrow(0, span.shard_offset, span.numel)
+                weight.cast(values, scale, own.narrow(0, span.shard_offset, span.numel))
+        return own
+
+    def _local_shard(self) -> Tensor:
+        """The shard where it is computed with; to be called in the stream of its copies."""
+        if not self._moves:
+            return self.shard.data
+        local = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
+        self._sending.start(self.shard.data, local)
+        return local
 
     def _new_full(self, dtype: torch.dtype) -> Tensor:
         return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)

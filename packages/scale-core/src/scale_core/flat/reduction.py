@@ -26,7 +26,14 @@ from scale_core.device.streams import Stream, StreamEvent, copy_over, copy_to, s
 from scale_core.flat.layout import FlatLayout, LayoutEntry
 from scale_core.flat.shard_storage import DevicePolicy, FlatShard, NodeGroups, ShardGroups
 from scale_core.hooks.autograd import call_local_grad_hooks, local_grad_hooks
-from scale_core.quantization.collectives import WireFormats, all_reduce_quantized, reduce_scatter_quantized
+from scale_core.quantization.collectives import (
+    HeldError,
+    ReduceMessages,
+    WireFormats,
+    all_reduce_quantized,
+    part_size,
+    reduce_scatter_quantized,
+)
 from scale_core.quantization.error_feedback import ErrorFeedback
 
 # From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
@@ -306,9 +313,13 @@ class Reduction:
         wire: WireFormats | None = None,
     ) -> None:
         self._sizes, self._wire = sizes, wire or WireFormats()
-        self._feedback = [ErrorFeedback() for _ in range(3)] if self._wire.error_feedback else []
+        # Of the reduce-scatter, and of the two halves of the all-reduce between replicas.
+        self.feedback = [ErrorFeedback() for _ in range(3)] if self._wire.error_feedback else []
+        self.held = HeldError()
         # What the reduce-scatter between nodes needs once the one inside the node is done.
         self._pending_inter_node: tuple[Group, float | None, int] | None = None
+        # Of what is quantized once that is done: where there were no memory then, nobody would serve it to the others.
+        self._messages: ReduceMessages | None = None
         self._tag = 0
         self._group, self._replicas = group, replicas
         self._dtype, self._device, self._stream = dtype, device, stream
@@ -325,6 +336,10 @@ class Reduction:
         assert self._scattering is None, "a reduction is under way already"
         self._copies = self._replicas.size if divisor is None else 1
         group = self._group if nodes is None else nodes.inter_node
+        numel = gradient.numel() // self._group.size
+        if self._wire.replicate is not None and self._replicas.size > 1 and numel:
+            parts = part_size(numel, self._replicas)
+            self._messages = ReduceMessages.new(self._replicas, parts, self._wire.replicate, gradient.device)
         if self._wire.reduce is None or group.size == 1 or not gradient.numel():
             self._scattering = reduce_scatter(
                 gradient, self._group, dtype=self._dtype, divisor=divisor, sizes=self._sizes, tag=tag
@@ -333,6 +348,7 @@ class Reduction:
             self._scattering = self._scatter_quantized(gradient, group, divisor, tag)
         else:
             gradient = self._by_local_rank(gradient, nodes)
+            self._messages = ReduceMessages.new(group, numel, self._wire.reduce, gradient.device)
             self._pending_inter_node = group, None if divisor is None else divisor / nodes.intra_node.size, tag
             self._scattering = reduce_scatter(gradient, nodes.intra_node, dtype=torch.float32, tag=tag)
         self._flat, self._tag = gradient, tag
@@ -355,11 +371,15 @@ class Reduction:
             self._replicating = self._all_reduce(reduced)
         else:
             self._keep(reduced)
+        if self.held.error is not None:
+            self.held.check()
 
     def finish(self, limit_seconds: float | None = None) -> None:
         """Waits for all parts of the average, those between nodes or replicas too."""
         self.wait(limit_seconds)
         self._wait_replicated(limit_seconds)
+        if self.held.error is not None:
+            self.held.check()
 
     def results(self, limit_seconds: float | None = None) -> list[Tensor]:
         """Returns what was reduced since the last call, each [S], in the order of `start`."""
@@ -375,30 +395,48 @@ class Reduction:
         for pending in (self._scattering, self._replicating):
             if pending is not None:
                 pending.cancel()
-        self._scattering = self._replicating = self._flat = self._pending_inter_node = None
+        self._scattering = self._replicating = self._flat = self._pending_inter_node = self._messages = None
         self._reduced = []
-        for feedback in self._feedback:
+        self.held.reset()
+        for feedback in self.feedback:
             feedback.rollback()
 
     def commit(self) -> None:
         """The pass has succeeded: the errors of its messages wait for the next one."""
-        for feedback in self._feedback:
+        for feedback in self.feedback:
             feedback.commit()
 
     def _scatter_quantized(self, full: Tensor, group: Group, divisor: float | None, tag: int) -> CollectiveWork:
         assert self._wire.reduce is not None
-        feedback = self._feedback[0] if self._feedback else None
+        messages = None
+        if group is not self._group:
+            messages, self._messages = self._messages, None
         return reduce_scatter_quantized(
-            full, group, self._wire.reduce, dtype=self._dtype, divisor=divisor, feedback=feedback, tag=tag
+            full,
+            group,
+            self._wire.reduce,
+            dtype=self._dtype,
+            divisor=divisor,
+            feedback=self.feedback[0] if self.feedback else None,
+            tag=tag,
+            held=self.held,
+            messages=messages,
         )
 
     def _all_reduce(self, reduced: Tensor) -> CollectiveWork:
         copies = self._copies
         if self._wire.replicate is None or not reduced.numel():
             return all_reduce(reduced, self._replicas).then(lambda total: total.div_(copies))
-        feedback = (self._feedback[1], self._feedback[2]) if self._feedback else None
+        messages, self._messages = self._messages, None
         return all_reduce_quantized(
-            reduced, self._replicas, self._wire.replicate, divisor=copies, feedback=feedback, tag=self._tag
+            reduced,
+            self._replicas,
+            self._wire.replicate,
+            divisor=copies,
+            feedback=(self.feedback[1], self.feedback[2]) if self.feedback else None,
+            tag=self._tag,
+            held=self.held,
+            messages=messages,
         )
 
     @staticmethod
@@ -442,9 +480,9 @@ class FlatReduced(FlatShard):
         return any(param.requires_grad for param in self.sharded_params)
 
     @property
-    def keeps_rounding_error(self) -> bool:
-        """Whether what rounding takes from the gradients of one step is added to those of the next."""
-        return self.wire is not None and self.wire.error_feedback
+    def error_feedback(self) -> Sequence[ErrorFeedback]:
+        """What rounding has taken from the gradients, and is added to those of the next step; empty without it."""
+        return self.reduction.feedback
 
     @property
     def has_gradient(self) -> bool:
@@ -460,6 +498,11 @@ class FlatReduced(FlatShard):
     def replicates_in_halves(self) -> bool:
         """Whether their average over replicas has a second half, which starts when the first is waited for."""
         return self.wire is not None and self.wire.replicate is not None and self.groups.replicas.size > 1
+
+    @property
+    def rounds_last(self) -> bool:
+        """Whether this rank still has to compute with quantized gradients, and may fail, when all are reduced."""
+        return self.reduces_in_parts and self.wire is not None and (self.wire.reduce or self.wire.replicate) is not None
 
     def reduce(self, tag: int = 0) -> None:
         """Starts to average the local gradients over the ranks in `reduce_dtype`; missing ones count as zeros."""
@@ -477,6 +520,11 @@ class FlatReduced(FlatShard):
             num_ranks = self.group.size * self.groups.replicas.size
             divisor = self.gradient_divisor * ((divisor or num_ranks) / num_ranks)
         self.reduction.start(gradient.to(self.reduce_dtype), tag, divisor, self.groups.nodes)
+
+    def serve_others(self) -> None:
+        """This rank has failed: until `discard` it takes part in collectives for the other ranks alone."""
+        self.gradient.use_zeros()
+        self.reduction.held.is_ignored = True
 
     def wait_reduced(self, limit_seconds: float | None = None) -> None:
         """Waits for the reduction, if there is one; its result is kept until `commit`."""

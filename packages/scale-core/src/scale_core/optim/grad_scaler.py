@@ -24,7 +24,8 @@ from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce, torch_group
 from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.optim.step_checks import name_with_rounding_error
+from scale_core.optim.step_checks import owners_with_error_feedback
+from scale_core.quantization.error_feedback import ErrorFeedback, set_loss_scale
 from scale_core.shard import shard_of
 
 
@@ -58,8 +59,7 @@ class ShardedGradScaler(GradScaler):
             when it is needed), or a world of one where torch.distributed is not initialized.
 
     Raises:
-        ValueError: A number out of its range, or a `process_group` that this rank is no member of; at the first
-            step, parameters whose gradients are sent with `error_feedback`.
+        ValueError: A number out of its range, or a `process_group` that this rank is no member of.
         TypeError: `process_group` is none, or `device` is no device.
     """
 
@@ -91,6 +91,13 @@ class ShardedGradScaler(GradScaler):
         self._scale_device = None if device is None else compat.available_device(device)
         self._covered: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
+    def scale(self, outputs: Any) -> Any:
+        """Returns a tensor, or those in containers, multiplied by the scale."""
+        scaled = super().scale(outputs)
+        if self._enabled:
+            set_loss_scale(self._scale)
+        return scaled
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients by the scale, in place; all ranks learn whether any of them is inf or NaN.
 
@@ -112,7 +119,8 @@ class ShardedGradScaler(GradScaler):
             RuntimeError: A closure; no rank has scaled a loss, or ranks have different scales; or the optimizer has
                 stepped since the last `update`.
             TransferError: As in `unscale_`.
-            ValueError: As in `unscale_`.
+            ValueError: As in `unscale_`; gradients that are sent with `error_feedback`, of a loss that this scaler has
+                not scaled.
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
@@ -123,6 +131,7 @@ class ShardedGradScaler(GradScaler):
             )
         self._begin(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
+        state["error_feedback"] = self._error_feedback(optimizer)
         unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         if state["stage"] is OptState.READY and not unscales_itself:
             self.unscale_(optimizer)
@@ -139,14 +148,23 @@ class ShardedGradScaler(GradScaler):
         Raises:
             ValueError: `new_scale` is not one finite number above 0.
         """
-        if self._enabled and new_scale is not None:
+        if not self._enabled:
+            return
+        if new_scale is not None:
             if isinstance(new_scale, Tensor):
                 if new_scale.numel() != 1:
                     raise ValueError(f"expected a new_scale of one element, got shape {tuple(new_scale.shape)}")
                 new_scale = compat.values_of(new_scale.reshape(1), simulated=[self._init_scale])[0]
             new_scale = float(new_scale)
             _check("new_scale", new_scale, "a finite number above 0", lambda x: 0 < x < math.inf)
+        skipped: dict[ErrorFeedback, bool] = {}
+        for state in self._per_optimizer_states.values():
+            for feedback in state.get("error_feedback", ()):
+                skipped[feedback] = skipped.get(feedback, False) or state["skips"]
         super().update(new_scale)
+        for feedback, skips in skipped.items():
+            feedback.settle(skipped=skips)
+        set_loss_scale(None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_covered": None}
@@ -204,7 +222,8 @@ class ShardedGradScaler(GradScaler):
 
     def _check_agreement(self, optimizer: Optimizer) -> None:
         agreed = self._per_optimizer_states[id(optimizer)]["agreed"]
-        _, scaled, most, least = compat.values_of(agreed, simulated=[0.0, 1.0, 1.0, -1.0])
+        found, scaled, most, least = compat.values_of(agreed, simulated=[0.0, 1.0, 1.0, -1.0])
+        self._per_optimizer_states[id(optimizer)]["skips"] = bool(found)
         if not scaled:
             raise RuntimeError(
                 "gradients are to be divided by the scale, but no rank has multiplied a loss by it: call "
@@ -216,17 +235,28 @@ class ShardedGradScaler(GradScaler):
                 "scaler.load_state_dict(state) and scaler.update(new_scale) on all ranks, with the same numbers"
             )
 
+    def _error_feedback(self, optimizer: Optimizer) -> list[ErrorFeedback]:
+        """What waits of the gradients of an optimizer, of which each step that is skipped takes no part."""
+        params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
+        found: list[ErrorFeedback] = []
+        for owner in owners_with_error_feedback(params):
+            for feedback in owner.error_feedback:
+                if not feedback.was_scaled_by(cast(Tensor, self._scale)):
+                    raise ValueError(
+                        f"the gradients of '{owner.names[0]}' are sent with error_feedback=True, and their loss "
+                        "was not scaled by this scaler on this rank: what rounding took would count in another unit. "
+                        "Write scaler.scale(loss).backward() on each rank, then scaler.step(optimizer) and "
+                        "scaler.update() before another loss is scaled, or leave error_feedback out of the "
+                        "CommunicationPolicy"
+                    )
+                found.append(feedback)
+        return found
+
     def _check_covers(self, optimizer: Optimizer, group: Group) -> None:
-        """Checks that the scaler's group has all ranks that share a parameter, and that no error of rounding waits."""
+        """Checks that the scaler's group has all ranks that share a parameter."""
         params = [param for param_group in _with_gradients(optimizer).param_groups for param in param_group["params"]]
         if self._covered.get(optimizer) == len(params):
             return
-        if (name := name_with_rounding_error(params)) is not None:
-            raise ValueError(
-                f"the gradients of '{name}' are sent with error_feedback=True, and a scaler changes their unit: what "
-                "rounding took from one step would count wrongly in the next. Compute in bf16, with "
-                "ShardedGradScaler(enabled=False), or leave error_feedback out of the CommunicationPolicy"
-            )
         for shard in filter(None, map(shard_of, params)):
             for axis in shard.axes:
                 if axis.group.size > 1 and not set(axis.group.ranks) <= set(group.ranks):

@@ -67,13 +67,13 @@ def refuse_step_while_unreduced(owner: Any) -> None:
     _checked.clear()
 
 
-def name_with_rounding_error(params: Iterable[Tensor]) -> str | None:
-    """Returns a name of what keeps the error of rounding these parameters' gradients for the next step, if any does."""
+def owners_with_error_feedback(params: Iterable[Tensor]) -> list[Any]:
+    """Returns the owners of these parameters that keep what rounding takes from their gradients for the next step."""
+    owners = [owner for owner in list(_waiting) if getattr(owner, "error_feedback", ())]
+    if not owners:
+        return owners
     stepped = {id(param) for param in params}
-    for owner in list(_waiting):
-        if getattr(owner, "keeps_rounding_error", False) and any(id(p) in stepped for p in owner.sharded_params):
-            return str(owner.names[0])
-    return None
+    return [owner for owner in owners if any(id(param) in stepped for param in owner.sharded_params)]
 
 
 def allow_full_state(optimizer: torch.optim.Optimizer) -> None:

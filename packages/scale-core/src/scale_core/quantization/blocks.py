@@ -84,15 +84,18 @@ class BlockFormat:
         return numbers + SCALE_BYTES * self.num_blocks(num_elements)
 
 
-def quantize(values: Tensor, block_format: BlockFormat) -> Tensor:
+def quantize(values: Tensor, block_format: BlockFormat, *, out: Tensor | None = None) -> Tensor:
     """Returns one message for each row: uint8 [R, `num_bytes(n)`].
 
     Args:
         values: [R, n] of a floating-point dtype; blocks are counted from the beginning of each row.
         block_format: What the message is made of.
+        out: The messages, to be filled.
     """
     rows, numel = values.shape
-    message = torch.empty(rows, block_format.num_bytes(numel), dtype=torch.uint8, device=values.device)
+    message = out
+    if message is None:
+        message = torch.empty(rows, block_format.num_bytes(numel), dtype=torch.uint8, device=values.device)
     num_scale_bytes = SCALE_BYTES * block_format.num_blocks(numel)
     for piece in _pieces(rows, numel):
         found = [_quantize_run(values[piece, run.start : run.stop], run) for run in _runs(numel, block_format)]

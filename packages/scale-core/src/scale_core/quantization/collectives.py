@@ -9,11 +9,17 @@ With n values from or for each of W ranks, and M = `num_bytes(n)` of the format,
 Gathered values are those of the message on every rank, its owner included, so that all compute with the same numbers.
 A sum has this rank's own summand as it is: what is not sent is not rounded. ZeRO++ (arXiv 2306.10209) calls the first
 two qwZ and qgZ.
+
+Quantizing takes memory, of which there may be none. The other ranks wait for this one's messages all the same, so a
+message that could not be made is sent as zeros, and the error is raised when the last message has been sent: where this
+rank waits. `HeldError` keeps it until then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +29,8 @@ from scale_core.comm.group import Group
 from scale_core.comm.work import CollectiveWork
 from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
 from scale_core.quantization.error_feedback import ErrorFeedback
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,8 +48,46 @@ def new_messages(count: int, num_elements: int, block_format: BlockFormat, devic
     return torch.empty(count, block_format.num_bytes(num_elements), dtype=torch.uint8, device=device)
 
 
+class HeldError:
+    """The first error of this rank inside a collective, until all that the other ranks wait for has been sent."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.is_ignored = False  # This rank has failed already, and takes part for the others alone.
+
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """Returns what `make` does; None where that fails, or something has failed before."""
+        if self.error is None:
+            try:
+                return make()
+            except Exception as error:
+                self.error = error
+        return None
+
+    def fill(self, message: Tensor, make: Callable[[], Tensor]) -> None:
+        """Lets `make` fill a message; zeros are sent where it fails."""
+        if self.attempt(make) is None:
+            message.zero_()
+
+    def check(self) -> None:
+        """Raises the error, once."""
+        error, self.error = self.error, None
+        if error is not None and not self.is_ignored:
+            raise error
+
+    def reset(self) -> None:
+        """What has failed is over."""
+        self.error, self.is_ignored = None, False
+
+
 def all_gather_quantized(
-    messages: Tensor, shard: Tensor, group: Group, block_format: BlockFormat, *, tag: int = UNTAGGED
+    messages: Tensor,
+    shard: Tensor,
+    group: Group,
+    block_format: BlockFormat,
+    *,
+    tag: int = UNTAGGED,
+    held: HeldError | None = None,
 ) -> CollectiveWork:
     """Starts to fill `messages` with every rank's quantized shard, in rank order; `dequantize` then reads them.
 
@@ -51,8 +97,62 @@ def all_gather_quantized(
         group: The W ranks.
         block_format: The format of the messages.
         tag: As in `all_gather`.
+        held: Keeps what fails here, for the caller to raise. None raises it where the handle is waited for.
     """
-    return all_gather(messages.view(-1), quantize(shard[None], block_format)[0], group, tag=tag)
+    own, mine = messages[group.rank], held or HeldError()
+    mine.fill(own, lambda: quantize(shard[None], block_format, out=own[None]))
+    work = all_gather(messages.view(-1), own, group, tag=tag)
+    return work if held is not None else work.then(_checked(mine))
+
+
+@dataclass(frozen=True)
+class ReduceMessages:
+    """Memory for one quantized reduction: what this rank sends to each, and what it receives, [W, M] each."""
+
+    sent: Tensor
+    received: Tensor
+
+    @classmethod
+    def new(cls, group: Group, num_elements: int, block_format: BlockFormat, device: torch.device) -> ReduceMessages:
+        """Allocates it, for summands of [W, `num_elements`]."""
+        return cls(*(new_messages(group.size, num_elements, block_format, device) for _ in range(2)))
+
+
+class _Summation:
+    """This rank's part in one reduction: it sends what belongs to others, and adds up what they have sent."""
+
+    def __init__(self, values: Tensor, group: Group, block_format: BlockFormat, divisor: float | None) -> None:
+        self.values, self.group, self.block_format = values, group, block_format  # values: [W, n]
+        self.divisor, self.own = divisor or group.size, values[group.rank]
+
+    def send(
+        self, messages: ReduceMessages, held: HeldError, feedback: ErrorFeedback | None, tag: int
+    ) -> CollectiveWork:
+        """Starts to send this rank's messages; once those of others have come, `mean` adds up."""
+        self.messages = messages
+        held.fill(messages.sent, lambda: self._quantize(feedback))
+        self.values = self.own  # [n]; what was sent is free
+        return all_to_all(messages.received.view(-1), messages.sent.view(-1), self.group, tag=tag)
+
+    def _quantize(self, feedback: ErrorFeedback | None) -> Tensor:
+        values, rank, sent = self.values, self.group.rank, self.messages.sent
+        if feedback is not None:
+            values = feedback.add_to(values)
+        quantize(values, self.block_format, out=sent)
+        self.own = values[rank].float().clone()
+        if feedback is not None:
+            arrives = dequantize(sent, values.shape[1], self.block_format)
+            arrives[rank] = self.own
+            feedback.keep(values, arrives)
+        return sent
+
+    def mean(self) -> Tensor:
+        """Returns the average of this rank's part, fp32 [n], added up in rank order."""
+        total, received = torch.zeros_like(self.own), self.messages.received
+        for place in range(self.group.size):
+            is_own, one = place == self.group.rank, received[place : place + 1]
+            total += self.own if is_own else dequantize(one, len(total), self.block_format)[0]
+        return total.div_(self.divisor)
 
 
 def reduce_scatter_quantized(
@@ -64,6 +164,8 @@ def reduce_scatter_quantized(
     divisor: float | None = None,
     feedback: ErrorFeedback | None = None,
     tag: int = UNTAGGED,
+    held: HeldError | None = None,
+    messages: ReduceMessages | None = None,
 ) -> CollectiveWork:
     """Starts to average every rank's `full`; each rank gets its own part of it, added up in rank order in fp32.
 
@@ -75,29 +177,24 @@ def reduce_scatter_quantized(
         divisor: What the sum is divided by; None is W.
         feedback: Adds this rank's error of earlier calls, and keeps that of this one.
         tag: As in `all_gather`.
+        held: As in `all_gather_quantized`; where something has failed, the result is nothing to be read.
+        messages: Memory to use.
 
     Returns:
         A handle whose result is a tensor [n].
     """
-    values = full.view(group.size, -1)
-    numel, dtype, rank = values.shape[1], dtype or full.dtype, group.rank
-    if feedback is not None:
-        values = feedback.add_to(values)
-    sent = quantize(values, block_format)
-    own = values[rank].float().clone()
-    if feedback is not None:
-        arrives = dequantize(sent, numel, block_format)
-        arrives[rank] = own
-        feedback.keep(values, arrives)
-    received = torch.empty_like(sent)
+    values, mine = full.view(group.size, -1), held or HeldError()
+    messages = messages or ReduceMessages.new(group, values.shape[1], block_format, full.device)
+    received, dtype = messages.received, dtype or full.dtype
+    summation = _Summation(values, group, block_format, divisor)
 
-    def add_up(_: Tensor) -> Tensor:
-        total = torch.zeros_like(own)
-        for place in range(group.size):
-            total += own if place == rank else dequantize(received[place : place + 1], numel, block_format)[0]
-        return total.div_(divisor or group.size).to(dtype)
+    def finish(_: Tensor) -> Tensor:
+        mean = mine.attempt(lambda: summation.mean().to(dtype))
+        if held is None:
+            mine.check()
+        return received if mean is None else mean
 
-    return all_to_all(received.view(-1), sent.view(-1), group, tag=tag).then(add_up)
+    return summation.send(messages, mine, feedback, tag).then(finish)
 
 
 def all_reduce_quantized(
@@ -108,6 +205,8 @@ def all_reduce_quantized(
     divisor: float | None = None,
     feedback: tuple[ErrorFeedback, ErrorFeedback] | None = None,
     tag: int = UNTAGGED,
+    held: HeldError | None = None,
+    messages: ReduceMessages | None = None,
 ) -> CollectiveWork:
     """Starts to average every rank's `values` [N] of a floating-point dtype; all get the same, in place.
 
@@ -118,21 +217,46 @@ def all_reduce_quantized(
         divisor: What the sum is divided by; None is W.
         feedback: For the errors of this rank's summands, and of the part that it has averaged.
         tag: As in `all_gather`; those of the second half have the next one.
+        held: As in `all_gather_quantized`.
+        messages: Memory to use, for summands of [W, ceil(N / W)].
     """
-    padded = torch.nn.functional.pad(values, (0, -len(values) % group.size))
-    numel = len(padded) // group.size
+    numel, mine = part_size(len(values), group), held or HeldError()
+    messages = messages or ReduceMessages.new(group, numel, block_format, values.device)
+    padded = torch.nn.functional.pad(values, (0, numel * group.size - len(values)))
+    summation = _Summation(padded.view(group.size, -1), group, block_format, divisor)
     reduce_error, gather_error = feedback or (None, None)
+    gathered, message = messages.received, messages.sent[0]
 
-    def gather(mean: Tensor) -> CollectiveWork:
+    def quantize_mean() -> Tensor:
+        mean = summation.mean()
         if gather_error is not None:
             mean = gather_error.add_to(mean)
-        message = quantize(mean[None], block_format)
+        quantize(mean[None], block_format, out=message[None])
         if gather_error is not None:
-            gather_error.keep(mean, dequantize(message, numel, block_format)[0])
-        messages = new_messages(group.size, numel, block_format, values.device)
-        work = all_gather(messages.view(-1), message[0], group, tag=tag + 1 if tag else tag)
-        return work.then(lambda _: values.copy_(dequantize(messages, numel, block_format).view(-1)[: len(values)]))
+            gather_error.keep(mean, dequantize(message[None], numel, block_format)[0])
+        return message
 
-    return reduce_scatter_quantized(
-        padded, group, block_format, dtype=torch.float32, divisor=divisor, feedback=reduce_error, tag=tag
-    ).then(gather)
+    def gather(_: Tensor) -> CollectiveWork:
+        mine.fill(message, quantize_mean)
+        return all_gather(gathered.view(-1), message, group, tag=tag + 1 if tag else tag).then(finish)
+
+    def finish(_: Tensor) -> Tensor:
+        mine.attempt(lambda: values.copy_(dequantize(gathered, numel, block_format).view(-1)[: len(values)]))
+        if held is None:
+            mine.check()
+        return values
+
+    return summation.send(messages, mine, reduce_error, tag).then(gather)
+
+
+def part_size(num_elements: int, group: Group) -> int:
+    """Of this many values, how many each rank of an all-reduce adds up: the last parts may be padded."""
+    return -(-num_elements // group.size)
+
+
+def _checked(held: HeldError) -> Callable[[Tensor], Tensor]:
+    def check(result: Tensor) -> Tensor:
+        held.check()
+        return result
+
+    return check

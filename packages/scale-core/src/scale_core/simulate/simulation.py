@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -197,7 +197,9 @@ class Simulation(Memory):
                 # torch's own stand-in for a wait makes a new tensor, which the real one does not.
                 return args[0]
             self.collectives.append(collective)
-        result = operator(*args, **kwargs)
+        # torch keeps results of fake operators by their arguments, and would keep a storage that is one of them alive.
+        with compat.without_fake_cache() if name.startswith("aten::set_.source_Storage") else nullcontext():
+            result = operator(*args, **kwargs)
         for tensor in _plain_tensors(result):
             self._observe(tensor, _GUESSES[phase], f"{name} in {phase}")
         if sends:
@@ -306,7 +308,13 @@ def simulate(
         stack.enter_context(compat.fake_default_group(rank, world_size, device))
         if fake:
             stack.enter_context(compat.fake_tensors())
-        simulation = Simulation(rank, world_size, check, here)
+        yield stack.enter_context(watched(Simulation(rank, world_size, check, here)))
+
+
+@contextmanager
+def watched(simulation: Simulation) -> Iterator[Simulation]:
+    """Inside, books are kept of what this process does: of real tensors among real ranks, too, on one device."""
+    with ExitStack() as stack:
         stack.callback(simulation._close)
         stack.enter_context(compat.watching_resizes(simulation._resized))
         # Backward passes run on this thread, in one order, and an error in them keeps its traceback.

@@ -36,7 +36,8 @@ class PerRank:
 
     Without it that is found out by comparing the ranks' states. It is needed where they may be equal by chance, and to
     load at another number of ranks. Random states, and data loaders, datasets and samplers of torch that have a
-    `state_dict`, are always taken for such objects, as is what has an attribute `is_per_rank = True`.
+    `state_dict`, are always taken for such objects, as is what has an attribute `is_per_rank = True`. One that also
+    has `starts_over = True` is given an empty dict at another number of ranks, and nothing of it is read.
 
         PerRank(loader, resize=lambda states, rank, size: states[rank % len(states)])
 
@@ -150,11 +151,15 @@ class StatefulPart:
             read = places({key: saved[key] for key in live if key in saved})
             return {key: value if isinstance(value, LocalShard) else read.get(key) for key, value in live.items()}
         scopes = tuple(f"{scope}." for scope in self._scopes(entry, rank, size))
+        if not scopes:
+            return {key: unread(value) for key, value in saved.items() if key.startswith(f"{self.name}.")}
         return places({key: value for key, value in saved.items() if key.startswith(scopes)})
 
     def decoded(self, state: Mapping[str, Any], entry: Mapping[str, Any], rank: int, size: int) -> Any:
         """The state for this rank, from what was read."""
         scopes = self._scopes(entry, rank, size)
+        if not scopes:
+            return {}
         layouts = entry.get("layouts") or [entry.get("layout")]
         if entry.get("ranks") == size:
             layouts = [layouts[rank]]
@@ -186,13 +191,15 @@ class StatefulPart:
         return state
 
     def _scopes(self, entry: Mapping[str, Any], rank: int, size: int) -> list[str]:
-        """Where the states that this rank needs begin."""
+        """Where the states that this rank needs begin; none for an object that starts over."""
         ranks = entry.get("ranks")
         if ranks is None:
             return [self.name]
         if ranks == size:
             return [f"{self.name}.ranks[{rank}]"]
         if self.resize is None:
+            if getattr(self.obj, "starts_over", False) is True:
+                return []
             mend = (
                 "RandomState(reseed=True)" if isinstance(self.obj, RandomState) else f"PerRank({self.name}, resize=...)"
             )

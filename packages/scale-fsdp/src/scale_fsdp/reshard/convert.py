@@ -94,8 +94,6 @@ def _check_convertible(unit: Unit, fn: Conversion) -> None:
         )
     for buffer in unit.buffers:
         after = fn(buffer.shard.new_empty(0))
-        if buffer.wire is not None and unit.options.communication is not None:
-            unit.options.communication.check_dtypes(buffer.dtypes.compute or after.dtype, buffer.dtypes.reduce)
         device = after.device
         if unit.options.placement.params_on_host and device.type not in ("cpu", "meta") and not buffer.is_meta:
             raise RuntimeError(

@@ -48,7 +48,7 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
         return False
     for unit in root.units:
         for buffer in unit.buffers:
-            buffer.gradient.use_zeros()  # until `discard`
+            buffer.serve_others()
     if rest is None:
         _start_last_event(root)
         error.add_note(contract.abort(format_traceback(error)))
@@ -119,7 +119,7 @@ def _finish_event(root: UnitContext, event: Event, *, keep_part: bool) -> None:
     if event.phase in GATHERING_PHASES and event.unit in root.by_name:
         unit = root.by_name[event.unit]
         for each in (*unit.shared_owners, unit):
-            each.finish_intra_node_gathers(keep_part=keep_part)
+            each.finish_gathers(keep_part=keep_part)
 
 
 def abort_message(root: UnitContext, reasons: Sequence[str]) -> str:

@@ -92,7 +92,7 @@ class Root(UnitContext):
 
     def _log_plan(self) -> None:
         """Logs how many units there are, and what they take."""
-        gathered = [sum(b.layout.full_numel * b.compute_dtype.itemsize for b in unit.buffers) for unit in self.units]
+        gathered = [sum(b.layout.full_numel * b.full.dtype.itemsize for b in unit.buffers) for unit in self.units]
         largest = gathered.index(max(gathered))
         mesh = self.outermost.options.mesh_info
         _logger.info(
@@ -187,8 +187,9 @@ class Root(UnitContext):
             return True
         history = self.contract.history
         order, position = history.order, history.position
-        if history.matches_last_order and position < len(order) and order[position] == Event("forward", unit.name):
-            return True  # It runs again at once.
+        coming = order[position] if history.matches_last_order and position < len(order) else None
+        if coming in (Event("forward", unit.name), Event("backward", unit.name)):
+            return True  # It runs again at once, or was recomputed inside of another unit and has its backward next.
         if not torch.is_grad_enabled():
             return False
         # The entry unit's backward comes first: releasing it would only mean to gather it again.
@@ -326,6 +327,9 @@ class Root(UnitContext):
             if unit.is_shared and unit not in self._reduced:
                 self._reduce(unit, unit.trained_buffers())
         self.wait_previous_reduction()
+        for unit in self.units:  # What may fail in the last part of a reduction does so before all compare.
+            if unit.options.communication is not None and unit in self._reduced:
+                unit.finish_rounding()
         for unit in self.units if self._unused else ():
             self._record_late(unit)
         late = LateGradients([], [])

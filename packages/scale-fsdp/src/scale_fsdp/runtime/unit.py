@@ -120,7 +120,7 @@ class Unit:
         self.buffers, self.shared_owners = list(buffers), list(shared_owners)
         self.options, self.precision = options, options.precision
         self.specs = list(specs)
-        self.dtensors: dict[int, Tensor] = {}  # those that stand in the modules now, by slot
+        self.dtensors: dict[int, Tensor] = {}  # those, and weights in fp8, that stand in the modules now, by slot
         self.name = ""  # its module's qualified name in the outermost unit's module
         self.serial = 0  # among the units made over these ranks, in the order of `fully_shard`, equal on all of them
         self.rank_suffix = ""  # of its parameters' names, where other ranks have other parameters of these names
@@ -214,7 +214,11 @@ class Unit:
     def to_unsharded(self) -> None:
         """Puts the full parameters into the module, with which it computes."""
         for place, slot in enumerate(self.slots):
-            self.set_whole(place, slot.buffer.unsharded_params[slot.number])
+            if slot.buffer.gathers_float8:
+                self.dtensors[place] = slot.buffer.float8_param(slot.number)
+                set_param(slot.module, slot.attribute, self.dtensors[place])
+            else:
+                self.set_whole(place, slot.buffer.unsharded_params[slot.number])
 
     def set_whole(self, place: int, param: nn.Parameter) -> None:
         """Puts a full parameter into one slot, or a DTensor around it."""
@@ -308,13 +312,13 @@ class Unit:
                 buffer.release(self.contract.limit_seconds, keep_part=keep_part)
 
     def release_complete_gathers(self) -> None:
-        """Frees what was gathered, but for a part of it and for gathers that go on inside nodes."""
-        if not any(buffer.awaits_intra_node_gather for buffer in self.buffers):
+        """Frees what was gathered, but for a part of it and for gathers that go on once they are waited for."""
+        if not any(buffer.gather_goes_on for buffer in self.buffers):
             self.release(keep_part=True)
 
-    def finish_intra_node_gathers(self, *, keep_part: bool) -> None:
-        """Waits, where the other ranks do, for gathers that go on inside nodes, and frees them."""
-        if any(buffer.awaits_intra_node_gather for buffer in self.buffers):
+    def finish_gathers(self, *, keep_part: bool) -> None:
+        """Waits, where the other ranks do, for gathers that go on then, and frees them."""
+        if any(buffer.gather_goes_on for buffer in self.buffers):
             self.release(keep_part=keep_part)
 
     def gather_full_params(self, buffer: FlatBuffer) -> list[Tensor]:
@@ -354,12 +358,23 @@ class Unit:
         if waits:
             self.contract.wait(Event("reduction", self.name), *waits)
 
+    def finish_rounding(self) -> None:
+        """Waits for all parts of those reductions in which quantized gradients come last."""
+        for number, buffer in enumerate(self.buffers):
+            if buffer.rounds_last:
+                self._log_replication(number)
+                self.contract.wait(Event("reduction", self.name), buffer.finish_reduction)
+
     def wait_results(self, number: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Waits for what one buffer has reduced; see `FlatBuffer.wait_results`."""
         buffer = self.buffers[number]
-        if buffer.replicates_in_halves:  # The second begins here: a rank that fails serves it here, too.
-            self.contract.history.log.append(LogEntry(self._transfer("replication", number), is_transfer=True))
+        if buffer.replicates_in_halves:
+            self._log_replication(number)
         return buffer.wait_results(self.contract.limit_seconds)
+
+    def _log_replication(self, number: int) -> None:
+        """The second half of an average over replicas begins here: a rank that fails serves it here, too."""
+        self.contract.history.log.append(LogEntry(self._transfer("replication", number), is_transfer=True))
 
     # The trace of a profiler.
 
@@ -386,9 +401,10 @@ class Unit:
             if transfer.phase == "gather":
                 if buffer.state is State.SHARDED:
                     self._start("gather", number)
-                if not buffer.awaits_intra_node_gather:
+                if not buffer.gather_goes_on:
                     buffer.release(limit, keep_part=keep_part)
             elif transfer.phase == "replication":
+                self._log_replication(number)
                 buffer.finish_reduction(limit)
             else:
                 self._start("reduction", number)

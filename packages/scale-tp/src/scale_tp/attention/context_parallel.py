@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
-from scale_core.compat import next_node_number, saved_tensor_hooks
+from scale_core.compat import next_node_number, plain_tensor_types, saved_tensor_hooks
 from scale_core.consistency.execution_order import fingerprint_of
+from scale_core.divided_samples import divide_samples
 from scale_core.hooks.autograd import in_backward
 from scale_tp.attention.model_checks import checked_models
 from scale_tp.attention.padding import Padding, gather_padding, padding_mask
@@ -74,6 +75,7 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
         stack.callback(_kernel.leave, block)
         _kernel.enter(block)
         stack.enter_context(checked_models(ranks.size))
+        stack.enter_context(divide_samples(ranks))
         # Kernels that compute a whole layer or a compiled graph would not call the operator.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
@@ -163,7 +165,7 @@ class _Block:
     ) -> None:
         what = "scaled_dot_product_attention inside of context_parallel: expected "
         kinds = {type(tensor) for tensor in (query, key, value)} - {Tensor, nn.Parameter}
-        if kinds:
+        if kinds and (kinds := kinds - plain_tensor_types()):  # Those of a simulation are plain as well.
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(
                 f"{what}plain tensors, got {names}: give local tensors to the model, and compile it, if at all, before "

@@ -44,21 +44,30 @@ LIMITS: dict[str, tuple[float, float]] = {
     "peak_flops": (1, 10**18),
     "vocabulary": (1, 10**8),
     "experts": (0, 10**5),
+    "top_k": (1, 10**5),
+    "shared_experts": (0, 1000),
+    "capacity_factor": (0, 10**6),
+    "aux_loss_coef": (0, 10**6),
+    "expert_parallel": (1, 10**5),
 }
 """The least and the most of each number, of `lm` and of `plan`. Above it nothing can be meant, and memory would fill
 before anything else is checked."""
+
+
+EXPERT_NUMBERS = ("experts", "top_k", "shared_experts", "capacity_factor", "aux_loss_coef")
+"""The options of the model that are for experts."""
 
 
 def option_problems(options: Options) -> list[str]:
     """Returns what cannot be meant, one line for each problem."""
     problems = list(_number_problems(options))
     if not problems:  # A model of -1 layers was told above.
-        problems += _model_problems(options)
+        problems += [*_model_problems(options), *_expert_problems(options)]
     return [*problems, *_activation_problems(options), *_optimizer_problems(options), *_logger_problems(options)]
 
 
 def _logger_problems(options: Options) -> Iterator[str]:
-    for name in options.run.log_to:
+    for name in dict.fromkeys(options.run.log_to):
         if importlib.util.find_spec(name) is None:
             yield f"--log-to {name}: {name} is not installed: pip install {name}"
 
@@ -81,7 +90,7 @@ def number_problem(name: str, value: float) -> str:
     flag, (least, most) = f"--{name.replace('_', '-')}", LIMITS[name]
     if not value >= least or value == math.inf:
         return f"{flag} {value}: {'0 or more' if least == 0 else f'at least {least:g}'} is needed"
-    return f"{flag} {value}: more than can be meant; at most {most:.0f}" if value > most else ""
+    return f"{flag} {value}: more than can be meant; at most {int(most)}" if value > most else ""
 
 
 def _model_problems(options: Options) -> Iterator[str]:
@@ -101,7 +110,7 @@ def _transformers_problems(options: Options, config: dict[str, Any], vocabulary:
     """What does not go with a model of transformers."""
     model, parallel = options.model, options.parallel
     flag = f"--model {model.model}"
-    for name in ("size", "layers", "width", "heads", "untied_embeddings", "dropout", "loss_chunk"):
+    for name in ("size", "layers", "width", "heads", "untied_embeddings", "dropout", "loss_chunk", *EXPERT_NUMBERS):
         if getattr(model, name) != getattr(ModelOptions(), name):
             yield f"--{name.replace('_', '-')} is for the GPT of --size, and {flag} names another model; leave one out"
     known = config.get("vocab_size")
@@ -121,6 +130,42 @@ def _transformers_problems(options: Options, config: dict[str, Any], vocabulary:
         yield f"--checkpoint-activations {choice}: {flag} is not planned; take all or selective"
 
 
+def _expert_problems(options: Options) -> Iterator[str]:
+    """What does not go with experts, or not without them."""
+    model, parallel = options.model, options.parallel
+    ranks = f"--expert-parallel {parallel.expert_parallel}"
+    if model.model is not None:
+        if parallel.expert_parallel > 1:
+            yield f"{ranks}: each rank has all experts of --model {model.model}; take 1"
+        return
+    if not model.experts:
+        given = [name for name in EXPERT_NUMBERS if getattr(model, name) != getattr(ModelOptions, name)]
+        given += ["expert_parallel"] * (parallel.expert_parallel > 1)
+        if given:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            yield f"{flags}: for a model with experts; say how many, as --experts 8, or leave it out"
+        return
+    flag = f"--experts {model.experts}"
+    if model.top_k > model.experts:
+        yield f"--top-k {model.top_k}: a token goes to at most all {model.experts} of {flag}"
+    if parallel.expert_parallel > model.experts:
+        yield f"{ranks}: a rank would have none of the {model.experts} of {flag}; take at most {model.experts}"
+    if parallel.parallel == "pipe":
+        yield f"--parallel pipe: a model with {flag} is not divided into stages; take fsdp"
+    if parallel.tensor_parallel > 1:
+        yield f"--tensor-parallel {parallel.tensor_parallel}: with {flag} take --expert-parallel, which divides these"
+    if budget_bytes(parallel.checkpoint_activations) is not None:
+        yield (
+            f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on one rank, and {flag} "
+            "look at the tokens of all; take all or selective"
+        )
+    if options.optimizer.adascale and parallel.expert_parallel > 1:
+        yield (
+            f"{ranks}: --adascale measures each rank's own gradients, and those of divided experts are of all ranks "
+            "at once; leave one of them out"
+        )
+
+
 def _activation_problems(options: Options) -> Iterator[str]:
     parallel = options.parallel
     choice = parallel.checkpoint_activations
@@ -130,8 +175,8 @@ def _activation_problems(options: Options) -> Iterator[str]:
         yield f"--checkpoint-activations {choice}: take all, selective, or a budget, as budget:2GiB"
     elif parallel.parallel in ("fsdp", "pipe"):
         yield (
-            f"--checkpoint-activations {choice}: a plan is measured on an unsharded model, and {parallel.parallel} "
-            "shards it; take all or selective, or --parallel sharded-ddp"
+            f"--checkpoint-activations {choice}: a plan is measured on a full model, which "
+            f"{parallel.parallel} has on no rank; take all or selective, or --parallel sharded-ddp"
         )
     elif parallel.offload_activations:
         yield f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded"

@@ -25,8 +25,10 @@ def parse_command_line(words: Sequence[str]) -> Options:
             if file is not None or len(values) != 1:
                 flags.problems.append(f"{CONFIG}: expected one file, got {' '.join(values) or 'nothing'}")
             file = values[0] if values else file
-        elif flag != PRINT_CONFIG or values:
+        elif flag != PRINT_CONFIG:
             _take(flag, values, flags)
+        elif values:
+            flags.problems.append(f"{PRINT_CONFIG}: expected nothing after it, got {' '.join(values)}")
     in_file = Given({}, [])
     if file is not None:
         try:
@@ -68,10 +70,8 @@ def _take(flag: str, words: list[str], flags: Given) -> None:
         better = nearest(flag, [*option_fields(), CONFIG, PRINT_CONFIG, HELP]) if flag else ""
         flags.problems.append(told + (f"; write {positive.flag} false" if positive else better))
         return
-    if (
-        field.is_tuple and field in flags.values
-    ):  # Of a single value the last one counts, so that scripts can add flags.
-        flags.problems.append(f"{flag}: given twice; name all after one")
+    if field in flags.values:
+        flags.problems.append(f"{flag}: given twice; {'name all after one' if field.is_tuple else 'leave one out'}")
         return
     given = words or ([field.bare] if field.bare is not None else [])
     if not field.is_tuple and len(given) != 1:

@@ -41,6 +41,11 @@ def gpt_config(options: Options) -> ModelConfig:
             tied=not asked.untied_embeddings,
             dropout=asked.dropout,
             loss_chunk=asked.loss_chunk,
+            experts=asked.experts,
+            top_k=asked.top_k,
+            shared_experts=asked.shared_experts,
+            capacity_factor=asked.capacity_factor,
+            aux_loss_coef=asked.aux_loss_coef,
         )
     except ValueError as error:
         raise ValueError(f"--size {asked.size} with --layers, --width, --heads: {error}") from error

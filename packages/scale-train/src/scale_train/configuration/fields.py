@@ -59,7 +59,7 @@ class OptionField:
     def _one_from_text(self, word: str) -> Any:
         if self.type is bool:
             return {"true": True, "false": False}[word.lower()] if word.lower() in ("true", "false") else self._fail()
-        return self.checked(self.type(word), is_one=True)
+        return self.checked(word if self.type is Path else self.type(word), is_one=True)
 
     def checked(self, value: Any, *, is_one: bool = False) -> Any:
         """Returns a value of a TOML file or of Python as the dataclass has it; a ValueError where its type is wrong."""
@@ -69,7 +69,8 @@ class OptionField:
             values = value if isinstance(value, list | tuple) else self._fail()
             return tuple(self.checked(each, is_one=True) for each in values)
         if self.type is Path and isinstance(value, str | Path):
-            return Path(value)
+            # "" is Path("."), and a variable of a shell that is not set.
+            return Path(value) if str(value) else self._fail()
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if not isinstance(value, self.type) or (self.type is int and isinstance(value, bool)):

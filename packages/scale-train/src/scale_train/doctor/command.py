@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,8 @@ from scale_train.resolve import resolve_device
 
 FAILED = 1
 _RANKS = 2
+WHOLE_TEST = 1.5
+"""Times the longest wait for a rank: how long the test of ranks that are started here may take."""
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -71,9 +76,31 @@ def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
             dist.destroy_process_group()
 
 
-def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | str:
+class Late(NamedTuple):
+    """Ranks that were ended, as they took too long: what is said of it, and what to do."""
+
+    text: str
+    advice: str
+
+
+def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | Late | str:
     """Starts two ranks; what they have found, or why they have not."""
-    code, outcomes = launch_and_collect(_as_rank, _RANKS, options, device, device=device, grace=2.0)
+    limit, late = options.limit_seconds * WHOLE_TEST, threading.Event()
+
+    def end() -> None:
+        late.set()
+        os.kill(os.getpid(), signal.SIGTERM)  # It is passed on to the ranks, and handled by who waits for them.
+
+    timer = threading.Timer(limit, end)
+    timer.start()
+    try:
+        code, outcomes = launch_and_collect(_as_rank, _RANKS, options, device, device=device, grace=1.0)
+    finally:
+        timer.cancel()
+    if late.is_set() and code:
+        return _late(limit, device)
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        raise SystemExit(code)  # Somebody has stopped it: that says nothing of the ranks.
     errors = [each for each in outcomes if isinstance(each, str)]
     if errors or code or not outcomes:
         return errors[0] if errors else f"the ranks ended with code {code}"
@@ -81,8 +108,21 @@ def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | str:
     return next((each for each in results if not each.is_right), results[0])
 
 
-def judge(outcome: SelfTest | str, device: str) -> list[Finding]:
+def _late(limit: float, device: str) -> Late:
+    """Ranks hang, or the machine is too busy for them."""
+    cores = os.cpu_count() or 1
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    text = f"no result of the {_RANKS} ranks within {limit:g} s"
+    if busy <= 1.5 * cores:
+        return Late(f"{text}: they hang", _advice(device))
+    text += f", while {busy:.0f} processes share {cores} cores here: it may be no fault of theirs"
+    return Late(text, "try again when the machine is idle, or with --limit-seconds 60")
+
+
+def judge(outcome: SelfTest | Late | str, device: str) -> list[Finding]:
     """Returns the verdict on the ranks, and the speed of their link."""
+    if isinstance(outcome, Late):
+        return [Finding("self-test", "failed", outcome.text, outcome.advice)]
     if isinstance(outcome, str):
         return [Finding("self-test", "failed", f"the ranks could not train together: {outcome}", _advice(device))]
     where = f"{outcome.ranks} ranks ({outcome.backend})"

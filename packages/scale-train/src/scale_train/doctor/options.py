@@ -15,7 +15,7 @@ class DoctorOptions:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the ranks compute on; auto is cuda where there are two GPUs or more."""
-    limit_seconds: float = 15.0
-    """The longest wait for a rank."""
+    limit_seconds: float = 10.0
+    """The longest wait for a rank; the whole test of ranks that it starts may take half as long again."""
     json: bool = False
     """Print one JSON object."""

@@ -3,15 +3,15 @@
 The second step is counted, since AdamW makes its state in the first. Of a pipeline the first and the last rank, and the
 one with the most blocks times live micro-batches, run the schedule's own order of computations on their own stages: the
 highest peak and the longest step count. What they exchange is added up from the shapes. DistributedDataParallel itself
-can't run without data: in its place each gradient is reduced as soon as it is there, as in buckets that are views of
-the gradients.
+can't run without data: in its place each gradient goes into a buffer that stays from step to step, as its buckets do,
+and is reduced there as soon as it is there.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from scale_checkpoint import apply_checkpointing
+from scale_checkpoint.wrapper import How
 from scale_core.comm.group import Group, group_of
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_numel
 from scale_core.simulate import Simulation, simulate
 from scale_core.tree import map_tensors, tensors_in
@@ -34,16 +36,14 @@ from scale_pipe.schedules.action import Kind
 from scale_pipe.schedules.registry import get_schedule
 from scale_pipe.schedules.simulation import peak_live
 from scale_pipe.schedules.simulation import simulate as simulate_schedule
-from scale_tp import parallelize
+from scale_tp import context_parallel, parallelize, position_ids, split_sequence
 from scale_train.errors import InputError
 from scale_train.options import ParallelOptions
 from scale_train.plan.model import Built, PlannedModel
 from scale_train.plan.options import PlanOptions
 from scale_train.plan.step_time import StepWork, rates_of, step_seconds
-from scale_train.plan.strategies import Strategy
-from scale_train.training.parallelize import mesh_axes, pipeline_axes
-
-_COPIED = {"fsdp-offload"}
+from scale_train.plan.strategies import SHARDED, Strategy
+from scale_train.training.parallelize import COMPUTE_DTYPES, MeshAxes, mesh_axes, pipeline_axes
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -105,7 +105,7 @@ def least_bytes(strategy: Strategy, num_params: int) -> int:
     match strategy.parallel:
         case "fsdp-offload":
             return 0
-        case "fsdp" | "tensor-parallel":
+        case "fsdp" | "tensor-parallel" | "context-parallel":
             return 16 * num_params // strategy.ranks
         case "pipe" if strategy.shards_stages:
             return 16 * num_params // strategy.ranks
@@ -130,24 +130,32 @@ def estimate(planned: PlannedModel, strategy: Strategy, options: PlanOptions) ->
 
 def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
     """Every technique but the pipeline: this rank has a part of the batch and calls the whole model."""
-    offloads, bf16 = strategy.parallel in _COPIED, options.precision == "bf16"
-    with simulate(world_size=strategy.ranks, device="sim" if offloads else "cpu") as simulation:
+    dtype = COMPUTE_DTYPES.get(options.precision)
+    with simulate(world_size=strategy.ranks, device="sim" if strategy.has_host_memory else "cpu") as simulation:
         with simulation.aside():
-            axes = mesh_axes(group_of(), strategy.model_ranks)
+            axes = mesh_axes(group_of(), strategy.model_ranks, strategy.context_ranks)
         # On the host, where shards that are offloaded stay.
         model, loss = _build(planned, strategy)
-        _recompute(planned, strategy, model)
+        _checkpoint(planned, strategy, model)
         if axes.model.size > 1:
             parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
-        called, optimizer, sharded = _sharded(planned, strategy, model, axes.data, simulation.device, bf16)
+        called, optimizer, sharded = _sharded(planned, strategy, model, axes.data, simulation, dtype)
+        scaler = ShardedGradScaler(enabled=dtype == torch.float16)
         batch = options.batch // strategy.data_ranks
+        offloaded = 0  # Bytes of activations.
 
         def step() -> None:
+            nonlocal offloaded
             tokens = torch.zeros(batch, options.sequence + 1, dtype=torch.int64, device=simulation.device)
-            with nullcontext() if sharded else _autocast(bf16):
-                found = loss(called, tokens[:, :-1], tokens[:, 1:])
-            found.backward()
-            optimizer.step()
+            before = simulation.on("cpu").current_bytes
+            with _divided_sequence(axes) as divide:
+                with nullcontext() if sharded else _autocast(dtype):
+                    found = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
+                if strategy.offload:
+                    offloaded = simulation.on("cpu").current_bytes - before
+                scaler.scale(found).backward()
+            scaler.step(optimizer)
+            scaler.update()
             if isinstance(optimizer, OSS):
                 optimizer.wait()
             optimizer.zero_grad()
@@ -156,7 +164,25 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
         updated = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
         if isinstance(optimizer, OSS):
             updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // axes.data.size
-        return _read(strategy, simulation, flops, updated, axes.model)
+        return _read(strategy, simulation, flops, updated, axes, offloaded)
+
+
+@contextmanager
+def _divided_sequence(axes: MeshAxes) -> Iterator[Callable[..., Tensor]]:
+    """Around a forward and its backward; gives what calls a loss with this rank's part of the sequences."""
+    context = axes.context
+    if context.size == 1:
+        yield lambda loss, *arguments: loss(*arguments)
+        return
+
+    def divided(loss: object, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = position_ids(tokens.shape[1], context, device=tokens.device)
+        tokens, targets = (split_sequence(each, context) for each in (tokens, targets))
+        found: Tensor = model(tokens, targets, positions=positions)
+        return found
+
+    with context_parallel(context):
+        yield divided
 
 
 def _build(planned: PlannedModel, strategy: Strategy) -> Built:
@@ -177,12 +203,17 @@ def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
 
 
 def _sharded(
-    planned: PlannedModel, strategy: Strategy, model: nn.Module, data: Group, device: torch.device, bf16: bool
+    planned: PlannedModel,
+    strategy: Strategy,
+    model: nn.Module,
+    data: Group,
+    simulation: Simulation,
+    dtype: torch.dtype | None,
 ) -> tuple[nn.Module, Optimizer, bool]:
     """What is called, the optimizer, and whether the model casts by itself."""
-    arguments: dict[str, Any] = {"lr": 1e-3, "foreach": False}
-    if strategy.parallel in ("fsdp", "fsdp-offload") or (strategy.parallel == "tensor-parallel" and data.size > 1):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+    arguments: dict[str, Any] = {"lr": 1e-3, "fused": True}
+    if strategy.parallel in SHARDED or (strategy.parallel == "tensor-parallel" and data.size > 1):
+        policy = _mixed_precision(dtype)
         if strategy.expert_ranks > 1:
             replicas = dist.new_group(list(range(0, strategy.ranks, strategy.expert_ranks)))
             for experts in [module for module in model.modules() if isinstance(module, Experts)]:
@@ -192,36 +223,41 @@ def _sharded(
             planned.blocks(model),
             mesh=data.process_group,
             mp_policy=policy,
-            offload_policy=CPUOffloadPolicy() if strategy.parallel in _COPIED else None,
-            compute_device=device,
+            offload_policy=CPUOffloadPolicy() if strategy.parallel == "fsdp-offload" else None,
+            compute_device=simulation.device,
         )
         return model, AdamW(model.parameters(), **arguments), True
     if strategy.parallel in ("oss", "sharded-ddp"):
         optimizer = OSS(model.parameters(), AdamW, data, **arguments)
         if strategy.parallel == "sharded-ddp":
             return ShardedDataParallel(model, optimizer), optimizer, False
-        _reduce_gradients(model, data)
+        _reduce_gradients(model, data, simulation)
         return model, optimizer, False
-    _reduce_gradients(model, data)
+    _reduce_gradients(model, data, simulation)
     return model, AdamW(model.parameters(), **arguments), False
 
 
-def _reduce_gradients(model: nn.Module, data: Group) -> None:
-    """As `DistributedDataParallel(gradient_as_bucket_view=True)`: each gradient is reduced where it is."""
+def _reduce_gradients(model: nn.Module, data: Group, simulation: Simulation) -> None:
+    """As `DistributedDataParallel(gradient_as_bucket_view=True)`: buckets stay, and a gradient goes into its own."""
     if data.size == 1:
         return
+    buckets = {param: torch.zeros_like(param) for param in model.parameters() if param.requires_grad}
 
-    def reduce(param: Tensor) -> None:
-        dist.all_reduce(param.grad, group=data.process_group)
+    def reduce(param: nn.Parameter) -> None:
+        bucket, gradient = buckets[param], param.grad
+        assert gradient is not None
+        bucket.copy_(gradient)
+        param.grad = bucket
+        dist.all_reduce(bucket, group=data.process_group)
 
-    for param in model.parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(reduce)
+    for param, bucket in buckets.items():
+        simulation.label(bucket, "gradients")
+        param.register_post_accumulate_grad_hook(reduce)
 
 
 def _estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
     """The memory of the rank that needs most, and the time of the slowest one."""
-    rates, found = rates_of(options), list[Estimate]()
+    rates, found = rates_of(options, strategy.ranks), list[Estimate]()
     for rank in ranks_to_simulate(planned, strategy):
         found.append(_estimate_stages(planned, strategy, options, rank))
     slowest = max(found, key=lambda each: 0.0 if each.work is None else step_seconds(each.work, rates))
@@ -246,20 +282,26 @@ def ranks_to_simulate(planned: PlannedModel, strategy: Strategy) -> list[int]:
 def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> Estimate:
     """A rank of a pipeline: its stages, in the order of the schedule."""
     schedule = get_schedule("1f1b", strategy.model_ranks, strategy.chunks, None)
-    bf16, size = options.precision == "bf16", options.batch // strategy.data_ranks // strategy.chunks
+    dtype, size = COMPUTE_DTYPES.get(options.precision), options.batch // strategy.data_ranks // strategy.chunks
     with simulate(world_size=strategy.ranks) as simulation:
         with simulation.aside():
             axes = pipeline_axes(group_of(), _pipe_options(strategy))
         mine, passed = _stage(planned, strategy, axes.model, rank, (size, options.sequence))
         if strategy.shards_stages:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+            policy = _mixed_precision(dtype)
             fully_shard_modules(mine, planned.blocks(mine), mesh=axes.data.process_group, mp_policy=policy)
-        optimizer = AdamW(mine.parameters(), lr=1e-3, foreach=False)
+        # Pipelines beside each other average whole stages by DistributedDataParallel, which keeps buckets as well.
+        has_buckets = strategy.data_ranks > 1 and not strategy.shards_stages
+        buckets = [torch.zeros_like(param) for param in mine.parameters()] if has_buckets else []
+        for bucket in buckets:
+            simulation.label(bucket, "reduction")
+        optimizer = AdamW(mine.parameters(), lr=1e-3, fused=True)
+        scaler = ShardedGradScaler(enabled=dtype == torch.float16)
         live: dict[int, tuple[Any, Any]] = {}
 
         def forward(index: int) -> None:
             given = map_tensors(_stage_input, passed[rank])
-            with _autocast(bf16 and not strategy.shards_stages):
+            with _autocast(None if strategy.shards_stages else dtype):
                 live[index] = given, mine(*given)
 
         def backward(index: int) -> None:
@@ -276,12 +318,13 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
                 left -= 1
                 with mine.no_sync() if strategy.shards_stages and left else nullcontext():  # type: ignore[operator]
                     backward(action.micro_batch)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
 
         flops = _two_steps(step, simulation)
         params = sum(param.numel() for param in mine.parameters())
-        found = _read(strategy, simulation, flops, params, axes.model)
+        found = _read(strategy, simulation, flops, params, axes)
         neighbours = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
         exchanged = strategy.chunks * sum(
             tensor.nbytes for given in neighbours for tensor in tensors_in(given) if tensor.is_floating_point()
@@ -317,7 +360,7 @@ def _stage(
     cuts = planned.cuts(model, strategy.model_ranks)
     if cuts is None:
         raise ValueError(f"nothing says where {planned.title} is cut into stages: see scale_pipe.split")
-    _recompute(planned, strategy, model)
+    _checkpoint(planned, strategy, model)
     if tensor.size > 1:
         parallelize(model, planned.tensor_plan, tensor, attention_rules=planned.attention_rules)
     stages = split(model, cuts)
@@ -348,31 +391,41 @@ def _stage_input(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.is_floating_point())
 
 
-def _recompute(planned: PlannedModel, strategy: Strategy, model: nn.Module) -> None:
-    for name in plan_units(model, planned.blocks(model)) if strategy.recompute else ():
+def _checkpoint(planned: PlannedModel, strategy: Strategy, model: nn.Module) -> None:
+    """Sets what each block does with its activations, as `scale-train lm` does."""
+    kept: How = "offload" if strategy.offload else "keep"
+    how: dict[str, How] = {"none": kept, "all": "recompute", "selective": "selective"}
+    for name in plan_units(model, planned.blocks(model)):
         if name:
-            apply_checkpointing(model.get_submodule(name), "recompute")
+            apply_checkpointing(model.get_submodule(name), how[strategy.checkpoint], offload_inputs=strategy.offload)
 
 
-def _autocast(bf16: bool) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext()
+def _mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
+    return None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
-def _read(strategy: Strategy, simulation: Simulation, flops: int, updated: int, model: Group) -> Estimate:
+def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def _read(
+    strategy: Strategy, simulation: Simulation, flops: int, updated: int, axes: MeshAxes, offloaded: int = 0
+) -> Estimate:
     """What the simulation has counted of the second step."""
-    offloads = strategy.parallel in _COPIED
+    on_host = strategy.parallel == "fsdp-offload"
     inside = overlapped = after = 0
     for collective in simulation.collectives:
-        if collective.op == "all_to_all" or (model.size > 1 and collective.ranks == model.ranks):
+        waits = collective.op == "all_to_all" and axes.context.size == 1  # Those of a ring run beside its attention.
+        if waits or (axes.model.size > 1 and collective.ranks == axes.model.ranks):
             inside += collective.bytes_sent
         elif collective.phase == "step":
             after += collective.bytes_sent
         else:
             overlapped += collective.bytes_sent
-    # Shards go to the device for the forward and for the backward, gradients to the host.
-    copied = 3 * updated * 4 if offloads else 0
-    work = StepWork(flops, overlapped, inside, after, copied, updated, offloads, 0.0)
-    host = simulation.on("cpu").peak_by_kind if offloads else {}
+    # Shards go to the device for the forward and for the backward, gradients to the host; activations there and back.
+    copied = (3 * updated * 4 if on_host else 0) + 2 * offloaded
+    work = StepWork(flops, overlapped, inside, after, copied, updated, on_host, 0.0)
+    host = simulation.on("cpu").peak_by_kind if strategy.has_host_memory else {}
     return Estimate(strategy, simulation.peak_by_kind, host, simulation.bytes_sent, work)
 
 

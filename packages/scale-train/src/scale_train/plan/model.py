@@ -96,6 +96,8 @@ def planned_model(options: PlanOptions) -> PlannedModel:
         shape.layers, shape.width, shape.heads, vocabulary=options.vocabulary, loss_chunk=options.loss_chunk
     )
 
+    known = options.size if options.vocabulary == ModelConfig.vocabulary else None
+
     def build_over(group: Group) -> Built:
         model = GPT(replace(config, layers=1))
         blocks = (ExpertBlock(config, options.experts, options.top_k, group) for _ in range(config.layers))
@@ -109,7 +111,7 @@ def planned_model(options: PlanOptions) -> PlannedModel:
             lambda: build_over(Group()),
             lambda _: class_policy(ExpertBlock),
             None,
-            size=None,
+            size=known,
             build_over=build_over,
         )
     title = f"GPT of {config.layers} blocks, width {config.width}, {config.heads} heads, {config.vocabulary} tokens"
@@ -119,7 +121,7 @@ def planned_model(options: PlanOptions) -> PlannedModel:
         lambda _: class_policy(Block),
         PLAN,
         (ATTENTION_RULE,),
-        size=options.size if options.vocabulary == ModelConfig.vocabulary else None,
+        size=known,
     )
 
 

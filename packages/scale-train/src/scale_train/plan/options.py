@@ -35,8 +35,8 @@ class PlanOptions:
     factory: str | None = None
     """In place of --size: package.module:function, which returns a model or a tuple of a model and its loss: a function
     of model, batch and sequence. A model by itself is called with tokens and targets, and returns its loss."""
-    ranks: int = 8
-    """Devices, of all machines together."""
+    ranks: tuple[int, ...] = (8,)
+    """Devices, of all machines together; several numbers, as 2 4 8, are compared with each other."""
     ranks_per_host: int | None = None
     """Devices of one machine, which share the memory of its host; by default all of them, at most 8."""
     device_memory: str = "80GB"
@@ -49,8 +49,11 @@ class PlanOptions:
     """Tokens in a sequence."""
     loss_chunk: int = 0
     """Tokens whose logits exist at one time, of a model by name; 0 for all."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """What the model computes in; the optimizer, AdamW, works in fp32."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """What the model computes in; the optimizer, AdamW, works in fp32. With fp16 the loss is scaled."""
+    activations: tuple[Literal["keep", "selective", "all", "offload"], ...] = ("keep", "selective", "all", "offload")
+    """What is done with activations, each planned: kept, or recomputed, all or but for the results of linear layers and
+    attention; offload moves them to the host beside these, with fsdp, where they do not fit without."""
     margin: float = 0.1
     """The part of the device's memory that has to stay free, for its allocator and the transport."""
     tflops: float = 200.0
@@ -64,7 +67,7 @@ class PlanOptions:
     host_bandwidth: float = 100.0
     """For the time of a step: GB in a second of a host's memory, which its ranks share."""
     only: tuple[str, ...] = ()
-    """Plan these alone, of: ddp, oss, sharded-ddp, fsdp, fsdp-offload, tensor-parallel, pipe."""
+    """Plan these alone, of: ddp, oss, sharded-ddp, fsdp, fsdp-offload, tensor-parallel, context-parallel, pipe."""
     jobs: int | None = None
     """Processes that estimate side by side; by default one for each core, at most 8."""
     picture: Path | None = None

@@ -1,11 +1,13 @@
-"""A model of the time of one step, from what one rank computes, sends and copies.
+"""A model of the time of one step, from what one rank computes, sends and copies, and of what the step costs.
 
     step = max(compute / (1 - bubble), exchange, copies) + inside layers + after the step + optimizer
+    cost = devices * step / tokens of the step, in device-seconds for a million tokens
 
     compute       floating point operations / what the device reaches in matrix products
     bubble        the share of a pipeline's step in which a rank waits for others; 0 without one
-    exchange      bytes that overlap with computing: gathers and reductions of gradients and of sharded parameters
-    copies        bytes between device and host, which overlap as well
+    exchange      bytes that overlap with computing: gathers and reductions of gradients and of sharded parameters,
+                  keys and values that go round a ring, activations between stages
+    copies        bytes between device and host, which overlap as well: offloaded shards, gradients and activations
     inside layers bytes that layers wait for: tensor parallelism, tokens on the way to experts and back
     after         bytes that are sent after the optimizer's step, such as the parameters that OSS has updated
     optimizer     bytes that AdamW reads and writes, 28 for each fp32 parameter that it updates, at the bandwidth of the
@@ -46,14 +48,14 @@ class Rates:
     host_memory: float
 
 
-def rates_of(options: PlanOptions) -> Rates:
-    """Returns what the options say of the machine."""
+def rates_of(options: PlanOptions, ranks: int) -> Rates:
+    """Returns what the options say of the machine, with so many ranks in all."""
     return Rates(
         compute=options.tflops * 1e12,
         link=options.link * 1e9,
         host_link=options.host_link * 1e9,
         memory=options.memory_bandwidth * 1e9,
-        host_memory=options.host_bandwidth * 1e9 / ranks_per_host(options),
+        host_memory=options.host_bandwidth * 1e9 / ranks_per_host(options, ranks),
     )
 
 
@@ -83,3 +85,12 @@ def step_seconds(work: StepWork, rates: Rates) -> float:
     sent = (work.layer_bytes + work.after_step_bytes) / rates.link
     memory = rates.host_memory if work.updates_on_host else rates.memory
     return overlapped + sent + ADAM_BYTES * work.updated_params / memory
+
+
+def device_seconds(ranks: int, seconds: float, options: PlanOptions) -> float:
+    """Returns what a million tokens cost: device-seconds of `ranks` devices whose step takes so many seconds.
+
+    >>> device_seconds(8, 0.5, PlanOptions(batch=1, sequence=1000))
+    4000.0
+    """
+    return ranks * seconds / (options.batch * options.sequence) * 1e6

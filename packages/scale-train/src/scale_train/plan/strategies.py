@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scale_train.errors import InputError
 from scale_train.plan.options import PlanOptions
 
-Parallel = Literal["none", "ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload", "tensor-parallel", "pipe"]
+Parallel = Literal[
+    "none", "ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload", "tensor-parallel", "context-parallel", "pipe"
+]
+Checkpointing = Literal["none", "selective", "all"]
+"""What is recomputed in the backward pass, in the words of `scale-train lm --checkpoint-activations`."""
+
+SHARDED = ("fsdp", "fsdp-offload", "context-parallel")
+"""Ways whose ranks all shard, and whose model casts by itself."""
 
 MAX_MODEL_RANKS = 8
 """Tensor and pipeline parallelism stay inside a machine of so many devices."""
@@ -20,30 +27,39 @@ class Strategy:
     """One way to train.
 
     Attributes:
-        parallel: The technique; "tensor-parallel" has fsdp between its groups, and "fsdp-offload" keeps shards,
-            gradients and optimizer state on the host.
+        parallel: The technique; "tensor-parallel" has fsdp between its groups, "context-parallel" fsdp over all ranks,
+            and "fsdp-offload" keeps shards, gradients and optimizer state on the host.
         ranks: All ranks.
         model_ranks: Ranks that divide layers, or have the stages of one pipeline.
         chunks: Micro-batches of a pipeline.
-        recompute: Whether blocks are checkpointed.
+        checkpoint: What blocks recompute.
+        offload: Whether what blocks keep for the backward pass goes to the host.
         expert_ranks: Ranks that divide the experts of a block; each expert is sharded over the others.
         tensor_ranks: Of a pipeline, ranks that divide the layers of each stage.
         shards_stages: Of several pipelines, whether they shard each stage, as fsdp, or have it whole, as ddp.
+        context_ranks: Ranks that divide each sequence.
     """
 
     parallel: Parallel
     ranks: int
     model_ranks: int = 1
     chunks: int = 1
-    recompute: bool = False
+    checkpoint: Checkpointing = "none"
+    offload: bool = False
     expert_ranks: int = 1
     tensor_ranks: int = 1
     shards_stages: bool = False
+    context_ranks: int = 1
 
     @property
     def data_ranks(self) -> int:
         """Ranks, or groups of them, that have a part of the batch each."""
-        return self.ranks // (self.model_ranks * self.tensor_ranks)
+        return self.ranks // (self.model_ranks * self.tensor_ranks * self.context_ranks)
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether something of it is kept on the host."""
+        return self.offload or self.parallel == "fsdp-offload"
 
     @property
     def title(self) -> str:
@@ -52,25 +68,36 @@ class Strategy:
         )
         if self.parallel == "tensor-parallel" and self.data_ranks == 1:
             name = f"tensor-parallel {self.model_ranks}"
+        if self.parallel == "context-parallel":
+            name = f"tensor-parallel {self.model_ranks} x " if self.model_ranks > 1 else ""
+            name += f"context-parallel {self.context_ranks} x fsdp"
         if self.parallel == "pipe":
             name = f"tensor-parallel {self.tensor_ranks} x " if self.tensor_ranks > 1 else ""
             name += f"pipe of {self.model_ranks}"
             kind = "fsdp of " if self.shards_stages else ""
             name += f" x {kind}{self.data_ranks}" if self.data_ranks > 1 else ""
         name += f", experts over {self.expert_ranks}" if self.expert_ranks > 1 else ""
-        return f"{name}, checkpointed" if self.recompute else name
+        name += {"none": "", "all": ", checkpointed", "selective": ", selectively checkpointed"}[self.checkpoint]
+        return f"{name}, activations offloaded" if self.offload else name
 
     def command(self, options: PlanOptions, size: str | None) -> str | None:
         """What to type; None where `scale-train lm` has no such model."""
-        if size is None or options.experts:
+        if size is None:
             return None
         words = ["scale-train lm", f"--size {size}"]
         for flag, value in (("--layers", options.layers), ("--width", options.width), ("--heads", options.heads)):
             words += [f"{flag} {value}"] if value is not None else []
+        words += [f"--experts {options.experts} --top-k {options.top_k}"] if options.experts else []
+        words += [f"--expert-parallel {self.expert_ranks}"] if self.expert_ranks > 1 else []
         words += [f"--ranks {self.ranks}"]
         match self.parallel:
             case "tensor-parallel":
-                words += [f"--parallel fsdp --tensor-parallel {self.model_ranks}"]
+                # Alone it has nothing to shard: ddp of one rank is the plain model.
+                words += [f"--parallel {'fsdp' if self.data_ranks > 1 else 'ddp'}"]
+                words += [f"--tensor-parallel {self.model_ranks}"]
+            case "context-parallel":
+                words += [f"--parallel fsdp --context-parallel {self.context_ranks}"]
+                words += [f"--tensor-parallel {self.model_ranks}"] if self.model_ranks > 1 else []
             case "pipe":
                 words += [f"--parallel pipe --stages {self.model_ranks} --chunks {self.chunks}"]
                 words += [f"--tensor-parallel {self.tensor_ranks}"] if self.tensor_ranks > 1 else []
@@ -81,29 +108,33 @@ class Strategy:
                 words += [f"--parallel {self.parallel}"]
         words += [f"--batch {options.batch} --sequence {options.sequence} --precision {options.precision}"]
         words += [f"--loss-chunk {options.loss_chunk}"] if options.loss_chunk else []
-        words += ["--checkpoint-activations"] if self.recompute else []
+        words += {"none": [], "all": ["--checkpoint-activations"]}.get(
+            self.checkpoint, [f"--checkpoint-activations {self.checkpoint}"]
+        )
+        words += ["--offload-activations"] if self.offload else []
         return " ".join(words)
 
     def python(self, precision: str) -> list[str]:
         """What to write around a model, line by line."""
-        lines = ["for block in blocks: scale_checkpoint.apply_checkpointing(block, 'recompute')"] * self.recompute
-        bf16 = precision == "bf16"
-        policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-        sharding = [policy] * bf16
-        autocast = ["with torch.autocast(device.type, torch.bfloat16): loss = loss_of(model, batch)"] * bf16
-        adamw = "optimizer = torch.optim.AdamW(model.parameters(), lr=lr)"
+        kept = {"none": "offload" if self.offload else "", "all": "recompute", "selective": "selective"}
+        how = [f"'{kept[self.checkpoint]}'", *["offload_inputs=True"] * (self.offload and self.checkpoint != "none")]
+        lines = [f"for block in blocks: scale_checkpoint.apply_checkpointing(block, {', '.join(how)})"]
+        lines = lines if kept[self.checkpoint] else []
+        dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(precision)
+        policy = f"mp_policy=MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
+        sharding = [policy] * (dtype is not None)
+        scaled = ["scaler = scale_core.ShardedGradScaler()  # its scale(loss), step(optimizer) and update()"]
+        scaled = scaled if precision == "fp16" else []
+        autocast = [f"with torch.autocast(device.type, {dtype}): loss = loss_of(model, batch)"] * (dtype is not None)
+        autocast = [*scaled, *autocast]
+        adamw = "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)"
         ddp = "model = DistributedDataParallel(model, gradient_as_bucket_view=True)"
-        oss = "optimizer = scale_oss.OSS(model.parameters(), torch.optim.AdamW, lr=lr)"
+        oss = "optimizer = scale_oss.OSS(model.parameters(), torch.optim.AdamW, lr=lr, fused=True)"
         match self.parallel:
             case "none":
                 return [*lines, adamw, *autocast]
             case "ddp":
-                return [
-                    *lines,
-                    "model = DistributedDataParallel(model, gradient_as_bucket_view=True)",
-                    adamw,
-                    *autocast,
-                ]
+                return [*lines, ddp, adamw, *autocast]
             case "oss":
                 return [*lines, oss, ddp, *autocast]
             case "sharded-ddp":
@@ -114,24 +145,34 @@ class Strategy:
                     f"pipe = scale_pipe.DistributedPipe(scale_pipe.split(model, cuts), '1f1b', chunks={self.chunks}, "
                     "process_group=mesh['pipe'].get_group())"
                 ]
-                call = "loss = pipe.step(tokens, targets)"
+                call = f"loss = pipe.step(tokens, targets{', loss_fn=scaler.scale' * (precision == 'fp16')})"
                 if self.shards_stages:
                     units = ", ".join(["stage", "scale_fsdp.class_policy(Block)", "mesh=mesh['data']", *sharding])
                     lines += [f"for stage in pipe.stages.values(): scale_fsdp.fully_shard_modules({units})"]
                 else:
                     replica = "DistributedDataParallel(pipe.stages[index], process_group=mesh['data'].get_group())"
                     lines += [f"for index in pipe.stages: pipe.stages[index] = {replica}"] * (self.data_ranks > 1)
-                    call = f"with torch.autocast(device.type, torch.bfloat16): {call}" if bf16 else call
-                return [*lines, adamw.replace("model", "pipe"), call]
+                    call = f"with torch.autocast(device.type, {dtype}): {call}" if dtype else call
+                return [*lines, adamw.replace("model", "pipe"), *scaled, call]
             case "tensor-parallel":
                 lines += ["scale_tp.parallelize(model, plan, mesh['model'])"]
                 sharding = ["mesh=mesh['data']", *sharding]
                 if self.data_ranks == 1:
                     return [*lines, adamw, *autocast]
+            case "context-parallel":
+                lines += ["scale_tp.parallelize(model, plan, mesh['model'])"] * (self.model_ranks > 1)
+                sharding = ["mesh=mesh['data']", *sharding]  # It has the ranks of the context axis in it.
+                scaled = [
+                    *scaled,
+                    "tokens, targets = (scale_tp.split_sequence(each, mesh['context']) for each in (tokens, targets))",
+                    "positions = scale_tp.position_ids(sequence, mesh['context'], device=device)",
+                    "with scale_tp.context_parallel(mesh['context']):",
+                    "    model(tokens, targets, positions=positions).backward()",
+                ]
             case "fsdp-offload":
                 sharding += ["offload_policy=CPUOffloadPolicy()"]
         if self.expert_ranks > 1:
-            experts = ", ".join(["block.moe.experts", "mesh['replica']", *[policy] * bf16])
+            experts = ", ".join(["block.moe.experts", "mesh['replica']", *[policy] * (dtype is not None)])
             sizes = f"({self.ranks // self.expert_ranks}, {self.expert_ranks})"
             lines += [
                 f"mesh = init_device_mesh(device.type, {sizes}, mesh_dim_names=('replica', 'expert'))",
@@ -139,87 +180,112 @@ class Strategy:
                 f"for block in blocks: scale_fsdp.fully_shard({experts})",
             ]
         units = ", ".join(["model", "scale_fsdp.class_policy(Block)", *sharding])
-        return [*lines, f"scale_fsdp.fully_shard_modules({units})", adamw]
+        return [*lines, f"scale_fsdp.fully_shard_modules({units})", adamw, *scaled]
 
 
 def strategies(options: PlanOptions, num_layers: int | None) -> list[Strategy]:
-    """Returns what can be compared: each technique, with blocks kept and with blocks checkpointed.
+    """Returns what can be compared: each technique on each number of ranks, with each way to keep activations.
+
+    Offloaded activations are not among them: `with_offload` gives them, where they are needed.
 
     Raises:
         InputError: Nothing is left: the batch divides among none of them, or `only` names none.
     """
-    names = ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload", "tensor-parallel", "pipe")
+    names = ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload", "tensor-parallel", "context-parallel", "pipe")
     for name in options.only:
         if name not in names:
             raise InputError(f"--only {name}: no such way of training; there are {', '.join(names)}")
-    found = [
-        strategy
-        for strategy in _all(options, num_layers)
-        if not options.only or strategy.parallel in options.only or (strategy.parallel == "none" and not options.only)
-    ]
-    if not found and options.only and list(_all(options, num_layers)):
+    possible = [each for ranks in options.ranks for each in _all(options, ranks, num_layers)]
+    found = [each for each in possible if not options.only or each.parallel in options.only]
+    ranks = " ".join(map(str, options.ranks))
+    if not found and possible:
         raise InputError(
-            f"--only {' '.join(options.only)}: not possible for this model on {options.ranks} ranks with --batch "
-            f"{options.batch}; there are {', '.join(sorted({each.parallel for each in _all(options, num_layers)}))}"
+            f"--only {' '.join(options.only)}: not possible for this model on {ranks} ranks with --batch "
+            f"{options.batch}; there are {', '.join(sorted({each.parallel for each in possible}))}"
         )
     if not found:
         raise InputError(
-            f"--batch {options.batch} with --ranks {options.ranks}: nothing to compare; take a batch that the ranks "
-            f"divide, such as {options.ranks}"
+            f"--batch {options.batch} with --ranks {ranks}: nothing to compare; take a batch that the ranks "
+            f"divide, such as {options.ranks[0]}"
         )
     return found
 
 
-def _all(options: PlanOptions, num_layers: int | None) -> Iterator[Strategy]:
-    ranks, batch = options.ranks, options.batch
-    for recompute in (False, True):
-        if ranks == 1:
-            yield Strategy("none", 1, recompute=recompute)
-            if not options.experts:
-                yield Strategy("fsdp-offload", 1, recompute=recompute)
+def with_offload(strategy: Strategy) -> Strategy | None:
+    """Returns the same with activations on the host; None where that is not planned, or is so already.
+
+    The device beside the host in a simulation has no autocast, and its attention is not that of divided sequences.
+    """
+    casts_itself = strategy.parallel in ("fsdp", "fsdp-offload")
+    casts_itself |= strategy.parallel == "tensor-parallel" and strategy.data_ranks > 1
+    return replace(strategy, offload=True) if casts_itself and not strategy.offload else None
+
+
+def _all(options: PlanOptions, ranks: int, num_layers: int | None) -> Iterator[Strategy]:
+    kept: dict[str, Checkpointing] = {"keep": "none", "selective": "selective", "all": "all"}
+    for checkpoint in (kept[each] for each in ("keep", "selective", "all") if each in options.activations):
+        for each in _techniques(options, ranks, num_layers):
+            yield replace(each, checkpoint=checkpoint)
+
+
+def _techniques(options: PlanOptions, ranks: int, num_layers: int | None) -> Iterator[Strategy]:
+    batch = options.batch
+    if ranks == 1:
+        yield Strategy("none", 1)
+        if not options.experts:
+            yield Strategy("fsdp-offload", 1)
+        return
+    if batch % ranks == 0:
+        for parallel in ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload"):
+            if parallel == "fsdp-offload" and options.experts:
+                continue  # Grouped products have no kernel for what stands in for a device beside the host.
+            yield Strategy(parallel, ranks)
+        if options.expert_parallel > 1:
+            yield Strategy("fsdp", ranks, expert_ranks=options.expert_parallel)
+    if options.experts:
+        return  # What divides layers, and cuts models, knows no experts here.
+    inside = min(ranks_per_host(options, ranks), MAX_MODEL_RANKS)
+    for model_ranks in sorted({2, inside}):
+        if model_ranks > 1 and ranks % model_ranks == 0 and batch % (ranks // model_ranks) == 0:
+            yield Strategy("tensor-parallel", ranks, model_ranks)
+    if num_layers is not None:  # A model by name, which takes positions, and has blocks to cut at.
+        yield from _divided_sequences(options, ranks, inside)
+        yield from _pipelines(options, ranks, num_layers)
+
+
+def _divided_sequences(options: PlanOptions, ranks: int, inside: int) -> Iterator[Strategy]:
+    """Sequences that two ranks, all of a machine, or two with layers that two ranks divide, have a part of each."""
+    for model_ranks, context_ranks in sorted({(1, 2), (1, inside), (2, 2)}):
+        divided = model_ranks * context_ranks
+        if context_ranks == 1 or ranks % divided or options.batch % (ranks // divided) or divided > inside:
             continue
-        if batch % ranks == 0:
-            for parallel in ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload"):
-                if parallel == "fsdp-offload" and options.experts:
-                    continue  # Grouped products have no kernel for what stands in for a device beside the host.
-                yield Strategy(parallel, ranks, recompute=recompute)
-            if options.expert_parallel > 1:
-                yield Strategy("fsdp", ranks, recompute=recompute, expert_ranks=options.expert_parallel)
-        if options.experts:
-            continue  # What divides layers, and cuts models, knows no experts here.
-        inside = ranks_per_host(options)
-        for model_ranks in sorted({2, min(inside, MAX_MODEL_RANKS)}):
-            if model_ranks > 1 and ranks % model_ranks == 0 and batch % (ranks // model_ranks) == 0:
-                yield Strategy("tensor-parallel", ranks, model_ranks, recompute=recompute)
-        if num_layers is not None:
-            yield from _pipelines(options, num_layers, recompute)
+        if options.sequence % context_ranks == 0 and options.sequence >= 2 * context_ranks:
+            yield Strategy("context-parallel", ranks, model_ranks, context_ranks=context_ranks)
 
 
-def _pipelines(options: PlanOptions, num_layers: int, recompute: bool) -> Iterator[Strategy]:
+def _pipelines(options: PlanOptions, num_ranks: int, num_layers: int) -> Iterator[Strategy]:
     """Pipelines of as many stages as a machine has room for, and of half as many with layers that two ranks divide.
 
     Where there are several pipelines, stages are whole, or sharded among them.
     """
     for tensor_ranks in (1, 2):
-        ranks = options.ranks // tensor_ranks
+        ranks = num_ranks // tensor_ranks
         stages = largest_divisor(ranks, min(MAX_MODEL_RANKS // tensor_ranks, num_layers))
-        if options.ranks % tensor_ranks or stages == 1 or options.batch % (ranks // stages):
+        if num_ranks % tensor_ranks or stages == 1 or options.batch % (ranks // stages):
             continue
         chunks = largest_divisor(options.batch * stages // ranks, 4 * stages)
         for shards_stages in (False, True) if ranks > stages else (False,):
-            yield Strategy(
-                "pipe", options.ranks, stages, chunks, recompute, tensor_ranks=tensor_ranks, shards_stages=shards_stages
-            )
+            yield Strategy("pipe", num_ranks, stages, chunks, tensor_ranks=tensor_ranks, shards_stages=shards_stages)
     # The three axes of eight ranks and more.
-    ranks = options.ranks // 4
-    if options.ranks % 8 == 0 and options.ranks <= MAX_MODEL_RANKS and num_layers > 1 and options.batch % ranks == 0:
+    ranks = num_ranks // 4
+    if num_ranks % 8 == 0 and num_ranks <= MAX_MODEL_RANKS and num_layers > 1 and options.batch % ranks == 0:
         chunks = largest_divisor(options.batch // ranks, 8)
-        yield Strategy("pipe", options.ranks, 2, chunks, recompute, tensor_ranks=2, shards_stages=True)
+        yield Strategy("pipe", num_ranks, 2, chunks, tensor_ranks=2, shards_stages=True)
 
 
-def ranks_per_host(options: PlanOptions) -> int:
+def ranks_per_host(options: PlanOptions, ranks: int) -> int:
     """Returns how many devices share the memory of one machine."""
-    return options.ranks_per_host or min(options.ranks, MAX_MODEL_RANKS)
+    return min(options.ranks_per_host or MAX_MODEL_RANKS, ranks)
 
 
 def largest_divisor(number: int, most: int) -> int:

@@ -42,7 +42,7 @@ TORCHRUN_RUN = "torchrun-run"
 DEFAULT_FOLDER = Path("scale-runs")
 PROGRAM = "scale-train lm"
 # These must be equal on resume; dropout and options that save memory may change.
-MODEL_FIELDS = ("layers", "width", "heads", "vocabulary", "tied")
+MODEL_FIELDS = ("layers", "width", "heads", "vocabulary", "tied", "experts", "top_k", "shared_experts")
 
 
 def save(training: TrainState, folder: Path) -> Path:
@@ -191,7 +191,8 @@ def check_same_fields(saved: Any, own: Mapping[str, Any], path: Path) -> None:
     # Another version of transformers has more fields of a config, or fewer.
     names = [name for name in own if name in saved] if "model_type" in own and "model_type" in saved else MODEL_FIELDS
     for name in names:
-        there, here = saved.get(name), own.get(name)
+        # A checkpoint from before there was such a number is of a model with the default.
+        there, here = saved.get(name, getattr(ModelConfig, name, None)), own.get(name)
         if there != here:
             raise InputError(f"--resume {path}: a checkpoint of another model: {name} is {there} there, {here} here")
 

@@ -1,7 +1,8 @@
 """Model FLOPs utilization: the part of the devices' peak that the arithmetic of the model itself takes.
 
 Chowdhery et al., "PaLM", arXiv 2204.02311, Appendix B: a token costs 6 N + 12 L H Q T operations in forward and
-backward (N parameters, L layers, H heads of Q features, T tokens in a sequence). Recomputation does not count.
+backward (N parameters, L layers, H heads of Q features, T tokens in a sequence). Recomputation does not count, and nor
+do experts that a token does not go to.
 """
 
 from __future__ import annotations
@@ -13,29 +14,40 @@ import torch
 
 from scale_train.configuration.derived import attention_width, model_shape
 from scale_train.huggingface.config import is_mixture, read_config
-from scale_train.memory import count_parameters
+from scale_train.memory import count_active_parameters
 from scale_train.options import Options
 
-# Operations in a second of bf16 and fp16 matrix products with sums in fp32, without sparsity, from data sheets. The
-# first name that the device's name contains as a word is taken: a variant stands above what it is a variant of.
+# Operations in a second of bf16 and fp16 matrix products with sums in fp32, from the maker's data sheets, looked up on
+# 2026-11-28. They are those without sparsity: half of what NVIDIA prints for Hopper, Blackwell and L4, whose tables are
+# "with sparsity". The first name that the device's name contains as a word is taken: a variant stands above what it is
+# a variant of. None is a device whose figure could not be confirmed, and that is not what its name contains.
 _PEAKS = {
+    # nvidia.com, Blackwell data sheet: 5 and 4.5 PFLOPS of one GPU, with sparsity
     "GB200": 2500e12,
     "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
+    # nvidia.com/en-us/data-center/h200: 1,979 TFLOPS of the SXM, with sparsity
+    "H200 NVL": None,
     "H200": 989e12,
+    # nvidia.com/en-us/data-center/h100: SXM 1,979, PCIe 1,513, NVL 1,671 TFLOPS, with sparsity
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
-    "A100": 312e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
+    "A100": 312e12,  # nvidia.com/en-us/data-center/a100, SXM and PCIe
+    "A10": 125e12,  # a10-datasheet.pdf
+    "L40S": 362e12,  # nvidia.com/en-us/data-center/l40s
+    "L4": 121e12,  # nvidia.com/en-us/data-center/l4: 242 TFLOPS with sparsity
+    # volta-v100-datasheet-update-us-1165301-r5.pdf
+    "V100S": 130e12,
     "V100-PCIE": 112e12,
     "V100": 125e12,
-    "T4": 65e12,
+    "T4": 65e12,  # t4-tensor-core-datasheet-951643.pdf
+    # amd.com, Instinct: a device of torch is half an MI250X
+    "MI325X": 1307e12,
     "MI300X": 1307e12,
+    "MI250X": 191e12,
 }
+_WITHOUT_BF16 = ("V100", "V100S", "T4")
+"""These multiply matrices of fp16 alone."""
 
 
 class UtilizationModel(NamedTuple):
@@ -60,9 +72,15 @@ def flops_per_token(num_params: int, layers: int, width: int, sequence: int) -> 
 
 def peak_of(device_name: str, precision: str) -> float | None:
     """Returns the peak of one device; None where it is not known, as for fp32 and for a MIG slice of a GPU."""
-    if precision == "fp32" or re.search(r"\bMIG\b", device_name):
+    if precision == "fp32" or _contains(device_name, "MIG"):
         return None
-    return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
+    if precision == "bf16" and any(_contains(device_name, name) for name in _WITHOUT_BF16):
+        return None
+    return next((peak for name, peak in _PEAKS.items() if _contains(device_name, name)), None)
+
+
+def _contains(device_name: str, word: str) -> bool:
+    return re.search(rf"\b{word}\b", device_name) is not None
 
 
 def utilization_model(options: Options, num_ranks: int, device: torch.device) -> UtilizationModel | None:
@@ -74,5 +92,5 @@ def utilization_model(options: Options, num_ranks: int, device: torch.device) ->
     of_experts = options.model.model is not None and is_mixture(read_config(options.model.model))
     if peak is None or not layers or not width or of_experts:  # Of experts, a token passes through a part of them.
         return None
-    cost = flops_per_token(count_parameters(options), layers, width, options.data.sequence)
+    cost = flops_per_token(count_active_parameters(options), layers, width, options.data.sequence)
     return UtilizationModel(cost, peak * num_ranks)

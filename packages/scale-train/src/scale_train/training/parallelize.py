@@ -24,8 +24,16 @@ from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_shape
-from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, class_policy, fully_shard_modules, no_split_policy
+from scale_fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    class_policy,
+    fully_shard,
+    fully_shard_modules,
+    no_split_policy,
+)
 from scale_fsdp.wrapping.policy import Candidate, Policy
+from scale_moe import Experts, average_replicated_gradients
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
 from scale_tp import context_parallel, position_ids, record_sequence_lengths, split_sequence
@@ -64,6 +72,16 @@ class MeshAxes(NamedTuple):
     model: Group  # divides layers
     context: Group = Group()  # divides sequences
     stages: Group = Group()  # has the stages of one pipeline
+    expert: Group = Group()  # divides experts; a part of the data axis
+    expert_data: Group = Group()  # where experts are divided, has the same ones
+
+    @property
+    def wrapped(self) -> Group:
+        """What a wrapper averages over that knows one group: where experts are divided, the ranks with the same ones.
+
+        The rest is then averaged over the expert axis beforehand.
+        """
+        return self.data if self.expert.size == 1 else self.expert_data
 
     @property
     def num_data(self) -> int:
@@ -100,6 +118,20 @@ def mesh_axes(group: Group, num_model: int, num_context: int = 1) -> MeshAxes:
         return MeshAxes(Group(), group)
     mesh = _mesh(group, torch.tensor(group.ranks).view(-1, num_model), ("data", "model"))
     return MeshAxes(group_of(mesh["data"]), group_of(mesh["model"]))
+
+
+def parallel_axes(group: Group, options: ParallelOptions) -> MeshAxes:
+    """Returns the axes of this rank by the options; called on all ranks."""
+    if options.parallel == "pipe":
+        return pipeline_axes(group, options)
+    axes = mesh_axes(group, options.tensor_parallel, options.context_parallel)
+    data, num_expert = axes.data, options.expert_parallel
+    if num_expert == data.size:
+        return axes._replace(expert=data)
+    if num_expert == 1:
+        return axes
+    mesh = _mesh(data, torch.tensor(data.ranks).view(-1, num_expert), ("expert_data", "expert"))
+    return axes._replace(**{name: group_of(mesh[name]) for name in ("expert_data", "expert")})
 
 
 def pipeline_axes(group: Group, options: ParallelOptions) -> MeshAxes:
@@ -237,11 +269,15 @@ class _StageUnits(Policy):
 
 
 def _sharding(options: ParallelOptions) -> dict[str, Any]:
-    """How `fully_shard` casts and releases."""
+    """How `fully_shard` casts, releases and offloads."""
     policy = None
     if options.precision != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[options.precision], reduce_dtype=torch.float32)
-    return {"reshard_after_forward": options.reshard_after_forward, "mp_policy": policy}
+    return {
+        "reshard_after_forward": options.reshard_after_forward,
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else None,
+    }
 
 
 def stage_boundaries(num_blocks: int, num_stages: int) -> list[str]:
@@ -377,7 +413,7 @@ def make_engine(
     model: nn.Module,
     options: ParallelOptions,
     optimizer_options: OptimizerOptions,
-    group: Group,
+    axes: MeshAxes,
     device: torch.device,
     progress: ProgressCallback | None = None,
     source: TransformersSource | None = None,
@@ -388,33 +424,26 @@ def make_engine(
     rest (embedding, last norm, head) is the root unit, and `progress` is called after each was initialized.
     """
     checkpoint_blocks(model, options.checkpoint_activations, offload=options.offload_activations)
-    if options.parallel == "pipe":
-        axes = pipeline_axes(group, options)
-    else:
-        axes = mesh_axes(group, options.tensor_parallel, options.context_parallel)
     pieces = options.overlap_pieces
     parallelize_blocks(model, axes, sequence_parallel=options.sequence_parallel, overlap_pieces=pieces)
     if options.parallel == "pipe":
         assert isinstance(model, GPT)
         pipeline = PipelineEngine(model, options, axes, device)
-        optimizer = _make_optimizer(pipeline, options, optimizer_options, group)
+        optimizer = _make_optimizer(pipeline, options, optimizer_options, axes.data)
         return Engine(pipeline, pipeline, optimizer, options, device, axes)
-    group = axes.data
     if options.parallel != "fsdp" or not next(model.parameters()).is_meta:
         model.to(device)
     if options.parallel == "fsdp":
-        fully_shard_modules(
-            model,
-            blocks_policy(model),
-            progress=progress,
-            mesh=group.process_group,
-            offload_policy=CPUOffloadPolicy() if options.cpu_offload else None,
-            init=_init_of(model, source),
-            compute_device=device,
-            **_sharding(options),
-        )
+        how = {"init": _init_of(model, source), "compute_device": device, **_sharding(options)}
+        if axes.expert.size > 1:
+            for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+                fully_shard(experts, axes.expert_data, **how)
+        fully_shard_modules(model, blocks_policy(model), progress=progress, mesh=axes.data.process_group, **how)
+    elif axes.expert.size > 1:
+        average_replicated_gradients(model, axes.expert)
     if source is not None:
-        source.load(model, torch.device("cpu") if options.cpu_offload else device, group)
+        source.load(model, torch.device("cpu") if options.cpu_offload else device, axes.data)
+    group = axes.wrapped
     optimizer = _make_optimizer(model, options, optimizer_options, group)
     called: nn.Module = model
     if isinstance(optimizer, OSS) and options.parallel == "sharded-ddp":

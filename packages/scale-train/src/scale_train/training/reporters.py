@@ -36,6 +36,7 @@ _ROOM_BYTES = 4096
 _SCALARS = (
     *("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "loss_scale", "gain", "useful_steps"),
     *("noise_scale", "noise_scale_low", "noise_scale_high", "critical_batch", "suggested_batch"),
+    *("expert_imbalance", "dropped_tokens"),
 )
 
 
@@ -63,6 +64,9 @@ class StepRecord:
     critical_batch: int | None = None  # sequences in a batch above which more of them stop to pay
     # Sequences in the batch with which the training would go forward fastest, if that is known.
     suggested_batch: int | None = None
+    # With --experts, since the last record: tokens of the busiest expert over the mean, in the layer with the most.
+    expert_imbalance: float | None = None
+    dropped_tokens: float | None = None  # with it, the part of the tokens' choices for which an expert had no room
 
 
 @dataclass(frozen=True)
@@ -351,6 +355,9 @@ def _format_step(record: StepRecord) -> str:
         gain += f"critical batch {record.critical_batch} ({record.noise_scale_low:.0f} to {high})  "
     if record.suggested_batch is not None:
         gain += f"suggested {record.suggested_batch}  "
+    if record.expert_imbalance is not None:
+        gain += f"imbalance {record.expert_imbalance:.2f}  "
+    gain += f"dropped {record.dropped_tokens:.1%}  " if record.dropped_tokens else ""
     used = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
     return (
         f"loss {record.loss:.3f}  {gain}{record.tokens_per_second:,.0f} tokens/s  {used}peak {peak}/rank  "

@@ -18,12 +18,13 @@ from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.snapshot import AsyncSave
 from scale_train.data import Sampler, Text
 from scale_train.huggingface.model import TransformersSource
-from scale_train.model import GPT
+from scale_train.model import GPT, ExpertGroups
 from scale_train.options import Options
 from scale_train.resolve import model_config, resolve_device
 from scale_train.training.adascale import with_adascale
+from scale_train.training.experts import ExpertBalance
 from scale_train.training.mfu import UtilizationModel, utilization_model
-from scale_train.training.parallelize import Engine, make_engine, plan_blocks
+from scale_train.training.parallelize import Engine, make_engine, parallel_axes, plan_blocks
 from scale_train.training.reporters import Reporter, initialization_bar, uses_progress_bar
 
 
@@ -141,6 +142,7 @@ class TrainState:
     saving: AsyncSave | None = None  # the one that is being written in the background
     step_timer: StepTimer = field(default_factory=StepTimer)
     microbatch_timer: MicrobatchTimer = field(init=False)  # used with --adascale
+    balance: ExpertBalance = field(init=False)  # of --experts
     loss: torch.Tensor | None = None  # this rank's part of the last step's loss, a scalar; None before the first step
     # Of the last step's gradient before clipping, a scalar; None without clipping, and where the step was skipped.
     norm: torch.Tensor | None = None
@@ -148,6 +150,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.microbatch_timer = MicrobatchTimer(self.engine.device)
+        self.balance = ExpertBalance(self.engine.raw_model)
 
     @property
     def schedule_step(self) -> int:
@@ -179,6 +182,7 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
     sharded = options.parallel.parallel == "fsdp"
     tensor_parallel = options.parallel.tensor_parallel > 1  # shards a full model
     on_meta = options.parallel.parallel in ("fsdp", "pipe") and not tensor_parallel
+    axes = parallel_axes(group, options.parallel)
     source = None if options.model.model is None else TransformersSource(options.model.model, options.run.seed)
     model: nn.Module
     if source is not None:
@@ -187,13 +191,13 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
             source.fill(model, device)
     else:
         with torch.device("meta") if on_meta else nullcontext():
-            gpt = model = GPT(model_config(options))
+            gpt = model = GPT(model_config(options), ExpertGroups(axes.expert, axes.data))
         if not on_meta:
             plan_blocks(gpt.to(device), options, group)
     with initialization_bar(
         shown=sharded and group.rank == 0 and uses_progress_bar(options.run.log_format)
     ) as progress:
-        engine = make_engine(model, options.parallel, options.optimizer, group, device, progress, source)
+        engine = make_engine(model, options.parallel, options.optimizer, axes, device, progress, source)
     torch.manual_seed(options.run.seed)  # What was drawn so far depends on how it was built.
     scaler = ShardedGradScaler(enabled=options.parallel.precision == "fp16", process_group=group)
     return TrainState(

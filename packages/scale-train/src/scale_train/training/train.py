@@ -18,7 +18,14 @@ from scale_train.configuration.toml_file import to_toml
 from scale_train.data import Text, check_length, read_data
 from scale_train.errors import InputError, RanksLost, reason_of
 from scale_train.huggingface.model import export_model
-from scale_train.memory import count_parameters, format_bytes, held_bytes, peak_bytes, replicated_bytes
+from scale_train.memory import (
+    count_active_parameters,
+    count_parameters,
+    format_bytes,
+    held_bytes,
+    peak_bytes,
+    replicated_bytes,
+)
 from scale_train.model import generate
 from scale_train.options import Options
 from scale_train.resolve import check_options, options_without_effect
@@ -170,10 +177,11 @@ def _log_start(training: TrainState, paths: RunPaths) -> None:
     """Reports text, model and run."""
     options, group, reporter = training.options, training.group, training.reporter
     parallel, shape, count = options.parallel, model_shape(options), count_parameters(options)
+    active = f" ({count_active_parameters(options) / 1e6:.2f} M of a token)" if options.model.experts else ""
     reporter.note(f"text   {training.text.describe()}")
     reporter.note(
         f"model  {options.model.model or options.model.size}: {shape.layers} layers x {shape.width}, "
-        f"{count / 1e6:.2f} M parameters, {parallel.precision}"
+        f"{count / 1e6:.2f} M parameters{active}, {parallel.precision}"
     )
     reporter.note(
         f"run    {parallel.parallel} on {group.size} rank{'s' if group.size > 1 else ''} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,7 @@ def forward_backward(training: TrainState) -> Tensor:
     accumulate = training.options.parallel.accumulate
     micro_batches = slice_of_rank(training.sampler.starts(data.batch), axes.data_rank, axes.num_data, accumulate)
     total = torch.zeros((), device=engine.device)
+    training.balance.scale_losses(training.scaler.get_scale() / accumulate)
     for index, starts in enumerate(micro_batches):
         if training.options.optimizer.adascale:
             training.microbatch_timer.record_start(index)
@@ -89,6 +91,7 @@ def forward_backward(training: TrainState) -> Tensor:
         with engine.gradient_sync(last=index == accumulate - 1), engine.attention():
             with engine.autocast():
                 loss = engine.loss(*batch, "mean", positions)
+            training.balance.count()
             training.scaler.scale(loss / accumulate).backward()
         total += loss.detach() / accumulate
     return total
@@ -102,10 +105,10 @@ def log_step(training: TrainState, loss: Tensor, rate: float, norm: Tensor | Non
     tokens = options.data.batch * options.data.sequence
     steps_per_second = training.step_timer.steps_per_second()
     left = options.optimizer.steps - training.schedule_step
-    stats = {}
+    stats: dict[str, Any] = training.balance.stats(group)
     if isinstance(training.optimizer, AdaScale):
         seconds = training.microbatch_timer.step_seconds_by_batch(1 / steps_per_second, options.data.batch)
-        stats = adascale_stats(training.optimizer, options.data.batch, seconds)
+        stats |= adascale_stats(training.optimizer, options.data.batch, seconds)
     if not math.isfinite(mean):
         raise _diverged(training, f"the loss is {mean}")
     training.reporter.step(

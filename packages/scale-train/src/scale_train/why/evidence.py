@@ -23,7 +23,7 @@ _DESYNC = re.compile(
     r"(?:step (\d+): )?the ranks (are about to run different (?:units|things)|do different things|differ in [^:]*?): "
     r"(ranks? .+?)(?:\. [A-Z]|$)"
 )
-_GIVEN_UP = re.compile(r"step (\d+) was aborted on all ranks, because ranks? [\d, ]+ failed\..*What rank (\d+) raised:")
+_ABORTED = re.compile(r"step (\d+) was aborted on all ranks, because ranks? [\d, ]+ failed\..*What rank (\d+) raised:")
 _LAUNCHER = re.compile(r"^rank (\d+) (was killed by \w+|was killed by signal \d+|exited with code \d+); the others are")
 _TORCHRUN_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _TORCHRUN_CODE = re.compile(r"^\s*exitcode\s*: (-?\d+) ")
@@ -149,7 +149,7 @@ def _add_text(found: LogEvidence, text: str, of_file: int | None) -> None:
         rank = int(tag[1] or tag[2]) if tag else of_file
         line = lines[number][tag.end() :] if tag else lines[number]
         number += 1
-        if given_up := _GIVEN_UP.search(line):
+        if given_up := _ABORTED.search(line):
             block, number = _indented(lines, number)
             _add_given_up(found, given_up, block)
             in_traceback = False

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 
 def shard_model(model: nn.Module, shard_count: int = 3) -> list[fx.GraphModule]:
     """Cuts a model that `torch.fx` can trace into shards of about equally many parameters.
 
-    Each gets what the one before has returned, and passes on what is needed later.
+    Each gets the one value that the one before has returned, and the first one the model's inputs. So a model is cut
+    where nothing but one value is needed later, and in fewer shards where there are fewer such places. Modules that
+    cannot be traced are not cut.
 
         >>> import torch
         >>> from fairscale.experimental.nn.auto_shard import shard_model
@@ -25,22 +26,45 @@ def shard_model(model: nn.Module, shard_count: int = 3) -> list[fx.GraphModule]:
 
     Args:
         model: The model; its modules are used, not copied.
-        shard_count: How many shards; fewer where it has fewer layers.
+        shard_count: At most how many shards.
 
     Raises:
-        torch.fx.proxy.TraceError: Its control flow depends on values.
+        torch.fx.proxy.TraceError: The control flow of the model itself depends on values.
     """
-    traced = fx.symbolic_trace(model)
-    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
-    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    traced = _trace(model)
+    nodes = [node for node in traced.graph.nodes if node.op != "output"]
     (output,) = (node for node in traced.graph.nodes if node.op == "output")
     parts = _divide(nodes, [_num_params(traced, node) for node in nodes], shard_count)
-    shards, live = [], inputs
-    for number, part in enumerate(parts):
-        later = [node for following in parts[number + 1 :] for node in following]
-        shard, live = _shard_of(traced, part, live, later, output)
-        shards.append(shard)
+    shards = []
+    passed_on: fx.Node | None = None
+    for part in parts:
+        shards.append(_shard_of(traced, part, passed_on, output if part is parts[-1] else None))
+        passed_on = part[-1]
     return shards
+
+
+class _Tracer(fx.Tracer):
+    """Takes the modules `whole` as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole: set[nn.Module] = set()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self.whole or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace(model: nn.Module) -> fx.GraphModule:
+    """Traces a model, with modules that cannot be traced as one node each, the innermost ones."""
+    tracer = _Tracer()
+    inner_first = reversed([module for module in model.modules() if module is not model])
+    for module in inner_first:
+        if not tracer.is_leaf_module(module, ""):
+            try:
+                tracer.trace(module)
+            except (TypeError, NotImplementedError, fx.proxy.TraceError):
+                tracer.whole.add(module)
+    return fx.GraphModule(model, tracer.trace(model))
 
 
 def _num_params(traced: fx.GraphModule, node: fx.Node) -> int:
@@ -50,38 +74,44 @@ def _num_params(traced: fx.GraphModule, node: fx.Node) -> int:
         found: Any = traced
         for name in str(node.target).split("."):
             found = getattr(found, name)
-        return int(found.numel()) if isinstance(found, torch.Tensor) else 0
+        return int(found.numel()) if isinstance(found, nn.Parameter) else 0
     return 0
 
 
 def _divide(nodes: Sequence[fx.Node], sizes: Sequence[int], count: int) -> list[list[fx.Node]]:
-    """Neighboring nodes in parts of about equally many parameters."""
+    """Neighboring nodes in parts of about equally many parameters; nothing but the last node of each is needed later.
+
+    Args:
+        nodes: All but the output.
+        sizes: The parameters of each.
+        count: At most how many parts.
+    """
+    place = {node: number for number, node in enumerate(nodes)}
+    last_use = [max((place.get(user, len(nodes)) for user in node.users), default=0) for node in nodes]
     parts: list[list[fx.Node]] = [[]]
-    filled, target = 0, sum(sizes) / count
-    for node, size in zip(nodes, sizes, strict=True):
-        if size and parts[-1] and filled >= target * len(parts) and len(parts) < count:
+    filled, needed_until, target = 0, 0, sum(sizes) / count
+    for number, (node, size) in enumerate(zip(nodes, sizes, strict=True)):
+        may_cut = bool(parts[-1]) and needed_until < number  # Of all but the last node so far.
+        if size and may_cut and filled >= target * len(parts) and len(parts) < count:
             parts.append([])
         parts[-1].append(node)
         filled += size
+        if number:
+            needed_until = max(needed_until, last_use[number - 1])
     return parts
 
 
 def _shard_of(
-    traced: fx.GraphModule, part: Sequence[fx.Node], live: Sequence[fx.Node], later: Sequence[fx.Node], output: fx.Node
-) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """One shard, and the nodes whose values it passes on."""
+    traced: fx.GraphModule, part: Sequence[fx.Node], passed_on: fx.Node | None, output: fx.Node | None
+) -> fx.GraphModule:
+    """One shard: takes what the one before passes on, and returns what its last node makes, or the model's output."""
     graph = fx.Graph()
-    known = {node: graph.placeholder(node.name) for node in live}
+    known = {} if passed_on is None else {passed_on: graph.placeholder(passed_on.name)}
     for node in part:
         known[node] = graph.node_copy(node, lambda each: known[each])
-    if not later:
-        graph.output(fx.map_arg(output.args[0], lambda each: known[each]))
-        return fx.GraphModule(traced, graph), []
-    needed = {each for node in (*later, output) for each in node.all_input_nodes}
-    passed = [node for node in known if node in needed]
-    values = tuple(known[node] for node in passed)
-    graph.output(values if len(values) != 1 else values[0])
-    return fx.GraphModule(traced, graph), passed
+    returned: Any = part[-1] if output is None else output.args[0]
+    graph.output(fx.map_arg(returned, lambda each: known[each]))
+    return fx.GraphModule(traced, graph)
 
 
 __all__ = ["shard_model"]

@@ -31,8 +31,8 @@ class SlowMoBaseAlgorithm(enum.Enum):
 
 # FairScale's arguments that tuned its own machinery, and their defaults there.
 _WITHOUT_EFFECT = {
-    "slowmo_num_shards": 32,
     "slowmo_memory_efficient": True,
+    "slowmo_num_shards": 32,
     "graph": None,
     "mixing": None,
     "push_sum": True,
@@ -61,14 +61,17 @@ class SlowMoDistributedDataParallel(nn.Module):
         nprocs_per_node: How many ranks share a node; gradients are averaged between them in every step.
         broadcast_buffers: As in FairScale.
         slowmo_base_algorithm: `SlowMoBaseAlgorithm.LOCALSGD`.
-        slowmo_momentum: Of the slow step; 0 has none.
-        slowmo_frequency: After how many steps a slow step comes.
+        slowmo_momentum: Of the slow step; there is none where this is 0 and `slowmo_lr` is 1.
+        slowmo_memory_efficient: Without effect: the state of slow steps is sharded, and these average.
+        slowmo_frequency: After how many steps a slow step comes, which averages the nodes as well.
         slowmo_lr: Of the slow step.
-        localsgd_frequency: After how many steps the nodes are averaged; `slowmo_frequency` must be a multiple of it.
+        slowmo_num_shards: Without effect.
+        localsgd_frequency: After how many steps the nodes are averaged.
         **tuning: FairScale's other arguments, without effect.
 
     Raises:
-        NotImplementedError: Gossip (SGP), or a slow step that is none of the averages.
+        NotImplementedError: Gossip (SGP), or with `slowmo_memory_efficient=False` slow steps that are none of the
+            averages.
         TypeError: An unknown argument.
     """
 
@@ -79,32 +82,38 @@ class SlowMoDistributedDataParallel(nn.Module):
         broadcast_buffers: bool = True,
         slowmo_base_algorithm: SlowMoBaseAlgorithm = SlowMoBaseAlgorithm.LOCALSGD,
         slowmo_momentum: float = 0.5,
+        slowmo_memory_efficient: bool = True,
         slowmo_frequency: int = 48,
         slowmo_lr: float = 1.0,
+        slowmo_num_shards: int = 32,
         localsgd_frequency: int = 3,
         **tuning: Any,
     ) -> None:
         super().__init__()
         if unknown := sorted(tuning.keys() - _WITHOUT_EFFECT.keys()):
             raise TypeError(f"SlowMoDistributedDataParallel: unexpected argument {unknown[0]!r}")
-        for name, value in tuning.items():
-            if value != _WITHOUT_EFFECT[name]:
-                warn_argument("SlowMoDistributedDataParallel", name, "has no effect, leave it out")
         if slowmo_base_algorithm is not SlowMoBaseAlgorithm.LOCALSGD:
             refuse(
                 "SlowMoBaseAlgorithm.SGP",
                 "gossip leaves the ranks with different parameters, whose average is only approached",
                 "SlowMoBaseAlgorithm.LOCALSGD",
             )
-        if slowmo_frequency % localsgd_frequency:
-            refuse(
-                f"slowmo_frequency={slowmo_frequency} with localsgd_frequency={localsgd_frequency}",
-                "the slow step averages, too, and so must come with an average",
-                f"slowmo_frequency={slowmo_frequency - slowmo_frequency % localsgd_frequency}",
-            )
         self.nprocs_per_node, self.broadcast_buffers = nprocs_per_node, broadcast_buffers
         self.slowmo_momentum, self.slowmo_frequency, self.slowmo_lr = slowmo_momentum, slowmo_frequency, slowmo_lr
         self.localsgd_frequency = localsgd_frequency
+        self.slowmo = slowmo_lr != 1 or slowmo_momentum != 0
+        num_nodes = dist.get_world_size() // nprocs_per_node if dist.is_initialized() else 1
+        if self.slowmo and not slowmo_memory_efficient and num_nodes > 1 and slowmo_frequency % localsgd_frequency:
+            refuse(
+                f"slowmo_memory_efficient=False with slowmo_frequency={slowmo_frequency} and "
+                f"localsgd_frequency={localsgd_frequency}",
+                "nodes would take slow steps, each of its own, from parameters that are not averaged",
+                "slowmo_memory_efficient=True, whose slow step averages",
+            )
+        given = {"slowmo_memory_efficient": slowmo_memory_efficient, "slowmo_num_shards": slowmo_num_shards, **tuning}
+        for name, value in given.items():
+            if value != _WITHOUT_EFFECT[name]:
+                warn_argument("SlowMoDistributedDataParallel", name, "has no effect, leave it out")
         within, self._nodes = _node_groups(nprocs_per_node)
         self.module: nn.Module = module
         self._within: list[DistributedDataParallel] = []  # In a list, so that names have one step.
@@ -127,7 +136,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         """Finds the optimizer of these parameters, before any rank has moved."""
         own = {id(param) for param in self.module.parameters()}
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if self._local_sgd is None and own & stepped and self.slowmo_momentum:
+        if self._local_sgd is None and own & stepped and self.slowmo:
             self._local_sgd = LocalSGD.slowmo(
                 self.module,
                 optimizer,
@@ -137,6 +146,10 @@ class SlowMoDistributedDataParallel(nn.Module):
                 process_group=self._nodes,
                 broadcast_buffers=self.broadcast_buffers,
             )
+
+    def _init_global_momentum_buffers(self, optimizer: Optimizer) -> None:
+        """Takes the parameters as they are for the start of the slow steps, as the first step does by itself."""
+        self._before_first_step(optimizer)
 
     @torch.no_grad()
     def perform_slowmo(self, optimizer: Optimizer, fp32_params: Sequence[Tensor] | None = None) -> None:
@@ -152,7 +165,7 @@ class SlowMoDistributedDataParallel(nn.Module):
             NotImplementedError: `fp32_params`, or an optimizer of other parameters than the module's.
         """
         self._hook.remove()
-        if fp32_params is not None or (self.slowmo_momentum and self._local_sgd is None):
+        if fp32_params is not None or (self.slowmo and self._local_sgd is None):
             refuse(
                 "perform_slowmo() with an optimizer of copies of the parameters",
                 "the slow step changes the parameters that the optimizer steps on",

@@ -1,0 +1,24 @@
+"""Whether ranks have parts of the same samples, as parts of sequences in context parallelism.
+
+What measures gradients sample by sample asks for it: the gradient of a part is that of no sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from scale_core.comm.group import Group
+
+active_group: Group | None = None  # The ranks with parts of the same samples; None: each rank has whole ones.
+
+
+@contextmanager
+def divide_samples(group: Group) -> Iterator[None]:
+    """Around forward and backward: the ranks of the group have parts of the same samples."""
+    global active_group
+    outer, active_group = active_group, group
+    try:
+        yield
+    finally:
+        active_group = outer

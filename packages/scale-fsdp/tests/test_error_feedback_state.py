@@ -1,0 +1,89 @@
+"""state_dict/error_feedback.py: a run goes on from a snapshot to the bit, or says that it does not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_cases import Net, batch, differing_weights
+from torch import nn
+
+from scale_core import ShardedGradScaler, snapshot
+from scale_core.comm.group import group_of
+from scale_core.quantization.blocks import BlockFormat
+from scale_core.testing import run_ranks
+from scale_fsdp import CommunicationPolicy, ErrorFeedbackState, fully_shard
+
+POLICY = CommunicationPolicy(reduce=BlockFormat("int4", 8), error_feedback=True)
+
+
+class Training:
+    """A sharded model, its optimizer, and a scaler whose scale changes."""
+
+    def __init__(self, blocks: bool = True) -> None:
+        torch.manual_seed(7)
+        self.model = Net("gpt")
+        for block in self.model.blocks if blocks else ():
+            fully_shard(block, communication=POLICY)
+        fully_shard(self.model, communication=POLICY)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scaler = ShardedGradScaler(init_scale=64.0, growth_interval=2)
+
+    def run(self, *steps: int) -> nn.Module:
+        for step in steps:
+            loss = self.model(batch("gpt", step, group_of().rank)).float().square().mean()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+        return self.model
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scaler": self.scaler,
+            "error_feedback": ErrorFeedbackState(self.model),
+        }
+
+
+def resume(folder: str) -> list[str]:
+    """Saves after three steps; the run that goes on and the run that is resumed do three more."""
+    first, wrong = Training(), []
+    first.run(0, 1, 2)
+    snapshot.save(folder, 3, first.objects)
+    expected = copy.deepcopy(first.run(3, 4, 5).state_dict())
+    second = Training()
+    second.run(9)  # Its own errors are replaced.
+    snapshot.load(folder, second.objects)
+    wrong += [f"resumed: {line}" for line in differing_weights(second.run(3, 4, 5), expected)]
+    third = Training()
+    rest = {name: each for name, each in third.objects.items() if name != "error_feedback"}
+    snapshot.load(folder, rest, only_given=True)
+    if not differing_weights(third.run(3, 4, 5), expected):
+        wrong.append("errors of zero have made no difference")
+    fourth = Training(blocks=False)
+    with pytest.warns(
+        UserWarning, match=r"error feedback of the gradients of 'blocks.0.*begins at zero: it was saved by"
+    ):
+        snapshot.load(folder, fourth.objects)
+    return wrong
+
+
+def test_a_run_is_resumed_to_the_bit_and_with_other_ranks_or_units_errors_begin_at_zero(tmp_path: Path) -> None:
+    assert run_ranks(resume, 2, str(tmp_path)) == [[], []]
+    alone = Training()
+    with pytest.warns(UserWarning, match=r"and 2 other buffers begins at zero: it was saved by other ranks") as caught:
+        snapshot.load(tmp_path, alone.objects)
+    assert len(caught) == 1
+    alone.run(3)
+
+
+def test_a_model_that_keeps_no_errors_has_none_to_save() -> None:
+    model = fully_shard(nn.Linear(4, 4), communication=CommunicationPolicy(reduce="int8"))
+    with pytest.raises(ValueError, match=r"no unit of this .*Linear has error_feedback=True: leave it out"):
+        ErrorFeedbackState(model)
