@@ -252,6 +252,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
+def shards_of_optimizer_state(
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, full: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """What ranks make of the full state, which says whose it is as their own; the argument becomes it."""
+    given = copy.deepcopy(full)
+    shard = model.get_shard_from_optim_state_dict(given)
+    assert shard is given and model.get_shard_from_optim_state_dict(shard) is shard
+    own = optimizer.state_dict()
+    assert (shard.keys(), shard["shards"]) == (own.keys(), own["shards"])
+    if own["state"]:
+        torch.testing.assert_close(shard["state"], own["state"], rtol=0, atol=0)
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, shard)
+    return by_rank
+
+
 def on_two_ranks() -> dict[str, Any]:
     # In another order on each rank, as Tango wraps what it keeps in a set.
     module = plain_model()
@@ -267,7 +283,12 @@ def on_two_ranks() -> dict[str, Any]:
     unflattened = FullyShardedDataParallel(plain_model(), flatten_parameters=False)
     resumed = torch.optim.Adam(unflattened.parameters(), lr=0.01)
     unflattened.load_state_dict(model.state_dict())
-    resumed.load_state_dict(unflattened.get_shard_from_optim_state_dict(held[0]))
+    shards = shards_of_optimizer_state(model, optimizer, held[0])
+    other = shards_of_optimizer_state(unflattened, resumed, held[0])
+    with pytest.raises(ValueError, match="this optimizer state is the shard of rank"):
+        resumed.load_state_dict(other[1 - dist.get_rank()])
+    resumed.load_state_dict(other[dist.get_rank()])
+    optimizer.load_state_dict(shards[dist.get_rank()])
     for each in ((model, optimizer), (unflattened, resumed)):
         train(*each, 2)
     differing = FullyShardedDataParallel(plain_model(seed=dist.get_rank()))

@@ -79,6 +79,27 @@ def test_oss_is_built_and_subclassed_as_trainers_do() -> None:
         ]
 
 
+def averaged_by_hand() -> list[str]:
+    """A step of AdaScale on gradients that the program averages has the last gain; on others there is an error."""
+    module = model()
+    before = [param.detach().clone() for param in module.parameters()]
+    optimizer = AdaScale(torch.optim.SGD(module.parameters(), lr=0.5))
+    module(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
+    with pytest.raises(RuntimeError, match="to have the same averaged gradients"):
+        optimizer.step()
+    for param in module.parameters():
+        assert param.grad is not None
+        dist.all_reduce(param.grad)
+        param.grad /= 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    for param, old in zip(module.parameters(), before, strict=True):
+        assert torch.equal(param, old - 0.5 * param.grad)
+    assert (optimizer.gain(), optimizer.progress, len(optimizer._hook_handles)) == (1.0, 1.0, 4)
+    return [str(warning.message) for warning in caught]
+
+
 def on_gradients_that_nobody_has_reduced() -> list[str]:
     """Each part of the parameters takes the step of the rank that updates it; what a scaler divides must be reduced."""
     module = model()
@@ -100,6 +121,9 @@ def on_gradients_that_nobody_has_reduced() -> list[str]:
             optimizer.step()
         said += [str(warning.message) for warning in caught]
         (bucket,) = optimizer.buckets
+        by_rank = optimizer.buckets[torch.device("cpu")]
+        assert torch.equal(torch.cat([part.buffer for part in by_rank.values()]), bucket.full)
+        assert by_rank[dist.get_rank()].buffer.data_ptr() == bucket.optimizer_params[0].data_ptr()
         for index, (param, old) in enumerate(zip(wrapped.parameters(), before, strict=True)):
             expected = old.flatten()
             for rank, spans in enumerate(bucket.partition.spans_by_rank):
@@ -108,6 +132,7 @@ def on_gradients_that_nobody_has_reduced() -> list[str]:
             assert torch.equal(param.flatten(), expected) and param.grad is None
         wrapped(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+    said += averaged_by_hand()
     adascale = AdaScale(torch.optim.SGD([parameter := nn.Parameter(torch.zeros(3))], lr=0.1))
     parameter.grad = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, -3.0]][dist.get_rank()])
     assert adascale._compute_intra_grad_corr_mean() == pytest.approx(-4 / 28**0.5)
@@ -116,7 +141,8 @@ def on_gradients_that_nobody_has_reduced() -> list[str]:
 
 def test_gradients_that_were_not_reduced_are_stepped_on_with_a_warning() -> None:
     for said in run_ranks(on_gradients_that_nobody_has_reduced, 2):
-        (text,) = said
+        text, averaged = said
+        assert "the gain stays what it was" in averaged
         assert "run the last backward() before the step outside of no_sync(), or call model.reduce()" in text
 
 
@@ -132,6 +158,20 @@ def test_the_state_inside_is_found_by_parameter() -> None:
     resumed.load_state_dict(optimizer.state_dict())
     assert torch.equal(resumed.optim.state[parameter]["momentum_buffer"], torch.ones(2))
     assert resumed._per_device_params == {torch.device("cpu"): [[parameter]]}
+
+
+def test_buckets_are_found_by_device_and_rank() -> None:
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, dtype=torch.float64))]
+    optimizer = OSS(parameters[:1], torch.optim.SGD, lr=0.5)
+    optimizer.add_param_group({"params": parameters[1:]})
+    ((device, parts),) = optimizer.buckets.items()
+    assert device == torch.device("cpu") and list(parts) == [0, 1]
+    for part, parameter in zip(parts.values(), parameters, strict=True):
+        assert (part.params, part.buffer.dtype) == ([parameter], parameter.dtype)
+        part.buffer[0] = 7.0
+        assert parameter[0] == 7.0
+    with pytest.raises(KeyError, match="meta"):
+        optimizer.buckets[torch.device("meta")]
 
 
 def test_a_wrapped_model_may_be_half_for_a_while() -> None:
@@ -192,6 +232,28 @@ def test_adascale_gives_fairscales_gains() -> None:
             assert optimizer.gain() == pytest.approx(gain, rel=1e-5)
         else:
             assert 1.0 <= optimizer.gain() <= 2.0
+
+
+@pytest.mark.parametrize("smoothing, gains", [(0.9, (4 / 3, 1.2, 2.0)), (0.5, (1.25, 1.2, 4 / 3))])
+def test_averages_of_an_added_group_count_the_steps_before_it_without_debiasing(
+    smoothing: float, gains: tuple[float, ...]
+) -> None:
+    """Means begin with zeros for these steps, averages that fade with the gain 1; moments are (0.5, 1) and (1, 0)."""
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = AdaScale(
+        torch.optim.SGD([first], lr=0.1), smoothing=smoothing, num_gradients_to_accumulate=2, debias_ewma=False
+    )
+    for added in (False, True):
+        if added:
+            optimizer.add_param_group({"params": [second]})
+            assert optimizer.gain(1) == 1.0
+        for of_first, of_second in (([1.0, 1.0], [1.0, 0.0]), ([0.0, 1.0], [0.0, 1.0])):
+            loss = (first * torch.tensor(of_first)).sum() + added * (second * torch.tensor(of_second)).sum()
+            (loss / 2).backward()
+        if added:
+            assert (optimizer.gain(), optimizer.gain(0), optimizer.gain(1)) == pytest.approx(gains)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_scalers_take_the_scale_first() -> None:

@@ -20,6 +20,7 @@ from fairscale import _warnings
 from fairscale.nn.pipe import LazyModule, Pipe
 from fairscale.nn.pipe.balance import balance_by_size, balance_by_time, blockpartition
 from fairscale.nn.pipe.balance.profile import layerwise_sandbox
+from fairscale.nn.pipe.batchnorm import DeferredBatchNorm
 from fairscale.nn.pipe.checkpoint import checkpoint, is_checkpointing, is_recomputing
 from fairscale.nn.pipe.microbatch import Batch, check, gather, scatter
 from fairscale.nn.pipe.pipe import BalanceError
@@ -243,6 +244,23 @@ def test_torchgpipes_paths_hold_what_fairscales_do(path: str) -> None:
     ours, theirs = importlib.import_module(f"torchgpipe{path}"), importlib.import_module(f"fairscale.nn.pipe{path}")
     for name in set(ours.__all__) - {"GPipe", "__version__", "blockpartition"}:
         assert getattr(ours, name) is getattr(theirs, name)
+
+
+@pytest.mark.parametrize("kind", [Pipe, GPipe])
+def test_deferred_batch_norms_show_what_they_have_collected(kind: type[Pipe]) -> None:
+    norm = nn.BatchNorm1d(3)
+    pipe = kind(nn.Sequential(norm), balance=[1], devices=["cpu"], chunks=2, deferred_batch_norm=True)
+    deferred = pipe.partitions[0][0]
+    assert type(deferred) is DeferredBatchNorm and deferred.state_dict().keys() == norm.state_dict().keys()
+    inputs = torch.randn(4, 3)
+    pipe(inputs)
+    assert torch.equal(deferred.sum, torch.zeros(3)) and torch.equal(deferred.sum_squares, torch.zeros(3))
+    deferred.begin_mini_batch(3)
+    deferred(inputs)
+    deferred(2 * inputs)
+    torch.testing.assert_close(deferred.sum, 3 * inputs.sum(0))
+    torch.testing.assert_close(deferred.sum_squares, 5 * inputs.square().sum(0))
+    assert (deferred.counter, deferred.tracked) == (8, 2)
 
 
 def test_fairscales_tutorial_runs_as_written() -> None:

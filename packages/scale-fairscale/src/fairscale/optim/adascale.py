@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 import scale_adascale
+from fairscale._warnings import warn_once
 from scale_core.comm.collectives import all_gather
 
 
@@ -51,6 +53,71 @@ class AdaScale(scale_adascale.AdaScale):
         super().__init__(
             optimizer, world_size, scale, smoothing, num_gradients_to_accumulate, is_scaled_loss, debias_ewma
         )
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps with the inner optimizer, its learning rates multiplied by the gain of each parameter group.
+
+        As in FairScale gradients may be averaged by hand after the last backward pass, if that is no closure's. Nothing
+        is measured then: such a step has the last gain, and a warning says so once.
+
+        Args:
+            *args: As for `scale_adascale.AdaScale`.
+            **kwargs: As for `scale_adascale.AdaScale`.
+
+        Returns:
+            What the closure, or the inner optimizer, has returned.
+
+        Raises:
+            RuntimeError: Gradients are other ones on other ranks.
+        """
+        if self._was_averaged_by_hand():
+            warn_once(
+                "AdaScale.step()",
+                "these gradients were averaged after backward(), where AdaScale does not measure them, so that the "
+                "gain stays what it was; run the last backward() outside of no_sync(), under DistributedDataParallel, "
+                "or call optimizer.unhook() if that is meant",
+            )
+            self.unhook()
+            try:
+                return super().step(*args, **kwargs)
+            finally:
+                self.hook()
+        return super().step(*args, **kwargs)
+
+    def _was_averaged_by_hand(self) -> bool:
+        """Whether ranks had other gradients when the last backward pass ended, and have the same ones now.
+
+        Raises:
+            RuntimeError: They have other ones still.
+        """
+        statistics = self._statistics
+        if statistics._pending is None:
+            return False
+        try:
+            self._estimates()
+            return False
+        except RuntimeError as error:  # On all ranks, by the sum of checksums; others are of communication.
+            if type(error) is not RuntimeError or statistics._pending is None:
+                raise
+        statistics._pending = statistics._start_reduction()
+        self._estimates()
+        return True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the inner optimizer.
+
+        As in FairScale its averages take part in all steps so far without `debias_ewma`, as if they had measured
+        nothing; with it they begin at its own first step.
+        """
+        super().add_param_group(param_group)
+        estimates = self._state.estimates
+        *old, added = estimates.groups
+        count = max(each.count for each in old)
+        if self._settings.debias or not count:
+            return
+        is_mean = (count + 1) * (1 - self.smoothing) < 1  # A mean begins with zeros, and an average with the gain 1.
+        added = replace(added, square=0.0 if is_mean else 1.0, count=count)
+        self._state.store(replace(estimates, groups=(*old, added)))
 
     @property
     def _smoothing(self) -> float:

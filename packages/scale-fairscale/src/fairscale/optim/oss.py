@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import scale_oss
@@ -28,6 +28,48 @@ class _StateByParam(defaultdict[Any, Any]):
         if placement is None or placement.optimizer_param is None or placement.optimizer_param is key:
             return super().__missing__(key)
         return self[placement.optimizer_param]
+
+
+class RankBucket(NamedTuple):
+    """What one rank updates of a bucket."""
+
+    buffer: Tensor  # [S], the memory of that part of the parameters
+    params: list[nn.Parameter]
+
+
+class Buckets(list[Bucket]):
+    """The buckets in order and, as FairScale's mapping, by device and rank: `buckets[device][rank].buffer`.
+
+    Of several buckets on a device the second has the ranks from `world_size` on, and so forth.
+    """
+
+    def keys(self) -> list[torch.device]:
+        """The devices."""
+        return list(dict.fromkeys(bucket.device for bucket in self))
+
+    def values(self) -> list[dict[int, RankBucket]]:
+        """What ranks update, for each device."""
+        return [self[device] for device in self.keys()]
+
+    def items(self) -> list[tuple[torch.device, dict[int, RankBucket]]]:
+        """The devices with what ranks update."""
+        return list(zip(self.keys(), self.values(), strict=True))
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, torch.device):
+            return super().__getitem__(key)
+        parts = [part for bucket in self if bucket.device == key for part in _by_rank(bucket)]
+        if not parts:
+            raise KeyError(key)
+        return dict(enumerate(parts))
+
+
+def _by_rank(bucket: Bucket) -> Iterator[RankBucket]:
+    """Yields what each rank updates of a bucket."""
+    partition = bucket.partition
+    for rank, spans in enumerate(partition.spans_by_rank):
+        params = [param for param, span in zip(bucket.params, spans, strict=True) if span.start < span.stop]
+        yield RankBucket(bucket.full.narrow(0, partition.start(rank), partition.sizes[rank]), params)
 
 
 class OSS(scale_oss.OSS):
@@ -67,6 +109,7 @@ class OSS(scale_oss.OSS):
         if force_broadcast_object:
             warn_argument("OSS", "force_broadcast_object", "has no effect, leave it out: state is sent as tensors")
         super().__init__(params, optim, process_group=group, broadcast_fp16=broadcast_fp16, **default)
+        self.buckets = self._assigner.replicated = Buckets(self.buckets)
         self._show_state()
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
@@ -150,7 +193,7 @@ class OSS(scale_oss.OSS):
         """Lets `optimizer.optim.state[param]` be this rank's part of the state of a parameter, as in FairScale."""
         self.optim.state = _StateByParam(self.optim.state, self.placements)
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, filter_params_fn: Any = None) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, filter_params_fn: Any = None) -> Tensor:
         """Clips by the norm over all ranks; `clip_grad_norm_` in new code."""
         return self.clip_grad_norm_(max_norm, norm_type, filter_params_fn)
 

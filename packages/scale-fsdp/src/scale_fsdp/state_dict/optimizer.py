@@ -160,7 +160,7 @@ def shard_optim_state_dict(
     _check_form(full)
     owners = slices_in(model)
     install_hooks(optimizer)
-    groups = _saved_groups(full, owners) if optimizer is None else _optimizer_groups(full, owners, optimizer)
+    groups = saved_groups(full, owners) if optimizer is None else _optimizer_groups(full, owners, optimizer)
     slots = entries_from(full["state"], {owner: owners[owner] for group in groups for owner in group}, {})
     numbers = {owner: number for number, owner in enumerate(owner for group in groups for owner in group)}
     # The tensors are views of the given ones, and an optimizer writes into its own.
@@ -304,7 +304,7 @@ def _optimizer_groups(
     return groups
 
 
-def _saved_groups(full: Mapping[str, Any], owners: Mapping[Tensor, Sequence[ParamSlice]]) -> list[list[Tensor]]:
+def saved_groups(full: Mapping[str, Any], owners: Mapping[Tensor, Sequence[ParamSlice]]) -> list[list[Tensor]]:
     """The groups of an optimizer that is built as the saved one was."""
     found = {held.name: owner for owner, slices in owners.items() for held in slices}
     position = {owner: number for number, owner in enumerate(owners)}

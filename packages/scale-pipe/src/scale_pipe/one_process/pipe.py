@@ -129,6 +129,7 @@ class Pipe(nn.Module):
     """
 
     partitions: nn.ModuleList
+    _batch_norm_class = DeferredBatchNorm  # What `deferred_batch_norm` makes of batch norms
 
     @checked_arguments(own="module balance devices chunks checkpoint")
     def __init__(
@@ -150,7 +151,7 @@ class Pipe(nn.Module):
         numbers = None if balance is None else check_balance(balance, len(module))
         cut = partition(module, numbers, resolve_devices(devices, numbers), move=False)  # Refuses before it changes.
         if deferred_batch_norm:
-            DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
+            self._batch_norm_class.convert_deferred_batch_norm(module, chunks)
         cut = partition(module, numbers, cut.devices)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.balance, self.devices = cut.balance, cut.devices

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import scale_fsdp
+from scale_core.state.torch_state_dict import SHARDS, install_hooks
+from scale_fsdp.state_dict.naming import slices_in
+from scale_fsdp.state_dict.optimizer import saved_groups
 
 
 def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,9 +52,24 @@ def by_name(full: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     }
 
 
+def shard_by_number(full: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any]:
+    """Returns this rank's shard of a state by names in torch's form, with what a rank's own state says of its elements.
+
+    Raises:
+        TypeError: It is None.
+        ValueError: It is that of another model.
+    """
+    shard = scale_fsdp.shard_optim_state_dict(full, model)  # type: ignore[arg-type]  # None is refused there.
+    assert full is not None
+    like_saved = Optimizer([{"params": params} for params in saved_groups(full, slices_in(model))], {})
+    install_hooks(like_saved)
+    own = like_saved.state_dict()
+    return {**shard, SHARDS: own[SHARDS]} if SHARDS in own else shard
+
+
 def is_singleton_tensor(value: Any) -> bool:
     """Whether this is a tensor of no dimension, as Adam's `step`."""
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-__all__ = ["by_name", "by_number", "is_singleton_tensor"]
+__all__ = ["by_name", "by_number", "is_singleton_tensor", "shard_by_number"]

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import scale_fsdp
 from fairscale._warnings import warn_argument, warn_once
-from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number
+from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number, shard_by_number
 from fairscale.nn.data_parallel.param_metadata import consolidate_shard_weights, param_metadata
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import digests_of
 from scale_core.shard import unit_shard_of
+from scale_core.state.torch_state_dict import SHARDS
 from scale_fsdp.runtime.param_registry import managed_params
 from scale_fsdp.runtime.unit import Unit, unit_of, units_in
 from scale_fsdp.state_dict.local import shard_metadata
@@ -389,9 +390,22 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         full = scale_fsdp.full_optim_state_dict(self.sharded_module, optim, recipient_rank=recipient_rank)
         return None if full is None else by_number(full)
 
-    def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns this rank's shard of what `gather_full_optim_state_dict` gave, for `optim.load_state_dict`."""
-        return scale_fsdp.shard_optim_state_dict(cast(Any, by_name(full_optim_state_dict)), self.sharded_module)
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Turns what `gather_full_optim_state_dict` gave into this rank's shard, for `optim.load_state_dict`.
+
+        As in FairScale the argument is changed, so that the full state is released although the program still has the
+        argument: pass `copy.deepcopy(full)` to keep it. Like this rank's own `optim.state_dict()` the shard says which
+        elements it has, and is refused where others are held. A shard is returned as it is.
+
+        Returns:
+            The argument.
+        """
+        if SHARDS in (full_optim_state_dict or ()):
+            return full_optim_state_dict
+        shard = shard_by_number(by_name(full_optim_state_dict), self.sharded_module)
+        full_optim_state_dict.clear()
+        full_optim_state_dict.update(shard)
+        return full_optim_state_dict
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """Returns which elements this rank's shards are; with FairScale's `param_metadata` beside scale-fsdp's own."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import scale_pipe
+from fairscale.nn.pipe.batchnorm import DeferredBatchNorm
 from fairscale.nn.pipe.microbatch import TensorOrTensors, check
 from scale_pipe.partition.partition import check_balance, check_sequential
 
@@ -39,6 +40,7 @@ class Pipe(scale_pipe.Pipe):
         BalanceError: The balance does not fit the module, or is missing.
     """
 
+    _batch_norm_class = DeferredBatchNorm
     _balance_module = "fairscale.nn.pipe.balance"  # Where errors say that a balance can be had.
 
     def __init__(
