@@ -387,7 +387,6 @@ def gather_in_float8() -> list[str]:
 
     def compare(when: str) -> None:
         buffer.gather(tag=1 << 21)
-        assert buffer.gather_goes_on
         buffer.wait_gathered(10.0)
         expected = weight.rounded(whole, 448.0 / whole.abs())
         if not torch.equal(buffer.full[:1].float(), expected.float()) or buffer._scales[0] != 448.0 / whole:
