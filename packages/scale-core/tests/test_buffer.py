@@ -356,3 +356,65 @@ def copied() -> None:
 
 def test_a_copy_of_a_buffer_holds_the_same_and_shares_nothing() -> None:
     run_ranks(copied, 2)
+
+
+class ScaledWeight:
+    """In the place of `Float8Weight`, without torchao; has no memory for its scale while it `fails`."""
+
+    dtype = torch.float8_e4m3fn
+    fails = False
+
+    def scale(self, amax: Tensor) -> Tensor:
+        if self.fails:
+            raise MemoryError("no memory for a scale")
+        return 448.0 / amax.clamp(min=1e-12)
+
+    def cast(self, values: Tensor, scale: Tensor, out: Tensor) -> None:
+        out.copy_(self.rounded(values, scale).view(torch.uint8))
+
+    def rounded(self, values: Tensor, scale: Tensor) -> Tensor:
+        return (values * scale).clamp(-448, 448).to(self.dtype)
+
+
+def gather_in_float8() -> list[str]:
+    """Rank 1 has no element of the weight: only rank 0 writes to its shard, and with `data` that counts no version."""
+    group, weight, whole = group_of(), ScaledWeight(), torch.tensor([1.5])
+    layout = FlatLayout.plan(["weight"], [(1,)], group.size)
+    weights: Any = [weight]
+    buffer = FlatBuffer(["weight"], [whole], layout, group, float8=weights)
+    param, wrong = buffer.sharded_params[0], []
+    assert param.numel() == (group.rank == 0)
+
+    def compare(when: str) -> None:
+        buffer.gather(tag=1 << 21)
+        buffer.wait_gathered(10.0)
+        expected = weight.rounded(whole, 448.0 / whole.abs())
+        if not torch.equal(buffer.full[:1].float(), expected.float()) or buffer._scales[0] != 448.0 / whole:
+            wrong.append(f"{when}: {buffer.full[:1]} of scale {buffer._scales[0]} in place of {expected}")
+        buffer.release(keep_part=True)
+
+    compare("at first")
+    with torch.no_grad():
+        if param.numel():
+            param.add_(3.0)
+    whole += 3.0
+    compare("after a step")
+    param.data.mul_(10.0)
+    whole *= 10.0
+    compare("after a write through data")
+    buffer.gather(tag=1 << 21)
+    weight.fails = group.rank == 1
+    if weight.fails:
+        with pytest.raises(MemoryError, match="no memory for a scale"):
+            buffer.wait_gathered(10.0)
+        assert state_of(buffer) is State.SHARDED
+        weight.fails = False
+    else:
+        buffer.wait_gathered(10.0)
+        buffer.release()
+    compare("after one that failed on rank 1")
+    return wrong
+
+
+def test_scales_of_fp8_are_of_what_all_ranks_send_now_and_one_that_is_not_made_keeps_nobody_waiting() -> None:
+    assert not any(run_ranks(gather_in_float8, 2))

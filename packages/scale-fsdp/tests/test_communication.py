@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -488,3 +490,43 @@ def test_ranks_that_say_otherwise_are_told_before_a_group_is_made() -> None:
     for told in run_ranks(differ_on_one_rank, 2):
         for text, expected in zip(told, [*named, named[1], named[3], named[1]], strict=True):
             assert expected in text
+
+
+def unshard_without_memory() -> list[str]:
+    """Rank 0 can't quantize what it sends when a layer is unsharded by hand: outside a pass, and inside of one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, communication=CommunicationPolicy(gather="int8"), limit_seconds=10.0)
+    fully_shard(model, limit_seconds=10.0)
+    first, told = model[0], []
+
+    def unshard(*, fails: bool) -> None:
+        broken = mock.patch("scale_core.quantization.collectives.quantize", side_effect=MemoryError("no memory"))
+        with broken if fails and group_of().rank == 0 else nullcontext():
+            handle = first.unshard(async_op=True)
+        handle.wait()
+
+    model(torch.ones(1, 16))
+    with pytest.raises((MemoryError, StepError)) as raised:
+        unshard(fails=True)
+    told.append(f"{type(raised.value).__name__}: {raised.value}")
+    assert not unit_of(first).gathered and not unit_of(first).kept_unsharded
+    unshard(fails=False)
+    assert torch.allclose(first.weight, plain[0].weight, atol=0.01)
+    first.reshard()
+    handle = model.register_forward_pre_hook(lambda *_: unshard(fails=True))
+    with pytest.raises((MemoryError, StepError)) as raised:
+        model.eval()(torch.ones(1, 16))  # Of a kind that has not run yet, so that nothing is prefetched.
+    told.append(f"{type(raised.value).__name__}: {raised.value}")
+    handle.remove()
+    model(torch.ones(1, 16)).sum().backward()
+    assert torch.allclose(model(torch.ones(1, 16)), plain(torch.ones(1, 16)), atol=0.1)
+    return told
+
+
+def test_a_rank_that_cannot_quantize_what_is_unsharded_by_hand_raises_on_all_ranks() -> None:
+    first, second = run_ranks(unshard_without_memory, 2)
+    assert all("MemoryError: no memory" in text for text in first)
+    assert all(text.startswith("StepError: ") and "MemoryError: no memory (on rank 0)" in text for text in second)

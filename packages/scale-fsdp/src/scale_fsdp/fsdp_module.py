@@ -11,6 +11,10 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from scale_core.consistency.all_ranks import raise_on_all_ranks
+from scale_core.consistency.execution_order import unit_title
+from scale_core.errors import ScaleDistributedError, StepError
+from scale_core.flat.buffer import FlatBuffer, State
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_fsdp.reshard.convert import ConversionMethods
 from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
@@ -141,6 +145,9 @@ class FSDPModule(ConversionMethods):
 
         Args:
             async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.
+
+        Raises:
+            StepError: Another rank could not quantize what it sends; on that rank, its own error. Nothing is unsharded.
         """
         unit = _unit_at(self, "unshard")
         root_of(unit).recover()
@@ -371,10 +378,34 @@ for _name, _how in _REFUSED.items():
 
 def _wait_unshard(unit: Unit) -> None:
     if unit.kept_unsharded:
-        for each in (*unit.shared_owners, unit):
-            each.wait_gathered()
+        units = (*unit.shared_owners, unit)
+        gathering = [buffer for each in units for buffer in each.buffers if buffer.state is State.GATHERING]
+        failure = None
+        try:
+            for each in units:
+                each.wait_gathered()
+        except Exception as error:
+            if isinstance(error, ScaleDistributedError) or not any(buffer.gathers_quantized for buffer in gathering):
+                raise
+            failure = error
+        if any(buffer.gathers_quantized for buffer in gathering):
+            _compare_unshard(unit, gathering, failure)
         follow_user_changes([unit])
         unit.to_unsharded()
+
+
+def _compare_unshard(unit: Unit, gathered: Sequence[FlatBuffer], failure: Exception | None) -> None:
+    """Releases what was gathered, and raises, where a rank could not quantize: it has sent zeros to the others."""
+    root = root_of(unit)
+    try:
+        raise_on_all_ranks(failure, f"unshard() of {unit_title(unit.name)}", root.contract, StepError)
+    except Exception as error:
+        if error is failure and root.contract.history.is_open:
+            root.shared_error = error  # The others abort this pass, too.
+        unit.kept_unsharded = False
+        for buffer in gathered:
+            buffer.release()
+        raise
 
 
 def _unit_at(module: nn.Module, method: str) -> Unit:

@@ -137,8 +137,7 @@ class FlatBuffer(FlatReduced):
     float8: Sequence[Float8Weight] | None
     gathers_float8: bool
     _gathering: CollectiveWork | None
-    _scales: list[Tensor]  # Of what is gathered in fp8, [] each
-    _scales_version: int | None  # `version` when they were made
+    _scales: list[Tensor]  # Of what was gathered in fp8 last, [] each
 
     def __init__(
         self,
@@ -209,6 +208,7 @@ class FlatBuffer(FlatReduced):
 
         Raises:
             TransferError: See `CollectiveWork.wait`.
+            Exception: What this rank sent or received could not be quantized; it is sharded again.
         """
         assert self.state is not State.SHARDED, "waited for a gather that was not started"
         if self._gathering is not None:
@@ -216,11 +216,20 @@ class FlatBuffer(FlatReduced):
             pending.wait(limit_seconds)
             if self._moves:
                 self._stream.join()
-            if self.reduction.deferred.error is not None:
-                self.reduction.deferred.check()
+            deferred = self.reduction.deferred
+            if deferred.error is not None:
+                if not deferred.is_ignored:
+                    self.release()  # It has zeros in the place of what could not be made: the next gather starts anew.
+                deferred.check()
         self.part = None
         self.state = State.GATHERED
         self._unsharded_version = self.unsharded_params[0]._version
+
+    @property
+    def gathers_quantized(self) -> bool:
+        """Whether it is sent quantized, or in fp8: a rank that can't make its message sends zeros, and raises alone."""
+        is_quantized = self.wire is not None and self.wire.gather is not None and self.groups.quantized_group.size > 1
+        return is_quantized or self.gathers_float8
 
     @property
     def is_overwritten(self) -> bool:
@@ -253,7 +262,7 @@ class FlatBuffer(FlatReduced):
     def gather_has_second_half(self) -> bool:
         """Whether its gather has a second half, which starts when it is waited for, in one order on all ranks."""
         is_quantized = self.groups.nodes is not None and self.wire is not None and self.wire.gather is not None
-        needs_scales = self.gathers_float8 and self._scales_version != self.version
+        needs_scales = self.gathers_float8 and self.part is None
         return (is_quantized or needs_scales) and self.state is State.GATHERING
 
     def wait_sent(self) -> None:
@@ -275,7 +284,7 @@ class FlatBuffer(FlatReduced):
             self._gathering = None
             self._stream.join()
         self.reduction.cancel()
-        self._unpublished, self._scales_version = [], None
+        self._unpublished = []
         self.gradient.rollback_pass()
         self.release()
         self.wait_sent()
@@ -357,7 +366,7 @@ class FlatBuffer(FlatReduced):
             UnshardedParameter(view_of(full, entry), requires_grad=False) for entry in self.layout.entries
         ]
         # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
-        self.full, self._scales, self._scales_version = full.data, [], None
+        self.full, self._scales = full.data, []
         self.gathers_float8 = bool(self.float8) and self.group.size > 1
         if self.float8 and self.gathers_float8:  # Then these parameters stay without memory: gradients come to them.
             full.untyped_storage().resize_(0)
@@ -430,30 +439,27 @@ class FlatBuffer(FlatReduced):
         return work.then(gather_inside)
 
     def _all_gather_float8(self, tag: int) -> CollectiveWork:
-        """As `_all_gather`, in fp8; after a step the ranks look for the largest magnitude of each parameter first."""
-        sent, deferred = self.full.view(torch.uint8), self.reduction.deferred
+        """As `_all_gather`, in fp8; the ranks first look for the largest magnitude of each parameter."""
+        # In every gather: no rank can know alone whether the shard of another one was written to.
+        sent, deferred, weights = self.full.view(torch.uint8), self.reduction.deferred, self.float8
+        assert weights is not None
         own = self._part(sent, self.group)
-
-        def gather(local: Tensor) -> CollectiveWork:
-            deferred.fill(own, lambda: self._cast_float8(local, own))
-            return all_gather(sent, own, self.group, tag=tag)
-
         with self._stream.run():
             local = self._local_shard()
-            if self._scales_version == self.version:
-                return gather(local)
             pieces = [local.narrow(0, span.shard_offset, span.numel) for span in self.spans]
             zero = torch.zeros((), device=local.device)
             amax = [torch.linalg.vector_norm(piece, torch.inf).float() if len(piece) else zero for piece in pieces]
             largest = torch.stack(amax)
 
-        def scale_and_gather(_: Tensor) -> CollectiveWork:
-            assert self.float8 is not None
-            self._scales = [weight.scale(each) for weight, each in zip(self.float8, largest.unbind(), strict=True)]
-            self._scales_version = self.version
-            return gather(local)
+        def cast() -> Tensor:
+            self._scales = [weight.scale(each) for weight, each in zip(weights, largest.unbind(), strict=True)]
+            return self._cast_float8(local, own)
 
-        return all_reduce(largest, self.group, op="max").then(scale_and_gather)
+        def gather(_: Tensor) -> CollectiveWork:
+            deferred.fill(own, cast)
+            return all_gather(sent, own, self.group, tag=tag)
+
+        return all_reduce(largest, self.group, op="max").then(gather)
 
     def _cast_float8(self, local: Tensor, own: Tensor) -> Tensor:
         assert self.float8 is not None
