@@ -23,7 +23,7 @@ from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import next_node_number, plain_tensor_types, saved_tensor_hooks
 from scale_core.consistency.execution_order import fingerprint_of
-from scale_core.divided_samples import divide_samples
+from scale_core.divided_samples import divide_samples, note_backward
 from scale_core.hooks.autograd import in_backward
 from scale_tp.attention.model_checks import checked_models
 from scale_tp.attention.padding import Padding, gather_padding, padding_mask
@@ -152,6 +152,7 @@ class _Block:
 
     def _note_backward(self, gradient: Tensor) -> None:
         self.has_gone_backward = True
+        note_backward(self.ranks)
 
     def _check_is_possible(
         self,

@@ -162,12 +162,13 @@ class Strategy:
             case "context-parallel":
                 lines += ["scale_tp.parallelize(model, plan, mesh['model'])"] * (self.model_ranks > 1)
                 sharding = ["mesh=mesh['data']", *sharding]  # It has the ranks of the context axis in it.
+                loss = "model(tokens, targets, positions=positions)"
                 scaled = [
                     *scaled,
                     "tokens, targets = (scale_tp.split_sequence(each, mesh['context']) for each in (tokens, targets))",
                     "positions = scale_tp.position_ids(sequence, mesh['context'], device=device)",
                     "with scale_tp.context_parallel(mesh['context']):",
-                    "    model(tokens, targets, positions=positions).backward()",
+                    f"    {f'scaler.scale({loss})' if scaled else loss}.backward()",
                 ]
             case "fsdp-offload":
                 sharding += ["offload_policy=CPUOffloadPolicy()"]
