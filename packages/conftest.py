@@ -10,8 +10,6 @@ from importlib.util import find_spec
 
 import pytest
 
-collect_ignore = ["scale-fairscale/src/torchgpipe_balancing"]  # Raises ImportError on purpose.
-
 # Of what the tests have imported, this takes ranks so long to import that it shows in every test.
 SHARED = re.compile(
     r"pytest|hypothesis|scale_\w+|peft|transformers\.modeling_outputs|transformers\.models\.\w+\.modeling_\w+"

@@ -82,7 +82,7 @@ def test_a_step_that_is_announced_is_measured_by_its_samples_whatever_passes_it_
     optimizer.step()
 
 
-def test_a_step_that_is_given_up_counts_as_nothing() -> None:
+def test_a_step_that_is_aborted_counts_as_nothing() -> None:
     model, optimizer = sampled(4)
     gains = []
     for fails in (False, True):

@@ -13,7 +13,7 @@ from scale_core.errors import ContractError, ScaleDistributedError, StepError, T
         ("Read error [127.0.0.1]:1: Connection reset by peer", "it has closed the connection"),
         ("Timed out waiting 6000ms for recv operation to complete", "no answer within 6 s"),
         ("Operation timed out!", "no answer within the limit"),
-        ("Application timeout caused pair closure", "an earlier wait in this process group was too long"),
+        ("Application timeout caused pair closure", "an earlier wait in this process group timed out"),
     ],
 )
 def test_what_a_transport_says_is_told_in_words_with_what_to_do(

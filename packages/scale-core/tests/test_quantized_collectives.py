@@ -134,7 +134,7 @@ def test_errors_are_those_of_gradients_that_are_not_scaled_and_a_skipped_step_gi
             feedback.keep(torch.tensor([number]), torch.tensor([0.0]))
             feedback.commit()
         assert feedback.was_scaled_by(scale) and not feedback.was_scaled_by(scale.clone())
-        feedback.settle(skipped=skipped)
+        feedback.on_scaler_update(skipped=skipped)
         assert torch.equal(feedback.error, torch.tensor([waits]))
     del scale
     assert loss_scale() is None  # Its scaler is gone.

@@ -57,7 +57,7 @@ def dropped_without_wait() -> None:
     dist.barrier()  # The group still works.
 
 
-def given_up() -> None:
+def canceled() -> None:
     group = group_of()
     handle = all_gather(torch.zeros(2 * group.size), torch.zeros(2), group)
     handle.cancel()
@@ -77,8 +77,8 @@ def test_a_handle_that_is_dropped_without_wait_warns() -> None:
     run_ranks(dropped_without_wait, 2)
 
 
-def test_a_handle_that_is_given_up_does_not_warn_and_has_no_result() -> None:
-    run_ranks(given_up, 2)
+def test_a_handle_that_is_canceled_does_not_warn_and_has_no_result() -> None:
+    run_ranks(canceled, 2)
 
 
 class _Interrupting:
@@ -105,7 +105,7 @@ def test_a_wait_that_is_interrupted_ends_when_nobody_writes_into_the_buffers_any
     assert [work.num_waits for work in works] == [1, 1, 1, 1]
 
 
-def test_an_operation_that_is_given_up_has_some_seconds_to_end() -> None:
+def test_an_operation_that_is_canceled_has_some_seconds_to_end() -> None:
     work = _Interrupting()
     CollectiveWork("all_reduce", [(0, work)], torch.zeros(1)).cancel()
     assert work.num_waits == 1 and work.limit > timedelta(seconds=1)
@@ -178,7 +178,7 @@ def test_one_variable_is_the_limit_of_every_wait_that_is_given_none() -> None:
     assert first.startswith(
         "all_gather with rank 1 failed: no answer within 0.5 s. The process group can't be used any"
     )
-    assert all("an earlier wait in this process group was too long" in told for told in later), later
+    assert all("an earlier wait in this process group timed out" in told for told in later), later
 
 
 def test_a_limit_that_is_no_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,11 +246,6 @@ def test_torchgpipes_paths_hold_what_fairscales_do(path: str) -> None:
         assert getattr(ours, name) is getattr(theirs, name)
 
 
-def test_the_older_path_of_balances_says_the_newer_one() -> None:
-    with pytest.raises(ImportError, match=r"from torchgpipe\.balance import balance_by_time"):
-        importlib.import_module("torchgpipe_balancing")
-
-
 @pytest.mark.parametrize("kind", [Pipe, GPipe])
 def test_deferred_batch_norms_show_what_they_have_collected(kind: type[Pipe]) -> None:
     norm = nn.BatchNorm1d(3)

@@ -299,7 +299,7 @@ def _feedback(module: nn.Module) -> list[Any]:
     return [feedback for buffer in buffers for feedback in buffer.error_feedback]
 
 
-def test_a_pass_that_is_given_up_leaves_the_error_that_waits_as_it_was() -> None:
+def test_a_pass_that_is_aborted_leaves_the_error_that_waits_as_it_was() -> None:
     limit = {"limit_seconds": 20.0}
     nodes = Quantized(dataclasses.replace(FEEDBACK, node_size=2), options=limit)
     assert not any(run_ranks(fail_in_the_backward, 4, nodes))

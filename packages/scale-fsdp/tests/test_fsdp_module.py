@@ -160,7 +160,7 @@ def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> 
 
 
 def drop_what_waits(how: str, reshard: bool) -> list[str]:
-    """A micro-batch under `no_sync` is given up, by `zero_grad`; then one step as if it had not been."""
+    """A micro-batch under `no_sync` is dropped, by `zero_grad`; then one step as if it had not been."""
     around = FullyShardedDataParallel if how == "of the wrapper" else nn.Identity
     units = ["0", "2"] if around is FullyShardedDataParallel else ["0", "2", ""]
     model, fresh = (sharded(perceptron(), units, reshard_after_forward=reshard) for _ in range(2))

@@ -88,7 +88,7 @@ WORDS = {
 }
 
 
-def given_up_together(cases: list[tuple[str, int, int, int]]) -> list[str]:
+def aborted_together(cases: list[tuple[str, int, int, int]]) -> list[str]:
     """Rank 1 computes something that is not finite; both raise, and train on beside a model that never met it."""
     for where, failing_step, num_micro, at_micro in cases:
         model, beside = sharded(error_if_nonfinite=True), sharded()
@@ -131,10 +131,10 @@ def what_waited_is_kept() -> None:
             assert param.grad is not None and expected.grad is not None and torch.equal(param.grad, expected.grad)
 
 
-def test_all_ranks_give_the_step_up_and_the_one_whose_it_was_says_where() -> None:
+def test_all_ranks_abort_the_step_and_the_one_whose_it_was_says_where() -> None:
     cases = [(where, step, 1, 0) for where in WORDS for step in (0, 2)]
     cases += [(where, step, 2, micro) for where in WORDS for step, micro in ((0, 0), (2, 0), (2, 1))]
-    assert run_ranks(given_up_together, 2, cases) == [[], []]
+    assert run_ranks(aborted_together, 2, cases) == [[], []]
 
 
 def test_what_waited_under_no_sync_is_kept_in_the_first_step_too() -> None:

@@ -317,7 +317,7 @@ def lost_ranks() -> str:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_backward_that_fails_on_some_ranks_is_given_up_by_all_and_leaves_no_trace(ranks: int) -> None:
+def test_a_backward_that_fails_on_some_ranks_is_aborted_on_all_and_leaves_no_trace(ranks: int) -> None:
     for rank, messages in enumerate(run_ranks(failing_steps, ranks)):
         for (where, failed), message in zip(failures(ranks), messages, strict=True):
             if rank in failed:
@@ -348,7 +348,7 @@ def test_gradients_that_were_accumulated_before_a_failing_pass_stay() -> None:
         assert all(("lost at" if rank else "so are gradients that were accumulated") in each for each in messages)
 
 
-def test_a_pass_that_fails_under_no_sync_is_given_up_where_the_others_reduce() -> None:
+def test_a_pass_that_fails_under_no_sync_is_aborted_where_the_others_reduce() -> None:
     for rank, messages in enumerate(run_ranks(failing_under_no_sync, 3)):
         assert len(messages) == 6
         for message in messages:
@@ -447,7 +447,7 @@ def test_where_all_ranks_begin_a_forward_together_an_output_that_is_still_there_
     assert forwards.num_unmatched == 0
 
 
-def test_a_pass_of_several_forwards_is_given_up_as_one() -> None:
+def test_a_pass_of_several_forwards_is_aborted_as_one() -> None:
     forwards = followed()
     (forward(forwards) + forward(forwards)).sum().backward()
     forwards.reset_baseline()

@@ -30,7 +30,7 @@ def problem_of(placement: StagePlacement, num_micro_batches: int, cap: int, link
     return Problem.build(placement, num_micro_batches, costs, (cap,) * placement.num_ranks)
 
 
-def neighbours(problem: Problem, orders: Codes, number: int, seed: int):
+def neighbors(problem: Problem, orders: Codes, number: int, seed: int):
     """Yields (orders, where they differ from the ones before), each a step from the last that runs."""
     random = Random(seed)
     by_kind = (1, 0, -1) if problem.has_weight_gradients(orders) else (1, -1, 0)
@@ -68,7 +68,7 @@ def test_from_a_change_on_it_is_what_it_is_from_the_start(
     problem = problem_of(placement, num_micro_batches, cap, link)
     orders = sequential_orders(problem)
     num_running = 0
-    for new, change in neighbours(problem, orders if whole else drop_weight_gradients(problem, orders), 300, seed=1):
+    for new, change in neighbors(problem, orders if whole else drop_weight_gradients(problem, orders), 300, seed=1):
         search = Search(problem, goal=0.0)
         expected = search.evaluate(new, patience=0.75)
         visits = search.visits

@@ -3,6 +3,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,21 @@ import torch
 from torch import nn
 
 from scale_core.comm.group import Group, group_of
-from scale_core.simulate.simulation import Simulation, watched
+from scale_core.simulate import simulate
+from scale_core.simulate.simulation import Simulation, track_memory
 from scale_core.testing import run_ranks
 from scale_train.cli import main, parse
 from scale_train.errors import InputError
-from scale_train.model import GPT, ModelConfig
+from scale_train.model import GPT, ExpertGroups, ModelConfig
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
-from scale_train.plan.command import PlanRow, suggest
 from scale_train.plan.estimate import Estimate, count_parameters, estimate, least_bytes, ranks_to_simulate
 from scale_train.plan.model import planned_model
 from scale_train.plan.options import PlanOptions
+from scale_train.plan.rows import PlanRow, suggest
 from scale_train.plan.step_time import StepWork
 from scale_train.plan.strategies import Strategy, strategies, with_offload
 from scale_train.resolve import check_options, options_without_effect
-from scale_train.training.parallelize import make_engine, parallel_axes
+from scale_train.training.parallelize import MeshAxes, make_engine, parallel_axes
 
 TINY = PlanOptions(layers=2, width=32, heads=4, size="tiny", ranks=(4,), batch=8, sequence=16, precision="fp32", jobs=1)
 OF_ANY = ["plan", "--batch", "8", "--sequence", "16", "--ranks", "4", "--precision", "fp32", "--jobs", "1"]
@@ -89,18 +91,26 @@ def _measured_steps() -> list[dict[str, int]]:
 
 def _measured_step(parallel: Any, checkpoint: Any, group: Group) -> dict[str, int]:
     host = torch.device("cpu")
-    with watched(Simulation(group.rank, group.size, check=True, device=host)) as books:
+    with track_memory(Simulation(group.rank, group.size, check=True, device=host)) as simulation:
         options = ParallelOptions(ranks=2, parallel=parallel, checkpoint_activations=checkpoint)
-        axes = parallel_axes(group, options)
-        engine = make_engine(GPT(ModelConfig(3, 64, 4)), options, OptimizerOptions(), axes, host)
-        for _ in range(2):
-            books.restart()
-            tokens = torch.zeros(4, 33, dtype=torch.int64)
-            engine.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-            engine.optimizer.step()
-            engine.params()
-            engine.optimizer.zero_grad()
-        return books.peak_by_kind
+        return _second_step(ModelConfig(3, 64, 4), options, parallel_axes(group, options), simulation, (4, 32))
+
+
+def _second_step(
+    config: ModelConfig, options: ParallelOptions, axes: MeshAxes, simulation: Simulation, shape: tuple[int, int]
+) -> dict[str, int]:
+    batch, sequence = shape
+    with torch.device("meta") if options.parallel == "fsdp" else nullcontext():
+        model = GPT(config, ExpertGroups(axes.expert, axes.data))
+    engine = make_engine(model, options, OptimizerOptions(), axes, torch.device("cpu"))
+    for _ in range(2):
+        simulation.restart()
+        tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
+        engine.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        engine.optimizer.step()
+        engine.params()
+        engine.optimizer.zero_grad()
+    return simulation.peak_by_kind
 
 
 @pytest.mark.simulation
@@ -142,6 +152,19 @@ def test_divided_experts_send_rows_of_tokens_in_place_of_weights() -> None:
     assert found.work is not None and found.work.layer_bytes == rows
 
 
+@pytest.mark.simulation
+@pytest.mark.parametrize("divided", [1, 2, 4])
+def test_experts_are_planned_with_the_bytes_of_the_engine_that_trains_them(divided: int) -> None:
+    options = PlanOptions(**{**vars(TINY), "experts": 4, "expert_parallel": divided})
+    found = found_for("fsdp", options=options, expert_ranks=divided)
+    with simulate(world_size=4) as simulation:
+        asked = ParallelOptions(parallel="fsdp", expert_parallel=divided)
+        with simulation.aside():
+            axes = parallel_axes(group_of(), asked)
+        peak = _second_step(ModelConfig(2, 32, 4, experts=4), asked, axes, simulation, (2, 16))
+        assert (found.peak_by_kind, found.bytes_sent) == (peak, simulation.bytes_sent)
+
+
 def test_experts_are_planned_for_data_parallel_ways_alone() -> None:
     options = PlanOptions(ranks=(8,), batch=8, experts=8, expert_parallel=4)
     found = strategies(options, 4)
@@ -155,7 +178,7 @@ def test_experts_are_planned_for_data_parallel_ways_alone() -> None:
         assert isinstance(asked, Options)
         check_options(asked, 8)
         assert (asked.model.experts, asked.model.top_k) == (8, 2)
-        assert asked.parallel.expert_parallel == each.expert_ranks
+        assert asked.parallel == each.parallel_options(options.precision)
     assert "mesh = init_device_mesh(device.type, (2, 4), mesh_dim_names=('replica', 'expert'))" in divided.python(
         "fp32"
     )
@@ -165,11 +188,12 @@ def test_experts_are_planned_for_data_parallel_ways_alone() -> None:
     ("arguments", "message"),
     [
         (["--experts", "-1"], "--experts -1: 0 or more is needed"),
-        (["--expert-parallel", "2"], "are for mixtures: say of how many, as --experts 8"),
-        (["--top-k", "1"], "are for mixtures"),
-        (["--experts", "4", "--top-k", "5"], "--top-k 5: from 1 to the 4 of --experts is needed"),
-        (["--experts", "4", "--expert-parallel", "3"], "--expert-parallel 3: a divisor of --ranks 4 up to --experts 4"),
-        (["--experts", "2", "--expert-parallel", "4"], "--expert-parallel 4: a divisor of --ranks 4 up to --experts 2"),
+        (["--expert-parallel", "2"], "--expert-parallel: for a model with experts; say how many, as --experts 8"),
+        (["--top-k", "1"], "--top-k: for a model with experts; say how many"),
+        (["--experts", "4", "--top-k", "5"], "--top-k 5: a token goes to at most all 4 of --experts 4"),
+        (["--experts", "4", "--top-k", "0"], "--top-k 0: at least 1 is needed"),
+        (["--experts", "4", "--expert-parallel", "3"], "--expert-parallel 3 does not divide 4 ranks; take 1 or 2"),
+        (["--experts", "2", "--expert-parallel", "4"], "--expert-parallel 4: a rank would have none of the 2"),
     ],
 )
 def test_experts_that_do_not_fit_are_refused(
@@ -291,14 +315,7 @@ def test_each_command_is_one_that_the_training_program_takes_and_each_python_com
         for strategy, command, parsed in planned_commands(options):
             check_options(parsed, strategy.ranks)
             assert options_without_effect(parsed) == [], command
-            parallel = parsed.parallel
-            assert (parallel.ranks, parallel.precision) == (strategy.ranks, precision)
-            assert (parallel.checkpoint_activations, parallel.offload_activations) == (
-                strategy.checkpoint,
-                strategy.offload,
-            )
-            assert parallel.context_parallel == strategy.context_ranks
-            assert parallel.cpu_offload == (strategy.parallel == "fsdp-offload")
+            assert parsed.parallel == strategy.parallel_options(precision), "what is planned is what is typed"
             compile("\n".join(strategy.python(precision)), command, "exec")
             python = "\n".join(strategy.python(precision))
             assert ("ShardedGradScaler" in python) == (precision == "fp16")

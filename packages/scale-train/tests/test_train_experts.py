@@ -111,9 +111,9 @@ def test_experts_on_two_ranks_train_and_resume_as_on_one_process(
 
 def all_ways(text: Path, alone: Found, without_batch: Found, ranks: int, folder: Path) -> None:
     halves = {"expert_parallel": max(1, ranks // 2)}
+    divided = sorted({1, halves["expert_parallel"], ranks})
     ways: list[tuple[str, dict[str, Any]]] = [
-        *((parallel, each) for parallel in ("fsdp", "ddp", "oss", "sharded-ddp") for each in ({}, halves)),
-        *((parallel, {"expert_parallel": ranks}) for parallel in ("fsdp", "ddp", "oss", "sharded-ddp")),
+        *((way, {"expert_parallel": each}) for way in ("fsdp", "ddp", "oss", "sharded-ddp") for each in divided),
         ("fsdp", {**halves, "cpu_offload": True}),
         ("fsdp", {**halves, "reshard_after_forward": False, "checkpoint_activations": "selective"}),
         ("sharded-ddp", {**halves, "checkpoint_activations": "all", "offload_activations": True}),

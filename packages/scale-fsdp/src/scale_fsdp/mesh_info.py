@@ -33,11 +33,11 @@ class MeshInfo:
         """Returns the groups of a unit's buffers; an integer asks for a part that stays after the forward."""
         part = None
         if not isinstance(reshard_after_forward, bool | None) and 1 < reshard_after_forward < self.shard.size:
-            part = _neighbour_group(self.shard, reshard_after_forward)
+            part = _neighbor_group(self.shard, reshard_after_forward)
         nodes = None
         if node_size is not None and self.shard.size > 1:
             node_size = min(node_size, self.shard.size)
-            intra_node = _neighbour_group(self.shard, node_size) if node_size > 1 else Group()
+            intra_node = _neighbor_group(self.shard, node_size) if node_size > 1 else Group()
             nodes = NodeGroups(intra_node, _strided_group(self.shard, node_size))
         return ShardGroups(self.shard, self.replicas, part, nodes)
 
@@ -83,7 +83,7 @@ def resolve_mesh_info(mesh: GroupLike) -> MeshInfo:
 
 
 @functools.cache  # One group for all units that want it: each costs the transport connections and buffers.
-def _neighbour_group(group: Group, size: int) -> Group:
+def _neighbor_group(group: Group, size: int) -> Group:
     """This rank's part of `group`, cut into runs of `size`."""
     runs = [list(group.ranks[first : first + size]) for first in range(0, group.size, size)]
     return _one_of(group, runs, group.rank // size)

@@ -69,6 +69,7 @@ def all_reduced(tensor: Tensor, group: Group, what: str, name: str, *, average: 
     if not peer_to_peer(group, flat.device):
         total = all_reduce(flat, group).wait()
         return (total.div_(group.size) if average else total).view_as(tensor)
+    # `scale_tp.comm` has this sum, too: to share it was measured at 12 more file jumps in a step, and no fewer lines.
     size = -(-flat.numel() // group.size)
     sizes = [min(size, max(0, flat.numel() - rank * size)) for rank in range(group.size)]
     tag = message_tag(Event(f"{what} {flat.dtype} {flat.numel()}", name))

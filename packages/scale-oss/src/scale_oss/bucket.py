@@ -124,7 +124,7 @@ class Bucket:
     # Gradients.
 
     def shard_full_grads(self) -> None:
-        """Gives each piece its shard of the parameter's gradient, which was averaged elsewhere."""
+        """Gives each piece its part of the parameter's gradient, which was averaged elsewhere."""
         self.needs_gather = any(param.requires_grad or param.grad is not None for param in self.params)
         for param, piece, span, placement in zip(self.params, self.pieces, self.spans, self.placements, strict=True):
             piece.grad = None

@@ -1,7 +1,7 @@
 """`OSS`: any optimizer, with its state sharded between the ranks (ZeRO-1).
 
 Parameters and gradients are replicated. Each rank updates its shard of the parameters, with an optimizer that holds the
-state of that part alone, and an all-gather brings the updated parts to all ranks.
+state of that shard alone, and an all-gather brings the updated shards to all ranks.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class OSS(OSSStateDictMixin):
     # The step.
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        """Updates this rank's shard of the parameters, and gives all ranks all parts.
+        """Updates this rank's shard of the parameters, and gathers the shards of all ranks.
 
         Args:
             closure: Computes the loss anew and returns it; its gradients must be averaged, too. What can't be called is
@@ -337,7 +337,7 @@ class OSS(OSSStateDictMixin):
             compare_replicas(named, self.contract, self._num_steps)
 
     def shard_grads(self) -> None:
-        """Gives the pieces their shard of averaged gradients, unless these are reduced into them.
+        """Gives the pieces their parts of averaged gradients, unless these are reduced into them.
 
         Raises:
             RuntimeError: They are, but a gradient has not been reduced.

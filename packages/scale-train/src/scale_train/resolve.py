@@ -186,7 +186,12 @@ def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]
 def _expert_parallel_problems(options: Options, num_data: int) -> Iterator[str]:
     number = options.parallel.expert_parallel
     if num_data % number:
-        yield f"--expert-parallel {number} does not divide {num_data} ranks; take {_divisors(num_data)}"
+        yield expert_parallel_problem(number, num_data)
+
+
+def expert_parallel_problem(number: int, num_data: int) -> str:
+    """Returns what to say where so many ranks can't divide the experts."""
+    return f"--expert-parallel {number} does not divide {num_data} ranks; take {_divisors(num_data)}"
 
 
 def _pipeline_problems(options: Options, num_ranks: int) -> Iterator[str]:

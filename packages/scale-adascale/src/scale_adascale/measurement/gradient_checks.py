@@ -1,14 +1,14 @@
 """Whether gradients are those that were measured: unchanged between passes, and the same averages on all ranks.
 
 Both are known without a look at most values. A tensor is itself as long as it lives, and counts its changes; ranks
-compare a checksum of bits.
+compare a checksum of bits. For Adam, gradients also have to come tensor by tensor.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from scale_adascale.squared_norms import stored_values
 from scale_core import compat
 from scale_core.comm.group import Group
-from scale_core.shard import full_shape
+from scale_core.shard import full_shape, title_of
+from scale_core.state.param_ownership import flat_buffer_of
 
 
 class GradVersion(NamedTuple):
@@ -85,6 +86,20 @@ def has_new(grads: Grads, zeros: Versions, of_step: Versions = ()) -> bool:
 def _address_and_version(grad: Tensor) -> tuple[int, int]:
     values = grad if grad.layout is torch.strided else grad._values()
     return values.data_ptr(), grad._version
+
+
+def check_not_flattened(params: Iterable[Tensor]) -> None:
+    """Raises ValueError for a flat parameter, where each tensor's gradient is divided by its own second moments."""
+    for param in params:
+        buffer = flat_buffer_of(param)
+        if buffer is not None:
+            raise ValueError(
+                f"expected each parameter as a tensor of its own, got {title_of(param)}, which holds "
+                f"{len(buffer.names)}, as '{buffer.names[0]}': AdaScale divides the gradient of each by the root of "
+                "its own mean second moment, as Adam uses it, and of a flat one the gain would be another. Shard the "
+                "model with flatten_parameters=False, or measure gradients as they are by "
+                "AdaScale(..., preconditioned=False)"
+            )
 
 
 # Whether ranks with other data really average their gradients, by one number in the sum that is sent anyway.

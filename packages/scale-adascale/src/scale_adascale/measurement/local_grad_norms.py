@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from scale_adascale.squared_norms import CHUNK, stored_values, sum_of_squares
-from scale_core import compat, divided_samples
+from scale_core import compat
+from scale_core.comm import context_parallel_group
 from scale_core.hooks.autograd import (
     is_nested,
     lacks_autograd_hooks,
@@ -229,8 +230,8 @@ class LocalGradNorms:
 
     def _begin_pass(self) -> None:
         try:
-            if divided_samples.active_group is not None:
-                _refuse_parts(divided_samples.active_group.ranks)
+            if context_parallel_group.active_group is not None:
+                _refuse_parts(context_parallel_group.active_group.ranks)
             self.check_hooks()
             self._on_begin()
         except RuntimeError:
@@ -258,7 +259,7 @@ class LocalGradNorms:
 
     def _finish_pass(self, weights: Sequence[float] = (1.0,)) -> None:
         self.in_backward, self.step = False, None
-        task, ranks = divided_samples.last_backward
+        task, ranks = context_parallel_group.last_backward
         if task == self._task:  # The forward alone stood in the block.
             self._fail_pass()
             _refuse_parts(ranks)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_adascale.measurement.gradient_checks import checksum_term
+from scale_adascale.measurement.gradient_checks import check_not_flattened, checksum_term
 from scale_adascale.measurement.local_grad_norms import NormAccumulator
 from scale_adascale.measurement.param_info import all_params, param_info_of
 from scale_adascale.squared_norms import inner_product, part_of, sum_of_squares
@@ -24,19 +24,17 @@ from scale_core import compat
 from scale_core.comm.collectives import all_reduce, exchange, torch_group
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork
-from scale_core.shard import title_of
-from scale_core.state.param_ownership import flat_buffer_of
 
 
 class NormReducer:
     """Adds up what ranks have measured of the gradients of each parameter group.
 
-    Raises as `norm_weights` does and, where gradients are `preconditioned`, as `check_tensors`.
+    Raises as `norm_weights` does and, where gradients are `preconditioned`, as `check_not_flattened`.
     """
 
     def __init__(self, optimizer: Optimizer, data: Group, model: Group, *, preconditioned: bool) -> None:
         if preconditioned:
-            check_tensors(optimizer)
+            check_not_flattened(all_params(optimizer))
         self._optimizer, self._data, self.model = optimizer, data, model
         self.preconditioned = preconditioned  # Gradients are measured as Adam sees them.
         self.info, self._key = param_info_of(optimizer, data, model), key_of(optimizer)
@@ -49,7 +47,7 @@ class NormReducer:
         """Looks up again which rank has what, if there are other parameters than before or another reducer."""
         if key_of(self._optimizer) != self._key:
             if self.preconditioned:
-                check_tensors(self._optimizer)
+                check_not_flattened(all_params(self._optimizer))
             self.info = param_info_of(self._optimizer, self._data, self.model)
             self._key = key_of(self._optimizer)
 
@@ -193,17 +191,3 @@ def _zeroed(weights: Tensor, indices: frozenset[int]) -> Tensor:
     if not indices:
         return weights
     return weights.index_fill(0, torch.tensor(sorted(indices)).to(weights.device, non_blocking=True), 0.0)
-
-
-def check_tensors(optimizer: Optimizer) -> None:
-    """Raises ValueError for a flat parameter, where each tensor's gradient is divided by its own second moments."""
-    for param in all_params(optimizer):
-        buffer = flat_buffer_of(param)
-        if buffer is not None:
-            raise ValueError(
-                f"expected each parameter as a tensor of its own, got {title_of(param)}, which holds "
-                f"{len(buffer.names)}, as '{buffer.names[0]}': AdaScale divides the gradient of each by the root of "
-                "its own mean second moment, as Adam uses it, and of a flat one the gain would be another. Shard the "
-                "model with flatten_parameters=False, or measure gradients as they are by "
-                "AdaScale(..., preconditioned=False)"
-            )

@@ -216,8 +216,8 @@ class FlatBuffer(FlatReduced):
             pending.wait(limit_seconds)
             if self._moves:
                 self._stream.join()
-            if self.reduction.held.error is not None:
-                self.reduction.held.check()
+            if self.reduction.deferred.error is not None:
+                self.reduction.deferred.check()
         self.part = None
         self.state = State.GATHERED
         self._unsharded_version = self.unsharded_params[0]._version
@@ -250,8 +250,8 @@ class FlatBuffer(FlatReduced):
         self.state = State.SHARDED
 
     @property
-    def gather_goes_on(self) -> bool:
-        """Whether its gather goes on, as inside nodes, once it is waited for: all ranks have to wait in one order."""
+    def gather_has_second_half(self) -> bool:
+        """Whether its gather has a second half, which starts when it is waited for, in one order on all ranks."""
         is_quantized = self.groups.nodes is not None and self.wire is not None and self.wire.gather is not None
         needs_scales = self.gathers_float8 and self._scales_version != self.version
         return (is_quantized or needs_scales) and self.state is State.GATHERING
@@ -398,16 +398,18 @@ class FlatBuffer(FlatReduced):
     def _all_gather_quantized(self, block_format: BlockFormat, tag: int) -> CollectiveWork:
         """As `_all_gather`, of messages that become the full buffer when they are waited for."""
         nodes, group, numel = self.groups.nodes, self.groups.quantized_group, self.layout.shard_numel
-        messages, held = new_messages(group.size, numel, block_format, self.full.device), self.reduction.held
+        messages, deferred = new_messages(group.size, numel, block_format, self.full.device), self.reduction.deferred
         # Memory for all that follows: where there is none for the second half, nobody would serve it to the others.
         by_place = self.full if nodes is None else torch.empty_like(self.full)
         with self._stream.run():
             local = self._local_shard()
-            work = all_gather_quantized(messages, local, group, block_format, tag=tag, held=held)
+            work = all_gather_quantized(messages, local, group, block_format, tag=tag, deferred=deferred)
         if nodes is None:
 
             def fill(_: Tensor) -> Tensor:
-                held.attempt(lambda: dequantize(messages, numel, block_format, out=self.full.view(group.size, numel)))
+                deferred.attempt(
+                    lambda: dequantize(messages, numel, block_format, out=self.full.view(group.size, numel))
+                )
                 return self.full
 
             return work.then(fill)
@@ -416,7 +418,7 @@ class FlatBuffer(FlatReduced):
         def gather_inside(_: Tensor) -> CollectiveWork:
             # All shards of this rank's place in its node, then those of the others from them, in the order of nodes.
             own = by_place.view(intra_node.size, -1)[intra_node.rank]
-            held.fill(own, lambda: dequantize(messages, numel, block_format, out=own.view(group.size, numel)))
+            deferred.fill(own, lambda: dequantize(messages, numel, block_format, out=own.view(group.size, numel)))
 
             def fill(_: Tensor) -> Tensor:
                 by_node = self.full.view(group.size, intra_node.size, numel)
@@ -429,11 +431,11 @@ class FlatBuffer(FlatReduced):
 
     def _all_gather_float8(self, tag: int) -> CollectiveWork:
         """As `_all_gather`, in fp8; after a step the ranks look for the largest magnitude of each parameter first."""
-        sent, held = self.full.view(torch.uint8), self.reduction.held
+        sent, deferred = self.full.view(torch.uint8), self.reduction.deferred
         own = self._part(sent, self.group)
 
         def gather(local: Tensor) -> CollectiveWork:
-            held.fill(own, lambda: self._cast_float8(local, own))
+            deferred.fill(own, lambda: self._cast_float8(local, own))
             return all_gather(sent, own, self.group, tag=tag)
 
         with self._stream.run():

@@ -27,7 +27,7 @@ from scale_core.flat.layout import FlatLayout, LayoutEntry
 from scale_core.flat.shard_storage import DevicePolicy, FlatShard, NodeGroups, ShardGroups
 from scale_core.hooks.autograd import call_local_grad_hooks, local_grad_hooks
 from scale_core.quantization.collectives import (
-    HeldError,
+    DeferredError,
     ReduceMessages,
     WireFormats,
     all_reduce_quantized,
@@ -315,7 +315,7 @@ class Reduction:
         self._sizes, self._wire = sizes, wire or WireFormats()
         # Of the reduce-scatter, and of the two halves of the all-reduce between replicas.
         self.feedback = [ErrorFeedback() for _ in range(3)] if self._wire.error_feedback else []
-        self.held = HeldError()
+        self.deferred = DeferredError()
         # What the reduce-scatter between nodes needs once the one inside the node is done.
         self._pending_inter_node: tuple[Group, float | None, int] | None = None
         # Of what is quantized once that is done: where there were no memory then, nobody would serve it to the others.
@@ -371,15 +371,15 @@ class Reduction:
             self._replicating = self._all_reduce(reduced)
         else:
             self._keep(reduced)
-        if self.held.error is not None:
-            self.held.check()
+        if self.deferred.error is not None:
+            self.deferred.check()
 
     def finish(self, limit_seconds: float | None = None) -> None:
         """Waits for all parts of the average, those between nodes or replicas too."""
         self.wait(limit_seconds)
         self._wait_replicated(limit_seconds)
-        if self.held.error is not None:
-            self.held.check()
+        if self.deferred.error is not None:
+            self.deferred.check()
 
     def results(self, limit_seconds: float | None = None) -> list[Tensor]:
         """Returns what was reduced since the last call, each [S], in the order of `start`."""
@@ -397,7 +397,7 @@ class Reduction:
                 pending.cancel()
         self._scattering = self._replicating = self._flat = self._pending_inter_node = self._messages = None
         self._reduced = []
-        self.held.reset()
+        self.deferred.reset()
         for feedback in self.feedback:
             feedback.rollback()
 
@@ -419,7 +419,7 @@ class Reduction:
             divisor=divisor,
             feedback=self.feedback[0] if self.feedback else None,
             tag=tag,
-            held=self.held,
+            deferred=self.deferred,
             messages=messages,
         )
 
@@ -435,7 +435,7 @@ class Reduction:
             divisor=copies,
             feedback=(self.feedback[1], self.feedback[2]) if self.feedback else None,
             tag=self._tag,
-            held=self.held,
+            deferred=self.deferred,
             messages=messages,
         )
 
@@ -500,8 +500,8 @@ class FlatReduced(FlatShard):
         return self.wire is not None and self.wire.replicate is not None and self.groups.replicas.size > 1
 
     @property
-    def rounds_last(self) -> bool:
-        """Whether this rank still has to compute with quantized gradients, and may fail, when all are reduced."""
+    def quantizes_after_scatter(self) -> bool:
+        """Whether this rank still has to quantize or dequantize, and may fail, when all gradients are scattered."""
         return self.reduces_in_parts and self.wire is not None and (self.wire.reduce or self.wire.replicate) is not None
 
     def reduce(self, tag: int = 0) -> None:
@@ -521,10 +521,10 @@ class FlatReduced(FlatShard):
             divisor = self.gradient_divisor * ((divisor or num_ranks) / num_ranks)
         self.reduction.start(gradient.to(self.reduce_dtype), tag, divisor, self.groups.nodes)
 
-    def serve_others(self) -> None:
-        """This rank has failed: until `discard` it takes part in collectives for the other ranks alone."""
+    def contribute_zeros(self) -> None:
+        """This rank has failed: until `discard` it takes part in collectives for the other ranks alone, with zeros."""
         self.gradient.use_zeros()
-        self.reduction.held.is_ignored = True
+        self.reduction.deferred.is_ignored = True
 
     def wait_reduced(self, limit_seconds: float | None = None) -> None:
         """Waits for the reduction, if there is one; its result is kept until `commit`."""

@@ -162,7 +162,7 @@ class ShardedGradScaler(GradScaler):
                 skipped[feedback] = skipped.get(feedback, False) or state.get("skips", True)
         super().update(new_scale)
         for feedback, skips in skipped.items():
-            feedback.settle(skipped=skips)
+            feedback.on_scaler_update(skipped=skips)
         set_loss_scale(None)
 
     def __getstate__(self) -> dict[str, Any]:

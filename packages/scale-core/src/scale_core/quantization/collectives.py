@@ -12,7 +12,7 @@ two qwZ and qgZ.
 
 Quantizing takes memory, of which there may be none. The other ranks wait for this one's messages all the same, so a
 message that could not be made is sent as zeros, and the error is raised when the last message has been sent: where this
-rank waits. `HeldError` keeps it until then.
+rank waits. `DeferredError` keeps it until then.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def new_messages(count: int, num_elements: int, block_format: BlockFormat, devic
     return torch.empty(count, block_format.num_bytes(num_elements), dtype=torch.uint8, device=device)
 
 
-class HeldError:
+class DeferredError:
     """The first error of this rank inside a collective, until all that the other ranks wait for has been sent."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def all_gather_quantized(
     block_format: BlockFormat,
     *,
     tag: int = UNTAGGED,
-    held: HeldError | None = None,
+    deferred: DeferredError | None = None,
 ) -> CollectiveWork:
     """Starts to fill `messages` with every rank's quantized shard, in rank order; `dequantize` then reads them.
 
@@ -97,12 +97,12 @@ def all_gather_quantized(
         group: The W ranks.
         block_format: The format of the messages.
         tag: As in `all_gather`.
-        held: Keeps what fails here, for the caller to raise. None raises it where the handle is waited for.
+        deferred: Keeps what fails here, for the caller to raise. None raises it where the handle is waited for.
     """
-    own, mine = messages[group.rank], held or HeldError()
+    own, mine = messages[group.rank], deferred or DeferredError()
     mine.fill(own, lambda: quantize(shard[None], block_format, out=own[None]))
     work = all_gather(messages.view(-1), own, group, tag=tag)
-    return work if held is not None else work.then(_checked(mine))
+    return work if deferred is not None else work.then(_checked(mine))
 
 
 @dataclass(frozen=True)
@@ -121,16 +121,22 @@ class ReduceMessages:
 class _Summation:
     """This rank's part in one reduction: it sends what belongs to others, and adds up what they have sent."""
 
-    def __init__(self, values: Tensor, group: Group, block_format: BlockFormat, divisor: float | None) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        group: Group,
+        block_format: BlockFormat,
+        divisor: float | None,
+        messages: ReduceMessages,
+    ) -> None:
         self.values, self.group, self.block_format = values, group, block_format  # values: [W, n]
         self.divisor, self.own = divisor or group.size, values[group.rank]
-
-    def send(
-        self, messages: ReduceMessages, held: HeldError, feedback: ErrorFeedback | None, tag: int
-    ) -> CollectiveWork:
-        """Starts to send this rank's messages; once those of others have come, `mean` adds up."""
         self.messages = messages
-        held.fill(messages.sent, lambda: self._quantize(feedback))
+
+    def send(self, deferred: DeferredError, feedback: ErrorFeedback | None, tag: int) -> CollectiveWork:
+        """Starts to send this rank's messages; once those of others have come, `mean` adds up."""
+        messages = self.messages
+        deferred.fill(messages.sent, lambda: self._quantize(feedback))
         self.values = self.own  # [n]; what was sent is free
         return all_to_all(messages.received.view(-1), messages.sent.view(-1), self.group, tag=tag)
 
@@ -164,7 +170,7 @@ def reduce_scatter_quantized(
     divisor: float | None = None,
     feedback: ErrorFeedback | None = None,
     tag: int = UNTAGGED,
-    held: HeldError | None = None,
+    deferred: DeferredError | None = None,
     messages: ReduceMessages | None = None,
 ) -> CollectiveWork:
     """Starts to average every rank's `full`; each rank gets its own part of it, added up in rank order in fp32.
@@ -177,24 +183,24 @@ def reduce_scatter_quantized(
         divisor: What the sum is divided by; None is W.
         feedback: Adds this rank's error of earlier calls, and keeps that of this one.
         tag: As in `all_gather`.
-        held: As in `all_gather_quantized`; where something has failed, the result is nothing to be read.
+        deferred: As in `all_gather_quantized`; where something has failed, the result is nothing to be read.
         messages: Memory to use.
 
     Returns:
         A handle whose result is a tensor [n].
     """
-    values, mine = full.view(group.size, -1), held or HeldError()
+    values, mine = full.view(group.size, -1), deferred or DeferredError()
     messages = messages or ReduceMessages.new(group, values.shape[1], block_format, full.device)
     received, dtype = messages.received, dtype or full.dtype
-    summation = _Summation(values, group, block_format, divisor)
+    summation = _Summation(values, group, block_format, divisor, messages)
 
     def finish(_: Tensor) -> Tensor:
         mean = mine.attempt(lambda: summation.mean().to(dtype))
-        if held is None:
+        if deferred is None:
             mine.check()
         return received if mean is None else mean
 
-    return summation.send(messages, mine, feedback, tag).then(finish)
+    return summation.send(mine, feedback, tag).then(finish)
 
 
 def all_reduce_quantized(
@@ -205,7 +211,7 @@ def all_reduce_quantized(
     divisor: float | None = None,
     feedback: tuple[ErrorFeedback, ErrorFeedback] | None = None,
     tag: int = UNTAGGED,
-    held: HeldError | None = None,
+    deferred: DeferredError | None = None,
     messages: ReduceMessages | None = None,
 ) -> CollectiveWork:
     """Starts to average every rank's `values` [N] of a floating-point dtype; all get the same, in place.
@@ -217,13 +223,13 @@ def all_reduce_quantized(
         divisor: What the sum is divided by; None is W.
         feedback: For the errors of this rank's summands, and of the part that it has averaged.
         tag: As in `all_gather`; those of the second half have the next one.
-        held: As in `all_gather_quantized`.
+        deferred: As in `all_gather_quantized`.
         messages: Memory to use, for summands of [W, ceil(N / W)].
     """
-    numel, mine = part_size(len(values), group), held or HeldError()
+    numel, mine = part_size(len(values), group), deferred or DeferredError()
     messages = messages or ReduceMessages.new(group, numel, block_format, values.device)
     padded = torch.nn.functional.pad(values, (0, numel * group.size - len(values)))
-    summation = _Summation(padded.view(group.size, -1), group, block_format, divisor)
+    summation = _Summation(padded.view(group.size, -1), group, block_format, divisor, messages)
     reduce_error, gather_error = feedback or (None, None)
     gathered, message = messages.received, messages.sent[0]
 
@@ -242,11 +248,11 @@ def all_reduce_quantized(
 
     def finish(_: Tensor) -> Tensor:
         mine.attempt(lambda: values.copy_(dequantize(gathered, numel, block_format).view(-1)[: len(values)]))
-        if held is None:
+        if deferred is None:
             mine.check()
         return values
 
-    return summation.send(messages, mine, reduce_error, tag).then(gather)
+    return summation.send(mine, reduce_error, tag).then(gather)
 
 
 def part_size(num_elements: int, group: Group) -> int:
@@ -254,9 +260,9 @@ def part_size(num_elements: int, group: Group) -> int:
     return -(-num_elements // group.size)
 
 
-def _checked(held: HeldError) -> Callable[[Tensor], Tensor]:
+def _checked(deferred: DeferredError) -> Callable[[Tensor], Tensor]:
     def check(result: Tensor) -> Tensor:
-        held.check()
+        deferred.check()
         return result
 
     return check

@@ -2,7 +2,7 @@
 
 So what is lost is late and not gone (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847). A step that is aborted
 leaves the error as it was: what a pass has added counts only from `commit` on, and where a loss is scaled only until a
-scaler says, by `settle`, that the step was skipped.
+scaler says, by `on_scaler_update`, that the step was skipped.
 
 A gradient scaler changes the unit of gradients. Errors are therefore kept divided by the scale of their pass: scales
 are powers of two as a rule, so that this changes no bit of them.
@@ -15,18 +15,18 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-_active: ref[Tensor] | None = None
+_loss_scale: ref[Tensor] | None = None
 
 
 def set_loss_scale(scale: Tensor | None) -> None:
     """Sets by what losses are multiplied, []: from a scaler's `scale` to its `update`, which sets None."""
-    global _active
-    _active = None if scale is None else ref(scale)
+    global _loss_scale
+    _loss_scale = None if scale is None else ref(scale)
 
 
 def loss_scale() -> Tensor | None:
     """Returns by what losses are multiplied now, []; None where they are not scaled, or the scaler is gone."""
-    return None if _active is None else _active()
+    return None if _loss_scale is None else _loss_scale()
 
 
 class ErrorFeedback:
@@ -35,8 +35,8 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self.error: Tensor | None = None  # of the passes that have succeeded, for gradients that are not scaled
         self._next: Tensor | None = None  # of the pass that runs
-        self._settled: Tensor | None = None  # before those passes of which a scaler has not said that they count
-        self.is_unsettled = False  # there are such passes
+        self._before: Tensor | None = None  # before the passes since the last update of a scaler
+        self._has_passes = False  # There are such passes.
         self._scale: ref[Tensor] | None = None  # of the last of them
 
     def add_to(self, values: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class ErrorFeedback:
         """The pass has succeeded."""
         if self._next is None:
             return
-        if loss_scale() is not None and (not self.is_unsettled or self._scale is None):
-            self._settled = self.error
-        self.is_unsettled, self._scale = True, _active
+        if loss_scale() is not None and (not self._has_passes or self._scale is None):
+            self._before = self.error
+        self._has_passes, self._scale = True, _loss_scale
         self.error, self._next = self._next, None
 
     def rollback(self) -> None:
@@ -73,16 +73,16 @@ class ErrorFeedback:
 
     def was_scaled_by(self, scale: Tensor) -> bool:
         """Whether the passes of this step, if there were any, had their losses multiplied by this very scale."""
-        return not self.is_unsettled or (self._scale is not None and self._scale() is scale)
+        return not self._has_passes or (self._scale is not None and self._scale() is scale)
 
-    def settle(self, *, skipped: bool) -> None:
+    def on_scaler_update(self, *, skipped: bool) -> None:
         """The optimizer has stepped, or has skipped the step: then the error is as before the passes of this step."""
-        if self.is_unsettled and skipped:
-            self.error = self._settled
-        self._settled, self.is_unsettled = None, False
+        if self._has_passes and skipped:
+            self.error = self._before
+        self._before, self._has_passes = None, False
 
     def load(self, error: Tensor | None) -> None:
         """Takes this error in the place of the present one."""
         self.rollback()
-        self.settle(skipped=False)
+        self.on_scaler_update(skipped=False)
         self.error = error

@@ -35,7 +35,7 @@ class MemoryBlock:
 
     kind: str  # What it is for, as far as is known
     evidence: Evidence  # How well that is known
-    number: int  # Its place in the books
+    number: int  # In the order in which storages were seen first
     made_by: str  # The operator that made it, and when, such as "aten::mm in backward"
     num_bytes: int = 0  # Its size now
     released: bool = False  # Its memory was given back while tensors still refer to it
@@ -157,36 +157,36 @@ class MemoryTracker:
 class Memory:
     """One memory of a simulation, such as the host's: its current and its peak content."""
 
-    def __init__(self, books: MemoryTracker, learn: Callable[[], None]) -> None:
-        self._books, self._learn = books, learn
+    def __init__(self, tracker: MemoryTracker, learn: Callable[[], None]) -> None:
+        self._tracker, self._learn = tracker, learn
 
     @property
     def current_bytes(self) -> int:
         """The current bytes."""
-        return self._books.current_bytes
+        return self._tracker.current_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes at any one time."""
-        return self._books.peak_bytes
+        return self._tracker.peak_bytes
 
     @property
     def current_by_kind(self) -> dict[str, int]:
         """The current bytes by kind, largest first."""
         self._learn()
-        return self._books.current_by_kind()
+        return self._tracker.current_by_kind()
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
         """The bytes at the peak by kind, largest first; they add up to `peak_bytes`."""
         self._learn()
-        return self._books.peak_by_kind()
+        return self._tracker.peak_by_kind()
 
     @property
     def largest_at_peak(self) -> list[MemoryItem]:
         """The storages at the peak: where to look when a peak is too high."""
         self._learn()
-        return self._books.largest_at_peak()
+        return self._tracker.largest_at_peak()
 
 
 def _claim(block: MemoryBlock, kind: str, evidence: Evidence) -> None:

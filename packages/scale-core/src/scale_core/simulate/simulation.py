@@ -93,7 +93,7 @@ class Simulation(Memory):
         self._check = check
         super().__init__(MemoryTracker(), self._claim_flat_buffers)
         # By type of device, the device itself first.
-        self._memories = {device.type: self._books}
+        self._memories = {device.type: self._tracker}
         self._memories.setdefault("cpu", MemoryTracker())
         self._stepping = 0
         self._aside = 0
@@ -132,8 +132,8 @@ class Simulation(Memory):
         """
         self._claim_flat_buffers()
         self.collectives.clear()
-        for books in self._memories.values():
-            books.restart()
+        for tracker in self._memories.values():
+            tracker.restart()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -167,14 +167,14 @@ class Simulation(Memory):
     # From here on: what the hooks of `simulate` call.
 
     def _close(self) -> None:
-        for books in self._memories.values():
-            books.close()
+        for tracker in self._memories.values():
+            tracker.close()
 
-    def _tracker(self, kind: str) -> MemoryTracker:
-        return self._memories["cpu"] if kind == "cpu" else self._books
+    def _tracker_of(self, kind: str) -> MemoryTracker:
+        return self._memories["cpu"] if kind == "cpu" else self._tracker
 
     def _observe(self, tensor: Tensor, guess: str, made_by: str = "") -> MemoryBlock:
-        return self._tracker(tensor.device.type).observe(tensor.untyped_storage(), guess, made_by)
+        return self._tracker_of(tensor.device.type).observe(tensor.untyped_storage(), guess, made_by)
 
     def _phase(self) -> str:
         if self._stepping:
@@ -182,7 +182,7 @@ class Simulation(Memory):
         return "backward" if compat.graph_task_id() != -1 else "forward"
 
     def _run(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs one operator and books what it takes, makes and sends."""
+        """Runs one operator and counts what it takes, makes and sends."""
         name = operator.name()
         if self._aside or name.startswith("prim::") or compat.active_fake_mode() is not self._fake_mode:
             return operator(*args, **kwargs)
@@ -229,20 +229,20 @@ class Simulation(Memory):
                 continue
             for inner in compat.inner_tensors(tensor):
                 if inner.device.type != "meta":
-                    self._tracker(inner.device.type).claim(inner.untyped_storage(), kind, evidence)
+                    self._tracker_of(inner.device.type).claim(inner.untyped_storage(), kind, evidence)
 
     def _claim_flat_buffers(self) -> None:
         # What an optimizer never sees, such as the shards of frozen units, only `flat.buffer` can tell. A buffer that
         # was made outside of this simulation is none of its business.
         for kind, tensor in live_buffers():
-            if self._tracker(tensor.device.type).knows(tensor.untyped_storage()):
+            if self._tracker_of(tensor.device.type).knows(tensor.untyped_storage()):
                 self._claim([tensor], _FLAT_KINDS[kind], Evidence.OPTIMIZER)
 
     def _resized(self, storage: torch.UntypedStorage, bytes_before: int) -> None:
-        # A fake storage does not say where it is, but one that was made here is in the books.
-        known = (books for books in self._memories.values() if books.knows(storage))
-        books = next(known, None) or self._tracker(storage.device.type)
-        books.resized(storage, bytes_before, _GUESSES[self._phase()])
+        # A fake storage does not say where it is, but the tracker of its memory knows one that was made here.
+        known = (tracker for tracker in self._memories.values() if tracker.knows(storage))
+        tracker = next(known, None) or self._tracker_of(storage.device.type)
+        tracker.resized(storage, bytes_before, _GUESSES[self._phase()])
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._claim(module._parameters.values(), "parameters", Evidence.MODULE)
@@ -267,7 +267,7 @@ def simulate(
     """Inside, this process is one rank of a world of which no other rank exists.
 
     The default process group is torch's "fake" one: collectives return at once and move nothing. Build the model, run
-    two steps and read the books; state that an optimizer makes at its first step counts from the second on.
+    two steps and read what was counted; state that an optimizer makes at its first step counts from the second on.
 
         >>> with simulate(rank=0, world_size=128) as sim:
         ...     layer = torch.nn.Linear(20_000, 20_000, bias=False)
@@ -280,8 +280,8 @@ def simulate(
     Args:
         rank: The rank to play.
         world_size: How many ranks there are.
-        fake: Tensors have sizes but no memory. With False they are real, as large as they look; the books are the same
-            to the byte, but the values are wrong wherever they depend on other ranks.
+        fake: Tensors have sizes but no memory. With False they are real, as large as they look; the counts are the
+            same to the byte, but the values are wrong wherever they depend on other ranks.
         check: Raise where an operation uses memory that was released, or a collective's buffers do not fit.
         device: Where the model computes. "cpu" is the host, and all is in one memory. "sim" stands in for an
             accelerator, which has a memory of its own: tensors come there by `device="sim"`, as they would by
@@ -308,12 +308,12 @@ def simulate(
         stack.enter_context(compat.fake_default_group(rank, world_size, device))
         if fake:
             stack.enter_context(compat.fake_tensors())
-        yield stack.enter_context(watched(Simulation(rank, world_size, check, here)))
+        yield stack.enter_context(track_memory(Simulation(rank, world_size, check, here)))
 
 
 @contextmanager
-def watched(simulation: Simulation) -> Iterator[Simulation]:
-    """Inside, books are kept of what this process does: of real tensors among real ranks, too, on one device."""
+def track_memory(simulation: Simulation) -> Iterator[Simulation]:
+    """Inside, the bytes that this process takes and sends are counted, also of real tensors among real ranks."""
     with ExitStack() as stack:
         stack.callback(simulation._close)
         stack.enter_context(compat.watching_resizes(simulation._resized))

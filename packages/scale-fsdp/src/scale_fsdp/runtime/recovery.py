@@ -48,7 +48,7 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
         return False
     for unit in root.units:
         for buffer in unit.buffers:
-            buffer.serve_others()
+            buffer.contribute_zeros()
     if rest is None:
         _start_last_event(root)
         error.add_note(contract.abort(format_traceback(error)))

@@ -329,7 +329,7 @@ class Root(UnitContext):
         self.wait_previous_reduction()
         for unit in self.units:  # What may fail in the last part of a reduction does so before all compare.
             if unit.options.communication is not None and unit in self._reduced:
-                unit.finish_rounding()
+                unit.finish_quantized_reductions()
         for unit in self.units if self._unused else ():
             self._record_late(unit)
         late = LateGradients([], [])

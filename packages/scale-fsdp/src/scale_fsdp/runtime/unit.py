@@ -312,13 +312,13 @@ class Unit:
                 buffer.release(self.contract.limit_seconds, keep_part=keep_part)
 
     def release_complete_gathers(self) -> None:
-        """Frees what was gathered, but for a part of it and for gathers that go on once they are waited for."""
-        if not any(buffer.gather_goes_on for buffer in self.buffers):
+        """Frees what was gathered, but for a part of it and for gathers whose second half is yet to come."""
+        if not any(buffer.gather_has_second_half for buffer in self.buffers):
             self.release(keep_part=True)
 
     def finish_gathers(self, *, keep_part: bool) -> None:
-        """Waits, where the other ranks do, for gathers that go on then, and frees them."""
-        if any(buffer.gather_goes_on for buffer in self.buffers):
+        """Waits, where the other ranks do, for gathers that have a second half, and frees them."""
+        if any(buffer.gather_has_second_half for buffer in self.buffers):
             self.release(keep_part=keep_part)
 
     def gather_full_params(self, buffer: FlatBuffer) -> list[Tensor]:
@@ -358,10 +358,10 @@ class Unit:
         if waits:
             self.contract.wait(Event("reduction", self.name), *waits)
 
-    def finish_rounding(self) -> None:
-        """Waits for all parts of those reductions in which quantized gradients come last."""
+    def finish_quantized_reductions(self) -> None:
+        """Waits for all parts of those reductions that quantize after the scatter."""
         for number, buffer in enumerate(self.buffers):
-            if buffer.rounds_last:
+            if buffer.quantizes_after_scatter:
                 self._log_replication(number)
                 self.contract.wait(Event("reduction", self.name), buffer.finish_reduction)
 
@@ -401,7 +401,7 @@ class Unit:
             if transfer.phase == "gather":
                 if buffer.state is State.SHARDED:
                     self._start("gather", number)
-                if not buffer.gather_goes_on:
+                if not buffer.gather_has_second_half:
                     buffer.release(limit, keep_part=keep_part)
             elif transfer.phase == "replication":
                 self._log_replication(number)

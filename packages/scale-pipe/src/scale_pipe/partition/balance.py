@@ -162,7 +162,7 @@ def best_balance(
     least, seen = makespan(_costs(times, best, link)), {tuple(best)}
     while True:
         found = None
-        for balance in _neighbours(best):
+        for balance in _neighbors(best):
             if tuple(balance) in seen:
                 continue
             if len(seen) >= max_balances:
@@ -176,7 +176,7 @@ def best_balance(
         best = found
 
 
-def _neighbours(balance: Sequence[int]) -> list[list[int]]:
+def _neighbors(balance: Sequence[int]) -> list[list[int]]:
     """Returns the balances with one layer less in one partition and one more in another, near pairs first."""
     pairs = sorted(permutations(range(len(balance)), 2), key=lambda pair: abs(pair[0] - pair[1]))
     return [

@@ -54,10 +54,10 @@ class Problem:
             if stage:
                 sources[forward] = forward - num_micro_batches
             sources[gradient] = gradient + num_micro_batches if stage + 1 < num_stages else forward
-            for code, neighbour in ((forward, stage + 1), (gradient, stage - 1)):
-                if 0 <= neighbour < num_stages and rank_of[neighbour] != rank_of[stage]:
-                    delays[code] = costs.link[min(stage, neighbour)]
-                    channels[code] = rank_of[stage] * placement.num_ranks + rank_of[neighbour]
+            for code, neighbor in ((forward, stage + 1), (gradient, stage - 1)):
+                if 0 <= neighbor < num_stages and rank_of[neighbor] != rank_of[stage]:
+                    delays[code] = costs.link[min(stage, neighbor)]
+                    channels[code] = rank_of[stage] * placement.num_ranks + rank_of[neighbor]
         owners = [rank_of[code // num_micro_batches % num_stages] for code in range(3 * size)]
         return cls(placement, num_micro_batches, costs, tuple(caps), sources, channels, delays, owners)
 

@@ -48,7 +48,7 @@ def build_schedule(name: str, placement: StagePlacement, num_micro_batches: int,
     if len(orders) != placement.num_ranks:
         raise ValueError(f"expected an order for each of {placement.num_ranks} ranks, but got {len(orders)}")
 
-    def to_neighbour(action: Action) -> Iterator[Transfer[Action]]:
+    def to_neighbor(action: Action) -> Iterator[Transfer[Action]]:
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD and stage + 1 < placement.num_stages:
             send = Action(Kind.SEND_ACTIVATION, stage, micro_batch)
@@ -59,7 +59,7 @@ def build_schedule(name: str, placement: StagePlacement, num_micro_batches: int,
         receive = matching_transfer(send)
         yield Transfer(receive.stage, send, receive)
 
-    actions = insert_transfers(placement, orders, to_neighbour)
+    actions = insert_transfers(placement, orders, to_neighbor)
     for rank, stages in enumerate(placement.stages_of):
         actions[rank] += [Action(Kind.STEP, stage, EVERY_MICRO_BATCH) for stage in stages]
     return Schedule(name, placement, num_micro_batches, tuple(map(tuple, actions)))

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scale_core.comm.collectives import exchange
+from scale_core.comm.context_parallel_group import note_backward, set_context_parallel_group
 from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import next_node_number, plain_tensor_types, saved_tensor_hooks
 from scale_core.consistency.execution_order import fingerprint_of
-from scale_core.divided_samples import divide_samples, note_backward
 from scale_core.hooks.autograd import in_backward
 from scale_tp.attention.model_checks import checked_models
 from scale_tp.attention.padding import Padding, gather_padding, padding_mask
@@ -75,7 +75,7 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
         stack.callback(_kernel.leave, block)
         _kernel.enter(block)
         stack.enter_context(checked_models(ranks.size))
-        stack.enter_context(divide_samples(ranks))
+        stack.enter_context(set_context_parallel_group(ranks))
         # Kernels that compute a whole layer or a compiled graph would not call the operator.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)

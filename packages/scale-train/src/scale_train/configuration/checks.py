@@ -62,7 +62,7 @@ def option_problems(options: Options) -> list[str]:
     """Returns what cannot be meant, one line for each problem."""
     problems = list(_number_problems(options))
     if not problems:  # A model of -1 layers was told above.
-        problems += [*_model_problems(options), *_expert_problems(options)]
+        problems += [*_model_problems(options), *_mixture_problems(options)]
     return [*problems, *_activation_problems(options), *_optimizer_problems(options), *_logger_problems(options)]
 
 
@@ -130,7 +130,7 @@ def _transformers_problems(options: Options, config: dict[str, Any], vocabulary:
         yield f"--checkpoint-activations {choice}: {flag} is not planned; take all or selective"
 
 
-def _expert_problems(options: Options) -> Iterator[str]:
+def _mixture_problems(options: Options) -> Iterator[str]:
     """What does not go with experts, or not without them."""
     model, parallel = options.model, options.parallel
     ranks = f"--expert-parallel {parallel.expert_parallel}"
@@ -138,18 +138,12 @@ def _expert_problems(options: Options) -> Iterator[str]:
         if parallel.expert_parallel > 1:
             yield f"{ranks}: each rank has all experts of --model {model.model}; take 1"
         return
+    given = [name for name in EXPERT_NUMBERS if getattr(model, name) != getattr(ModelOptions, name)]
+    given += ["expert_parallel"] * (parallel.expert_parallel > 1)
+    yield from expert_problems(model.experts, model.top_k, parallel.expert_parallel, given)
     if not model.experts:
-        given = [name for name in EXPERT_NUMBERS if getattr(model, name) != getattr(ModelOptions, name)]
-        given += ["expert_parallel"] * (parallel.expert_parallel > 1)
-        if given:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            yield f"{flags}: for a model with experts; say how many, as --experts 8, or leave it out"
         return
     flag = f"--experts {model.experts}"
-    if model.top_k > model.experts:
-        yield f"--top-k {model.top_k}: a token goes to at most all {model.experts} of {flag}"
-    if parallel.expert_parallel > model.experts:
-        yield f"{ranks}: a rank would have none of the {model.experts} of {flag}; take at most {model.experts}"
     if parallel.parallel == "pipe":
         yield f"--parallel pipe: a model with {flag} is not divided into stages; take fsdp"
     if parallel.tensor_parallel > 1:
@@ -164,6 +158,19 @@ def _expert_problems(options: Options) -> Iterator[str]:
             f"{ranks}: --adascale measures each rank's own gradients, and those of divided experts are of all ranks "
             "at once; leave one of them out"
         )
+
+
+def expert_problems(experts: int, top_k: int, expert_parallel: int, given: list[str]) -> Iterator[str]:
+    """Yields what is wrong with numbers of experts, of `lm` and of `plan`; `given` are options that need some."""
+    flag = f"--experts {experts}"
+    if not experts and given:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        yield f"{flags}: for a model with experts; say how many, as --experts 8, or leave it out"
+    if experts and top_k > experts:
+        yield f"--top-k {top_k}: a token goes to at most all {experts} of {flag}"
+    if experts and expert_parallel > experts:
+        ranks = f"--expert-parallel {expert_parallel}"
+        yield f"{ranks}: a rank would have none of the {experts} of {flag}; take at most {experts}"
 
 
 def _activation_problems(options: Options) -> Iterator[str]:

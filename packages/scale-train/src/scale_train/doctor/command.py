@@ -27,7 +27,7 @@ from scale_train.resolve import resolve_device
 
 FAILED = 1
 _RANKS = 2
-WHOLE_TEST = 1.5
+LIMIT_FACTOR = 1.5
 """Times the longest wait for a rank: how long the test of ranks that are started here may take."""
 
 
@@ -76,19 +76,19 @@ def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
             dist.destroy_process_group()
 
 
-class Late(NamedTuple):
+class TimedOut(NamedTuple):
     """Ranks that were ended, as they took too long: what is said of it, and what to do."""
 
     text: str
     advice: str
 
 
-def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | Late | str:
+def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | TimedOut | str:
     """Starts two ranks; what they have found, or why they have not."""
-    limit, late = options.limit_seconds * WHOLE_TEST, threading.Event()
+    limit, ended = options.limit_seconds * LIMIT_FACTOR, threading.Event()
 
     def end() -> None:
-        late.set()
+        ended.set()
         os.kill(os.getpid(), signal.SIGTERM)  # It is passed on to the ranks, and handled by who waits for them.
 
     timer = threading.Timer(limit, end)
@@ -97,8 +97,8 @@ def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | Late | str:
         code, outcomes = launch_and_collect(_as_rank, _RANKS, options, device, device=device, grace=1.0)
     finally:
         timer.cancel()
-    if late.is_set() and code:
-        return _late(limit, device)
+    if ended.is_set() and code:
+        return _timed_out(limit, device)
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         raise SystemExit(code)  # Somebody has stopped it: that says nothing of the ranks.
     errors = [each for each in outcomes if isinstance(each, str)]
@@ -108,20 +108,20 @@ def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | Late | str:
     return next((each for each in results if not each.is_right), results[0])
 
 
-def _late(limit: float, device: str) -> Late:
+def _timed_out(limit: float, device: str) -> TimedOut:
     """Ranks hang, or the machine is too busy for them."""
     cores = os.cpu_count() or 1
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     text = f"no result of the {_RANKS} ranks within {limit:g} s"
     if busy <= 1.5 * cores:
-        return Late(f"{text}: they hang", _advice(device))
-    text += f", while {busy:.0f} processes share {cores} cores here: it may be no fault of theirs"
-    return Late(text, "try again when the machine is idle, or with --limit-seconds 60")
+        return TimedOut(f"{text}: they hang", _advice(device))
+    text += f", while {busy:.0f} processes share {cores} cores here: the machine may be too busy"
+    return TimedOut(text, "try again when the machine is idle, or with --limit-seconds 60")
 
 
-def judge(outcome: SelfTest | Late | str, device: str) -> list[Finding]:
+def judge(outcome: SelfTest | TimedOut | str, device: str) -> list[Finding]:
     """Returns the verdict on the ranks, and the speed of their link."""
-    if isinstance(outcome, Late):
+    if isinstance(outcome, TimedOut):
         return [Finding("self-test", "failed", outcome.text, outcome.advice)]
     if isinstance(outcome, str):
         return [Finding("self-test", "failed", f"the ranks could not train together: {outcome}", _advice(device))]

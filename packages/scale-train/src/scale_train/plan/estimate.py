@@ -28,22 +28,23 @@ from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_numel
 from scale_core.simulate import Simulation, simulate
 from scale_core.tree import map_tensors, tensors_in
-from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, fully_shard_modules, plan_units
-from scale_moe import Experts
+from scale_fsdp import fully_shard_modules, plan_units
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import split
 from scale_pipe.schedules.action import Kind
 from scale_pipe.schedules.registry import get_schedule
+from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import peak_live
 from scale_pipe.schedules.simulation import simulate as simulate_schedule
 from scale_tp import context_parallel, parallelize, position_ids, split_sequence
 from scale_train.errors import InputError
+from scale_train.model import ExpertGroups
 from scale_train.options import ParallelOptions
 from scale_train.plan.model import Built, PlannedModel
 from scale_train.plan.options import PlanOptions
 from scale_train.plan.step_time import StepWork, rates_of, step_seconds
-from scale_train.plan.strategies import SHARDED, Strategy
-from scale_train.training.parallelize import COMPUTE_DTYPES, MeshAxes, mesh_axes, pipeline_axes
+from scale_train.plan.strategies import Strategy
+from scale_train.training.parallelize import COMPUTE_DTYPES, MeshAxes, parallel_axes, shard_units, sharding_of
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -130,16 +131,16 @@ def estimate(planned: PlannedModel, strategy: Strategy, options: PlanOptions) ->
 
 def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
     """Every technique but the pipeline: this rank has a part of the batch and calls the whole model."""
-    dtype = COMPUTE_DTYPES.get(options.precision)
+    dtype, asked = COMPUTE_DTYPES.get(options.precision), strategy.parallel_options(options.precision)
     with simulate(world_size=strategy.ranks, device="sim" if strategy.has_host_memory else "cpu") as simulation:
         with simulation.aside():
-            axes = mesh_axes(group_of(), strategy.model_ranks, strategy.context_ranks)
+            axes = parallel_axes(group_of(), asked)
         # On the host, where shards that are offloaded stay.
-        model, loss = _build(planned, strategy)
+        model, loss = _build(planned, axes)
         _checkpoint(planned, strategy, model)
         if axes.model.size > 1:
             parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
-        called, optimizer, sharded = _sharded(planned, strategy, model, axes.data, simulation, dtype)
+        called, optimizer = _parallelized(planned, asked, model, axes, simulation)
         scaler = ShardedGradScaler(enabled=dtype == torch.float16)
         batch = options.batch // strategy.data_ranks
         offloaded = 0  # Bytes of activations.
@@ -149,7 +150,7 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
             tokens = torch.zeros(batch, options.sequence + 1, dtype=torch.int64, device=simulation.device)
             before = simulation.on("cpu").current_bytes
             with _divided_sequence(axes) as divide:
-                with nullcontext() if sharded else _autocast(dtype):
+                with _autocast(None if asked.parallel == "fsdp" else dtype):
                     found = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
                 if strategy.offload:
                     offloaded = simulation.on("cpu").current_bytes - before
@@ -185,11 +186,8 @@ def _divided_sequence(axes: MeshAxes) -> Iterator[Callable[..., Tensor]]:
         yield divided
 
 
-def _build(planned: PlannedModel, strategy: Strategy) -> Built:
-    if strategy.expert_ranks == 1:
-        return planned.build()
-    assert planned.build_over is not None, "a strategy that divides experts is of a model that has some"
-    return planned.build_over(group_of(dist.new_group(list(range(strategy.expert_ranks)))))
+def _build(planned: PlannedModel, axes: MeshAxes) -> Built:
+    return planned.build() if planned.build_over is None else planned.build_over(ExpertGroups(axes.expert, axes.data))
 
 
 def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
@@ -202,39 +200,21 @@ def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
     return int(counter.get_total_flops())
 
 
-def _sharded(
-    planned: PlannedModel,
-    strategy: Strategy,
-    model: nn.Module,
-    data: Group,
-    simulation: Simulation,
-    dtype: torch.dtype | None,
-) -> tuple[nn.Module, Optimizer, bool]:
-    """What is called, the optimizer, and whether the model casts by itself."""
+def _parallelized(
+    planned: PlannedModel, asked: ParallelOptions, model: nn.Module, axes: MeshAxes, simulation: Simulation
+) -> tuple[nn.Module, Optimizer]:
+    """Returns what is called, and the optimizer, as `make_engine` makes them of a GPT."""
     arguments: dict[str, Any] = {"lr": 1e-3, "fused": True}
-    if strategy.parallel in SHARDED or (strategy.parallel == "tensor-parallel" and data.size > 1):
-        policy = _mixed_precision(dtype)
-        if strategy.expert_ranks > 1:
-            replicas = dist.new_group(list(range(0, strategy.ranks, strategy.expert_ranks)))
-            for experts in [module for module in model.modules() if isinstance(module, Experts)]:
-                fully_shard(experts, replicas, mp_policy=policy)
-        fully_shard_modules(
-            model,
-            planned.blocks(model),
-            mesh=data.process_group,
-            mp_policy=policy,
-            offload_policy=CPUOffloadPolicy() if strategy.parallel == "fsdp-offload" else None,
-            compute_device=simulation.device,
-        )
-        return model, AdamW(model.parameters(), **arguments), True
-    if strategy.parallel in ("oss", "sharded-ddp"):
-        optimizer = OSS(model.parameters(), AdamW, data, **arguments)
-        if strategy.parallel == "sharded-ddp":
-            return ShardedDataParallel(model, optimizer), optimizer, False
-        _reduce_gradients(model, data, simulation)
-        return model, optimizer, False
-    _reduce_gradients(model, data, simulation)
-    return model, AdamW(model.parameters(), **arguments), False
+    if asked.parallel == "fsdp":
+        shard_units(model, planned.blocks(model), axes, compute_device=simulation.device, **sharding_of(asked))
+        return model, AdamW(model.parameters(), **arguments)
+    if asked.parallel == "sharded-ddp":
+        optimizer = OSS(model.parameters(), AdamW, axes.data, **arguments)
+        return ShardedDataParallel(model, optimizer), optimizer
+    _reduce_gradients(model, axes.data, simulation)
+    if asked.parallel == "oss":
+        return model, OSS(model.parameters(), AdamW, axes.data, **arguments)
+    return model, AdamW(model.parameters(), **arguments)
 
 
 def _reduce_gradients(model: nn.Module, data: Group, simulation: Simulation) -> None:
@@ -274,80 +254,87 @@ def ranks_to_simulate(planned: PlannedModel, strategy: Strategy) -> list[int]:
     if cuts is None:
         return sorted({0, num_ranks - 1})
     starts = [0, *(int(name.rpartition(".")[2]) for name in cuts), len(model.blocks)]
-    live = peak_live(get_schedule("1f1b", num_ranks, strategy.chunks, None))
+    live = peak_live(_schedule(strategy))
     fullest = max(range(num_ranks), key=lambda rank: (starts[rank + 1] - starts[rank]) * live[rank])
     return sorted({0, fullest, num_ranks - 1})
 
 
 def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> Estimate:
     """A rank of a pipeline: its stages, in the order of the schedule."""
-    schedule = get_schedule("1f1b", strategy.model_ranks, strategy.chunks, None)
-    dtype, size = COMPUTE_DTYPES.get(options.precision), options.batch // strategy.data_ranks // strategy.chunks
+    asked, size = strategy.parallel_options(options.precision), options.batch // strategy.data_ranks // strategy.chunks
     with simulate(world_size=strategy.ranks) as simulation:
         with simulation.aside():
-            axes = pipeline_axes(group_of(), _pipe_options(strategy))
-        mine, passed = _stage(planned, strategy, axes.model, rank, (size, options.sequence))
+            axes = parallel_axes(group_of(), asked)
+        stage, passed = _stage(planned, strategy, axes.model, rank, (size, options.sequence))
         if strategy.shards_stages:
-            policy = _mixed_precision(dtype)
-            fully_shard_modules(mine, planned.blocks(mine), mesh=axes.data.process_group, mp_policy=policy)
+            fully_shard_modules(stage, planned.blocks(stage), mesh=axes.data.process_group, **sharding_of(asked))
         # Pipelines beside each other average whole stages by DistributedDataParallel, which keeps buckets as well.
         has_buckets = strategy.data_ranks > 1 and not strategy.shards_stages
-        buckets = [torch.zeros_like(param) for param in mine.parameters()] if has_buckets else []
+        buckets = [torch.zeros_like(param) for param in stage.parameters()] if has_buckets else []
         for bucket in buckets:
             simulation.label(bucket, "reduction")
-        optimizer = AdamW(mine.parameters(), lr=1e-3, fused=True)
-        scaler = ShardedGradScaler(enabled=dtype == torch.float16)
-        live: dict[int, tuple[Any, Any]] = {}
-
-        def forward(index: int) -> None:
-            given = map_tensors(_stage_input, passed[rank])
-            with _autocast(None if strategy.shards_stages else dtype):
-                live[index] = given, mine(*given)
-
-        def backward(index: int) -> None:
-            _, output = live.pop(index)
-            roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-
-        def step() -> None:
-            left = strategy.chunks  # Of the backward passes; gradients are reduced in the last one.
-            for action in schedule.compute_actions()[rank]:
-                if action.kind is Kind.FORWARD:
-                    forward(action.micro_batch)
-                    continue
-                left -= 1
-                with mine.no_sync() if strategy.shards_stages and left else nullcontext():  # type: ignore[operator]
-                    backward(action.micro_batch)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-        flops = _two_steps(step, simulation)
-        params = sum(param.numel() for param in mine.parameters())
+        flops = _two_steps(_step_of_stage(stage, passed[rank], strategy, asked, rank), simulation)
+        params = sum(param.numel() for param in stage.parameters())
         found = _read(strategy, simulation, flops, params, axes)
-        neighbours = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
-        exchanged = strategy.chunks * sum(
-            tensor.nbytes for given in neighbours for tensor in tensors_in(given) if tensor.is_floating_point()
-        )
-        replicas = strategy.data_ranks
-        reduced = 0 if strategy.shards_stages else 2 * (replicas - 1) * 4 * params // replicas
-        assert found.work is not None
-        work = found.work._replace(
-            overlapped_bytes=found.work.overlapped_bytes + exchanged,
-            after_step_bytes=found.work.after_step_bytes + reduced,
-            bubble=simulate_schedule(schedule).bubble,
-        )
-        sent = {"send": exchanged, **found.bytes_sent}
-        if reduced:
-            sent["all_reduce"] = sent.get("all_reduce", 0) + reduced
-        return Estimate(strategy, found.peak_by_kind, {}, sent, work)
-
-
-def _pipe_options(strategy: Strategy) -> ParallelOptions:
-    """The strategy as `scale-train lm` has it."""
-    return ParallelOptions(
-        parallel="pipe", stages=strategy.model_ranks, chunks=strategy.chunks, tensor_parallel=strategy.tensor_ranks
+    neighbors = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
+    exchanged = strategy.chunks * sum(
+        tensor.nbytes for given in neighbors for tensor in tensors_in(given) if tensor.is_floating_point()
     )
+    return _with_messages(found, exchanged, 4 * params if has_buckets else 0)
+
+
+def _step_of_stage(stage: Any, given: Any, strategy: Strategy, asked: ParallelOptions, rank: int) -> Callable[[], None]:
+    """Returns a step of a stage, with its optimizer: forwards and backwards of micro-batches of what it is given."""
+    dtype = COMPUTE_DTYPES.get(asked.precision)
+    actions = _schedule(strategy).compute_actions()[rank]
+    optimizer = AdamW(stage.parameters(), lr=1e-3, fused=True)
+    scaler = ShardedGradScaler(enabled=dtype == torch.float16)
+    live: dict[int, tuple[Any, Any]] = {}
+
+    def forward(index: int) -> None:
+        inputs = map_tensors(_stage_input, given)
+        with _autocast(None if strategy.shards_stages else dtype):
+            live[index] = inputs, stage(*inputs)
+
+    def backward(index: int) -> None:
+        _, output = live.pop(index)
+        roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+
+    def step() -> None:
+        left = strategy.chunks  # Of the backward passes; gradients are reduced in the last one.
+        for action in actions:
+            if action.kind is Kind.FORWARD:
+                forward(action.micro_batch)
+                continue
+            left -= 1
+            with stage.no_sync() if strategy.shards_stages and left else nullcontext():
+                backward(action.micro_batch)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _with_messages(found: Estimate, exchanged: int, averaged: int) -> Estimate:
+    """Returns a stage's estimate with the bytes that it exchanges with its neighbors, and those of its average."""
+    replicas = found.strategy.data_ranks
+    reduced = 2 * (replicas - 1) * averaged // replicas
+    assert found.work is not None
+    work = found.work._replace(
+        overlapped_bytes=found.work.overlapped_bytes + exchanged,
+        after_step_bytes=found.work.after_step_bytes + reduced,
+        bubble=simulate_schedule(_schedule(found.strategy)).bubble,
+    )
+    sent = {"send": exchanged, **found.bytes_sent}
+    if reduced:
+        sent["all_reduce"] = sent.get("all_reduce", 0) + reduced
+    return replace(found, host_peak_by_kind={}, bytes_sent=sent, work=work)
+
+
+def _schedule(strategy: Strategy) -> Schedule:
+    return get_schedule("1f1b", strategy.model_ranks, strategy.chunks, None)
 
 
 def _stage(
@@ -398,10 +385,6 @@ def _checkpoint(planned: PlannedModel, strategy: Strategy, model: nn.Module) -> 
     for name in plan_units(model, planned.blocks(model)):
         if name:
             apply_checkpointing(model.get_submodule(name), how[strategy.checkpoint], offload_inputs=strategy.offload)
-
-
-def _mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
-    return None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -11,16 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from scale_core.comm.group import Group
 from scale_fsdp import class_policy, no_split_policy
 from scale_fsdp.wrapping.policy import Policy
-from scale_moe import MoE
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.styles import Plan
 from scale_train.errors import InputError
-from scale_train.model import GPT, Block, ModelConfig
+from scale_train.model import GPT, Block, ExpertGroups, ModelConfig
 from scale_train.options import ModelOptions, Options
 from scale_train.plan.options import PlanOptions
 from scale_train.resolve import model_config
@@ -48,7 +45,7 @@ class PlannedModel:
         tensor_plan: How tensor parallelism divides it; None is the plan that a model of transformers carries.
         attention_rules: What tensor parallelism has to know of its attention.
         size: The name by which `scale-train lm` knows it; None for other models.
-        build_over: Makes it with experts that the ranks of a group divide; None where it has none.
+        build_over: Makes it with experts, which these ranks divide and route together; None where it has none.
     """
 
     title: str
@@ -57,27 +54,11 @@ class PlannedModel:
     tensor_plan: Plan | None
     attention_rules: tuple[AttentionRule, ...] = ()
     size: str | None = None
-    build_over: Callable[[Group], Built] | None = None
+    build_over: Callable[[ExpertGroups], Built] | None = None
 
     def cuts(self, model: nn.Module, num_stages: int) -> list[str] | None:
         """Returns the names of the modules at which stages of a pipeline begin; None where nothing says so."""
         return stage_boundaries(len(model.blocks), num_stages) if isinstance(model, GPT) else None
-
-
-class ExpertBlock(Block):
-    """A block with a mixture of experts, as wide as its feed-forward layer, in place of that."""
-
-    def __init__(self, config: ModelConfig, num_experts: int, top_k: int, group: Group) -> None:
-        super().__init__(config)
-        del self.feed_in, self.feed_out
-        options: Any = {"gated": False, "activation": functional.gelu, "process_group": group}
-        self.moe = MoE(config.width, 4 * config.width, num_experts, top_k, **options)
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """As that of a `Block`."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions))
-        y: Tensor = x + self.dropout(self.moe(self.feed_norm(x)))
-        return y
 
 
 def planned_model(options: PlanOptions) -> PlannedModel:
@@ -90,38 +71,30 @@ def planned_model(options: PlanOptions) -> PlannedModel:
         return _from_factory(options.factory)
     if options.config is not None:
         return _from_transformers(options.config)
-    asked = ModelOptions(options.size, options.layers, options.width, options.heads)
-    shape = model_config(Options(model=asked))
-    config = ModelConfig(
-        shape.layers, shape.width, shape.heads, vocabulary=options.vocabulary, loss_chunk=options.loss_chunk
+    asked = ModelOptions(
+        options.size,
+        options.layers,
+        options.width,
+        options.heads,
+        experts=options.experts,
+        top_k=options.top_k,
+        loss_chunk=options.loss_chunk,
     )
-
-    known = options.size if options.vocabulary == ModelConfig.vocabulary else None
-
-    def build_over(group: Group) -> Built:
-        model = GPT(replace(config, layers=1))
-        blocks = (ExpertBlock(config, options.experts, options.top_k, group) for _ in range(config.layers))
-        model.blocks = nn.ModuleList(blocks)
-        return Built(model, _returned_loss)
-
-    if options.experts:
-        return PlannedModel(
-            f"GPT of {config.layers} blocks, width {config.width}, {config.heads} heads, {config.vocabulary} tokens, "
-            f"{options.experts} experts of which a token has {options.top_k}",
-            lambda: build_over(Group()),
-            lambda _: class_policy(ExpertBlock),
-            None,
-            size=known,
-            build_over=build_over,
-        )
+    config = replace(model_config(Options(model=asked)), vocabulary=options.vocabulary)
     title = f"GPT of {config.layers} blocks, width {config.width}, {config.heads} heads, {config.vocabulary} tokens"
+    title += f", {config.experts} experts of which a token has {config.top_k}" if config.experts else ""
+
+    def build(groups: ExpertGroups = ExpertGroups()) -> Built:  # noqa: B008  # immutable
+        return Built(GPT(config, groups), _returned_loss)
+
     return PlannedModel(
         title,
-        lambda: Built(GPT(config), _returned_loss),
+        build,
         lambda _: class_policy(Block),
         PLAN,
         (ATTENTION_RULE,),
-        size=known,
+        size=options.size if options.vocabulary == ModelConfig.vocabulary else None,
+        build_over=build if config.experts else None,
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from scale_train.errors import InputError
+from scale_train.options import ParallelOptions
 from scale_train.plan.options import PlanOptions
 
 Parallel = Literal[
@@ -14,9 +15,6 @@ Parallel = Literal[
 ]
 Checkpointing = Literal["none", "selective", "all"]
 """What is recomputed in the backward pass, in the words of `scale-train lm --checkpoint-activations`."""
-
-SHARDED = ("fsdp", "fsdp-offload", "context-parallel")
-"""Ways whose ranks all shard, and whose model casts by itself."""
 
 MAX_MODEL_RANKS = 8
 """Tensor and pipeline parallelism stay inside a machine of so many devices."""
@@ -34,7 +32,7 @@ class Strategy:
         chunks: Micro-batches of a pipeline.
         checkpoint: What blocks recompute.
         offload: Whether what blocks keep for the backward pass goes to the host.
-        expert_ranks: Ranks that divide the experts of a block; each expert is sharded over the others.
+        expert_ranks: Ranks that divide the experts of a block; each expert is sharded over those that have it.
         tensor_ranks: Of a pipeline, ranks that divide the layers of each stage.
         shards_stages: Of several pipelines, whether they shard each stage, as fsdp, or have it whole, as ddp.
         context_ranks: Ranks that divide each sequence.
@@ -80,6 +78,27 @@ class Strategy:
         name += {"none": "", "all": ", checkpointed", "selective": ", selectively checkpointed"}[self.checkpoint]
         return f"{name}, activations offloaded" if self.offload else name
 
+    def parallel_options(self, precision: Literal["fp32", "bf16", "fp16"]) -> ParallelOptions:
+        """Returns the strategy as `scale-train lm` has it."""
+        is_pipe = self.parallel == "pipe"
+        # Layers that all ranks divide leave nothing to shard: ddp of one rank is the plain model.
+        others: dict[str, Any] = {"tensor-parallel": "fsdp" if self.data_ranks > 1 else "ddp"}
+        others |= {"fsdp-offload": "fsdp", "context-parallel": "fsdp"}
+        return ParallelOptions(
+            ranks=self.ranks,
+            parallel=others.get(self.parallel, self.parallel),
+            precision=precision,
+            checkpoint_activations=self.checkpoint,
+            offload_activations=self.offload,
+            tensor_parallel=self.tensor_ranks if is_pipe else self.model_ranks,
+            context_parallel=self.context_ranks,
+            expert_parallel=self.expert_ranks,
+            stages=self.model_ranks if is_pipe else None,
+            chunks=self.chunks if is_pipe else ParallelOptions.chunks,
+            data_parallel="fsdp" if self.shards_stages else "ddp",
+            cpu_offload=self.parallel == "fsdp-offload",
+        )
+
     def command(self, options: PlanOptions, size: str | None) -> str | None:
         """What to type; None where `scale-train lm` has no such model."""
         if size is None:
@@ -116,72 +135,97 @@ class Strategy:
 
     def python(self, precision: str) -> list[str]:
         """What to write around a model, line by line."""
+        match self.parallel:
+            case "none" | "ddp" | "oss" | "sharded-ddp":
+                lines = self._replicated(precision)
+            case "pipe":
+                lines = self._pipeline(precision)
+            case "tensor-parallel" if self.data_ranks == 1:
+                lines = [_DIVIDED_LAYERS, _ADAMW, *_scaler(precision), *_autocast(precision)]
+            case _:
+                lines = self._sharded(precision)
+        return [*self._checkpointing(), *lines]
+
+    def _checkpointing(self) -> list[str]:
         kept = {"none": "offload" if self.offload else "", "all": "recompute", "selective": "selective"}
         how = [f"'{kept[self.checkpoint]}'", *["offload_inputs=True"] * (self.offload and self.checkpoint != "none")]
         lines = [f"for block in blocks: scale_checkpoint.apply_checkpointing(block, {', '.join(how)})"]
-        lines = lines if kept[self.checkpoint] else []
-        dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(precision)
-        policy = f"mp_policy=MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
-        sharding = [policy] * (dtype is not None)
-        scaled = ["scaler = scale_core.ShardedGradScaler()  # its scale(loss), step(optimizer) and update()"]
-        scaled = scaled if precision == "fp16" else []
-        autocast = [f"with torch.autocast(device.type, {dtype}): loss = loss_of(model, batch)"] * (dtype is not None)
-        autocast = [*scaled, *autocast]
-        adamw = "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)"
+        return lines if kept[self.checkpoint] else []
+
+    def _replicated(self, precision: str) -> list[str]:
+        """Each rank has all parameters."""
         ddp = "model = DistributedDataParallel(model, gradient_as_bucket_view=True)"
         oss = "optimizer = scale_oss.OSS(model.parameters(), torch.optim.AdamW, lr=lr, fused=True)"
-        match self.parallel:
-            case "none":
-                return [*lines, adamw, *autocast]
-            case "ddp":
-                return [*lines, ddp, adamw, *autocast]
-            case "oss":
-                return [*lines, oss, ddp, *autocast]
-            case "sharded-ddp":
-                return [*lines, oss, "model = scale_oss.ShardedDataParallel(model, optimizer)", *autocast]
-            case "pipe":
-                lines += ["scale_tp.parallelize(model, plan, mesh['tensor'])"] * (self.tensor_ranks > 1)
-                lines += [
-                    f"pipe = scale_pipe.DistributedPipe(scale_pipe.split(model, cuts), '1f1b', chunks={self.chunks}, "
-                    "process_group=mesh['pipe'].get_group())"
-                ]
-                call = f"loss = pipe.step(tokens, targets{', loss_fn=scaler.scale' * (precision == 'fp16')})"
-                if self.shards_stages:
-                    units = ", ".join(["stage", "scale_fsdp.class_policy(Block)", "mesh=mesh['data']", *sharding])
-                    lines += [f"for stage in pipe.stages.values(): scale_fsdp.fully_shard_modules({units})"]
-                else:
-                    replica = "DistributedDataParallel(pipe.stages[index], process_group=mesh['data'].get_group())"
-                    lines += [f"for index in pipe.stages: pipe.stages[index] = {replica}"] * (self.data_ranks > 1)
-                    call = f"with torch.autocast(device.type, {dtype}): {call}" if dtype else call
-                return [*lines, adamw.replace("model", "pipe"), *scaled, call]
-            case "tensor-parallel":
-                lines += ["scale_tp.parallelize(model, plan, mesh['model'])"]
-                sharding = ["mesh=mesh['data']", *sharding]
-                if self.data_ranks == 1:
-                    return [*lines, adamw, *autocast]
-            case "context-parallel":
-                lines += ["scale_tp.parallelize(model, plan, mesh['model'])"] * (self.model_ranks > 1)
-                sharding = ["mesh=mesh['data']", *sharding]  # It has the ranks of the context axis in it.
-                loss = "model(tokens, targets, positions=positions)"
-                scaled = [
-                    *scaled,
-                    "tokens, targets = (scale_tp.split_sequence(each, mesh['context']) for each in (tokens, targets))",
-                    "positions = scale_tp.position_ids(sequence, mesh['context'], device=device)",
-                    "with scale_tp.context_parallel(mesh['context']):",
-                    f"    {f'scaler.scale({loss})' if scaled else loss}.backward()",
-                ]
-            case "fsdp-offload":
-                sharding += ["offload_policy=CPUOffloadPolicy()"]
+        wrapped = {
+            "ddp": [ddp, _ADAMW],
+            "oss": [oss, ddp],
+            "sharded-ddp": [oss, "model = scale_oss.ShardedDataParallel(model, optimizer)"],
+        }
+        return [*wrapped.get(self.parallel, [_ADAMW]), *_scaler(precision), *_autocast(precision)]
+
+    def _pipeline(self, precision: str) -> list[str]:
+        lines = ["scale_tp.parallelize(model, plan, mesh['tensor'])"] * (self.tensor_ranks > 1)
+        lines += [
+            f"pipe = scale_pipe.DistributedPipe(scale_pipe.split(model, cuts), '1f1b', chunks={self.chunks}, "
+            "process_group=mesh['pipe'].get_group())"
+        ]
+        step = f"loss = pipe.step(tokens, targets{', loss_fn=scaler.scale' * (precision == 'fp16')})"
+        if self.shards_stages:
+            units = ", ".join(["stage", "scale_fsdp.class_policy(Block)", "mesh=mesh['data']", *_policy(precision)])
+            lines += [f"for stage in pipe.stages.values(): scale_fsdp.fully_shard_modules({units})"]
+        else:
+            replica = "DistributedDataParallel(pipe.stages[index], process_group=mesh['data'].get_group())"
+            lines += [f"for index in pipe.stages: pipe.stages[index] = {replica}"] * (self.data_ranks > 1)
+        steps = [step] if self.shards_stages else _autocast(precision, step) or [step]
+        return [*lines, _ADAMW.replace("model", "pipe"), *_scaler(precision), *steps]
+
+    def _sharded(self, precision: str) -> list[str]:
+        """fsdp, by itself or between ranks that divide layers, sequences or experts."""
+        lines = [_DIVIDED_LAYERS] * (self.model_ranks > 1)
         if self.expert_ranks > 1:
-            experts = ", ".join(["block.moe.experts", "mesh['replica']", *[policy] * (dtype is not None)])
+            experts = ", ".join(["block.moe.experts", "mesh['replica']", *_policy(precision)])
             sizes = f"({self.ranks // self.expert_ranks}, {self.expert_ranks})"
             lines += [
                 f"mesh = init_device_mesh(device.type, {sizes}, mesh_dim_names=('replica', 'expert'))",
                 "model = build()  # its layers with MoE(..., process_group=mesh['expert'])",
                 f"for block in blocks: scale_fsdp.fully_shard({experts})",
             ]
-        units = ", ".join(["model", "scale_fsdp.class_policy(Block)", *sharding])
-        return [*lines, f"scale_fsdp.fully_shard_modules({units})", adamw, *scaled]
+        # Where ranks divide sequences, the data axis has those of the context axis in it.
+        mesh = ["mesh=mesh['data']"] * (self.model_ranks * self.context_ranks > 1)
+        offload = ["offload_policy=CPUOffloadPolicy()"] * (self.parallel == "fsdp-offload")
+        units = ", ".join(["model", "scale_fsdp.class_policy(Block)", *mesh, *_policy(precision), *offload])
+        lines += [f"scale_fsdp.fully_shard_modules({units})", _ADAMW, *_scaler(precision)]
+        if self.context_ranks > 1:
+            loss = "model(tokens, targets, positions=positions)"
+            lines += [
+                "tokens, targets = (scale_tp.split_sequence(each, mesh['context']) for each in (tokens, targets))",
+                "positions = scale_tp.position_ids(sequence, mesh['context'], device=device)",
+                "with scale_tp.context_parallel(mesh['context']):",
+                f"    {f'scaler.scale({loss})' if precision == 'fp16' else loss}.backward()",
+            ]
+        return lines
+
+
+_ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)"
+_DIVIDED_LAYERS = "scale_tp.parallelize(model, plan, mesh['model'])"
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+def _policy(precision: str) -> list[str]:
+    """The argument by which sharded units compute in a lower precision."""
+    if precision not in _DTYPES:
+        return []
+    return [f"mp_policy=MixedPrecisionPolicy(param_dtype={_DTYPES[precision]}, reduce_dtype=torch.float32)"]
+
+
+def _scaler(precision: str) -> list[str]:
+    line = "scaler = scale_core.ShardedGradScaler()  # its scale(loss), step(optimizer) and update()"
+    return [line] * (precision == "fp16")
+
+
+def _autocast(precision: str, step: str = "loss = loss_of(model, batch)") -> list[str]:
+    """The step of a model that does not cast by itself."""
+    return [f"with torch.autocast(device.type, {_DTYPES[precision]}): {step}"] if precision in _DTYPES else []
 
 
 def strategies(options: PlanOptions, num_layers: int | None) -> list[Strategy]:

@@ -96,7 +96,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """Remove old snapshots; the newest full ones, and what is damaged, newer or unfinished, stay."""
+    """Remove old snapshots; the newest complete ones, and what is damaged, newer or unfinished, stay."""
 
     path: Positional[Path]
     """A run's folder, or a folder of snapshots."""

@@ -1,8 +1,8 @@
 """Model FLOPs utilization: the part of the devices' peak that the arithmetic of the model itself takes.
 
 Chowdhery et al., "PaLM", arXiv 2204.02311, Appendix B: a token costs 6 N + 12 L H Q T operations in forward and
-backward (N parameters, L layers, H heads of Q features, T tokens in a sequence). Recomputation does not count, and nor
-do experts that a token does not go to.
+backward (N parameters, L layers, H heads of Q features, T tokens in a sequence). Neither recomputation nor experts that
+a token skips count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scale_train.options import Options
 # Operations in a second of bf16 and fp16 matrix products with sums in fp32, from the maker's data sheets, looked up on
 # 2026-11-28. They are those without sparsity: half of what NVIDIA prints for Hopper, Blackwell and L4, whose tables are
 # "with sparsity". The first name that the device's name contains as a word is taken: a variant stands above what it is
-# a variant of. None is a device whose figure could not be confirmed, and that is not what its name contains.
+# a variant of. None: the figure is not confirmed, and a shorter matching name must not supply it.
 _PEAKS = {
     # nvidia.com, Blackwell data sheet: 5 and 4.5 PFLOPS of one GPU, with sparsity
     "GB200": 2500e12,

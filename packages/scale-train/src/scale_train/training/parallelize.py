@@ -199,7 +199,7 @@ class PipelineEngine(nn.Module):
         for index, stage in self.pipe.stages.items() if axes.data.size > 1 else ():
             if options.data_parallel == "fsdp":
                 units = _StageUnits((model.embedding, model.head))
-                fully_shard_modules(stage, units, mesh=axes.data.process_group, **_sharding(options))
+                fully_shard_modules(stage, units, mesh=axes.data.process_group, **sharding_of(options))
             else:
                 self.pipe.stages[index] = DistributedDataParallel(stage, process_group=axes.data.process_group)
 
@@ -268,8 +268,8 @@ class _StageUnits(Policy):
         return is_one and candidate.num_params > 0  # Of what other stages have there are placeholders.
 
 
-def _sharding(options: ParallelOptions) -> dict[str, Any]:
-    """How `fully_shard` casts, releases and offloads."""
+def sharding_of(options: ParallelOptions) -> dict[str, Any]:
+    """Returns how `fully_shard` casts, releases and offloads."""
     policy = None
     if options.precision != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[options.precision], reduce_dtype=torch.float32)
@@ -278,6 +278,16 @@ def _sharding(options: ParallelOptions) -> dict[str, Any]:
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else None,
     }
+
+
+def shard_units(
+    model: nn.Module, units: Policy, axes: MeshAxes, progress: ProgressCallback | None = None, **how: Any
+) -> None:
+    """Shards the units of a model, in place: experts that ranks divide among those that have the same ones."""
+    if axes.expert.size > 1:
+        for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+            fully_shard(experts, axes.expert_data, **how)
+    fully_shard_modules(model, units, progress=progress, mesh=axes.data.process_group, **how)
 
 
 def stage_boundaries(num_blocks: int, num_stages: int) -> list[str]:
@@ -434,11 +444,8 @@ def make_engine(
     if options.parallel != "fsdp" or not next(model.parameters()).is_meta:
         model.to(device)
     if options.parallel == "fsdp":
-        how = {"init": _init_of(model, source), "compute_device": device, **_sharding(options)}
-        if axes.expert.size > 1:
-            for experts in [module for module in model.modules() if isinstance(module, Experts)]:
-                fully_shard(experts, axes.expert_data, **how)
-        fully_shard_modules(model, blocks_policy(model), progress=progress, mesh=axes.data.process_group, **how)
+        how = {"init": _init_of(model, source), "compute_device": device, **sharding_of(options)}
+        shard_units(model, blocks_policy(model), axes, progress, **how)
     elif axes.expert.size > 1:
         average_replicated_gradients(model, axes.expert)
     if source is not None:

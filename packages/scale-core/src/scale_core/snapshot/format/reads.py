@@ -104,25 +104,25 @@ def read_tensors(path: Path, reads: Iterable[Read], progress: Callable[[int], No
 
 
 def _read_file(descriptor: int, pieces: list[Read], progress: Callable[[int], None]) -> None:
-    neighbours: list[Read] = []
+    neighbors: list[Read] = []
     for piece in pieces:
-        if neighbours and not (piece.is_direct and neighbours[-1].span[1] == piece.span[0]):
-            _read_direct(descriptor, neighbours, progress)
-            neighbours = []
+        if neighbors and not (piece.is_direct and neighbors[-1].span[1] == piece.span[0]):
+            _read_direct(descriptor, neighbors, progress)
+            neighbors = []
         if piece.is_direct:
-            neighbours.append(piece)
+            neighbors.append(piece)
         else:
             _read_staged(descriptor, piece)
             progress(piece.into.nbytes)
-    _read_direct(descriptor, neighbours, progress)
+    _read_direct(descriptor, neighbors, progress)
     for piece in pieces:
         if not piece.into.is_inference():  # Written behind autograd's back, which has to know that it was.
             torch.autograd.graph.increment_version(piece.into)
 
 
-def _read_direct(descriptor: int, neighbours: list[Read], progress: Callable[[int], None]) -> None:
-    if neighbours:
-        read_into(descriptor, [memory_of(read.into) for read in neighbours], neighbours[0].span[0], progress)
+def _read_direct(descriptor: int, neighbors: list[Read], progress: Callable[[int], None]) -> None:
+    if neighbors:
+        read_into(descriptor, [memory_of(read.into) for read in neighbors], neighbors[0].span[0], progress)
 
 
 def _read_staged(descriptor: int, piece: Read) -> None:

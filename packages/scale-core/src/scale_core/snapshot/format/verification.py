@@ -125,9 +125,9 @@ class RankReads:
 
 def blocks_to_verify(manifest: Manifest, reads: Sequence[RankReads], rank: int) -> dict[str, list[tuple[int, int]]]:
     """A rank's share, so that each host verifies what its ranks read, once, and all together what nobody reads."""
-    neighbours = [other for other, theirs in enumerate(reads) if theirs.host == reads[rank].host]
-    read_here = _union([reads[other].blocks for other in neighbours])
-    here = _share(read_here, neighbours.index(rank), len(neighbours))
+    neighbors = [other for other, theirs in enumerate(reads) if theirs.host == reads[rank].host]
+    read_here = _union([reads[other].blocks for other in neighbors])
+    here = _share(read_here, neighbors.index(rank), len(neighbors))
     read = _union([theirs.blocks for theirs in reads])
     unread = {name: _gaps(read.get(name, []), len(file.checksums)) for name, file in manifest.files.items()}
     rest = _share(unread, rank, len(reads))

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import scale_fsdp
 from fairscale._warnings import warn_argument, warn_once
+from fairscale.nn.data_parallel.consolidate_shard_weights import consolidate_shard_weights
 from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number, shard_by_number
-from fairscale.nn.data_parallel.param_metadata import consolidate_shard_weights, param_metadata
+from fairscale.nn.data_parallel.param_metadata import param_metadata
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import digests_of
@@ -251,7 +252,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters; while they are flat, the names have the wrappers in them, as in FairScale.
 
-        As in `_fsdp_wrapped_module._fpw_module.0._fsdp_wrapped_module.flat_param_0`. Those of a state dict, of whole
+        As in `_fsdp_wrapped_module._fpw_module.0._fsdp_wrapped_module.flat_param_0`. Those of a state dict, of full
         parameters and of a model that is not flattened are the plain module's.
         """
         named = super().named_parameters(prefix, recurse, remove_duplicate)
@@ -299,7 +300,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
 
     @property
     def has_full_params(self) -> bool:
-        """Whether the parameters are whole now."""
+        """Whether the parameters are gathered now."""
         return bool(self._unit.gathered) or self._unit.in_summon
 
     @property
@@ -336,7 +337,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
             raise ValueError(f"expected to be in states {states} but current state is {self.training_state}")
 
     def _free_full_params(self, params: Any = None) -> None:
-        """Releases the whole parameters, unless a pass uses them."""
+        """Releases the full parameters, unless a pass uses them."""
         self.sharded_module.reshard()
 
     # Methods whose errors or results were others.
@@ -364,7 +365,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-        """Inside, parameters are whole, under their own names.
+        """Inside, parameters are full, under their own names.
 
         Raises:
             ValueError: The parameters are in use; a RuntimeError, too.
@@ -433,7 +434,7 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
                 "allow_reset_parameters=True"
             )
         plain = self.sharded_module
-        if self._unit.in_summon:  # They are whole already; what is written is kept as the context says.
+        if self._unit.in_summon:  # They are full already; what is written is kept as the context says.
             cast(Any, plain).reset_parameters()
             return
         plain.apply(lambda module: module.reset_parameters() if module is plain else None)

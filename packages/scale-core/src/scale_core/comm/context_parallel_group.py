@@ -1,4 +1,4 @@
-"""Whether ranks have parts of the same samples, as parts of sequences in context parallelism.
+"""The ranks that have parts of the same samples: of sequences, in context parallelism.
 
 What measures gradients sample by sample asks for it: the gradient of a part is that of no sample.
 """
@@ -17,8 +17,8 @@ last_backward: tuple[int | None, tuple[int, ...]] = None, ()
 
 
 @contextmanager
-def divide_samples(group: Group) -> Iterator[None]:
-    """Around forward and backward: the ranks of the group have parts of the same samples."""
+def set_context_parallel_group(group: Group) -> Iterator[None]:
+    """Inside, around forward and backward, the ranks of the group have parts of the same samples."""
     global active_group
     outer, active_group = active_group, group
     try:
