@@ -320,7 +320,7 @@ def test_the_scale_stands_where_it_is_told_to() -> None:
 
 
 @pytest.mark.simulation
-def test_a_simulated_rank_steps_and_sends_four_numbers() -> None:
+def test_a_simulated_rank_steps_and_sends_five_numbers() -> None:
     with simulate(rank=1, world_size=4) as simulation:
         param = nn.Parameter(torch.ones(8))
         optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
@@ -330,7 +330,7 @@ def test_a_simulated_rank_steps_and_sends_four_numbers() -> None:
         scaler.update()
         assert "momentum_buffer" in optimizer.state[param]
         assert [collective.op for collective in simulation.collectives] == ["all_reduce"]
-        assert simulation.bytes_sent["all_reduce"] == 24  # 2 * 3/4 * 16 bytes
+        assert simulation.bytes_sent["all_reduce"] == 30  # 2 * 3/4 * 20 bytes
 
 
 def test_it_takes_a_device_first_as_torch_s_does():

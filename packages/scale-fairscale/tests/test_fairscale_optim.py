@@ -1,6 +1,9 @@
 """`OSS`, `ShardedDataParallel`, `AdaScale` and the scalers: FairScale's order of arguments, errors and attributes."""
 
+import copy
+import pickle
 import warnings
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import scale_oss
 from fairscale import _warnings
 from fairscale._warnings import FairScaleWarning
 from fairscale.nn.data_parallel import ShardedDataParallel
@@ -353,3 +357,27 @@ def test_scaled_layers_that_share_a_parameter_are_refused() -> None:
         with pytest.raises(ValueError, match=r"'0' and '2', which share 2\.weight"):
             LayerwiseGradientScaler(module, {name: 2.0})
     LayerwiseGradientScaler(module, {"1": 2.0})
+
+
+def test_a_step_calls_each_hook_once_beside_an_optimizer_of_new_code() -> None:
+    module, calls = model(), []
+    optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.5)
+    scale_oss.OSS(model().parameters(), torch.optim.SGD, lr=0.5)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
+def test_the_optimizer_inside_and_its_state_are_copied() -> None:
+    module = model()
+    optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = optimizer.optim.state
+    inside = copy.deepcopy(optimizer.optim).state
+    for copied in (inside, copy.deepcopy(state), copy.copy(state), state.copy(), pickle.loads(pickle.dumps(state))):
+        assert type(copied) is defaultdict
+        for ours, theirs in zip(state.values(), copied.values(), strict=True):
+            assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])

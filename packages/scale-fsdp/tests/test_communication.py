@@ -455,6 +455,13 @@ def scale_otherwise() -> list[str]:
         else:
             other.step(optimizer)
         model.zero_grad()
+    scaler = ShardedGradScaler(init_scale=2.0)
+    loss = model(torch.ones(1, 8)).sum()
+    (scaler.scale(loss) if dist.get_rank() == 0 else loss).backward()
+    with pytest.raises(ValueError, match="was not scaled by this scaler") as caught:  # On all ranks.
+        scaler.step(optimizer)
+    assert ("on another rank" in str(caught.value)) == (dist.get_rank() == 0)
+    scaler.update()
     return told
 
 

@@ -74,6 +74,31 @@ def resume(folder: str) -> list[str]:
     return wrong
 
 
+def without_outermost_unit() -> None:
+    """Each layer's parameters have the names that they have in the layer."""
+    made = []
+    for factor in (1.0, 2.0):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        for layer in model:
+            fully_shard(layer, communication=POLICY)
+        (factor * model(torch.randn(4, 8))).square().sum().backward()
+        made.append(ErrorFeedbackState(model))
+    first, second = (each.state_dict() for each in made)
+    assert list(first) == ["0.0", "1.0"]
+    names = [[name for name, *_ in each["of"][1]] for each in first.values()]
+    assert names == [["0.weight"], ["1.weight"]]
+    made[1].load_state_dict(first)
+    errors = [each["errors"][0] for state in (first, made[1].state_dict()) for each in state.values()]
+    assert not torch.equal(errors[0], errors[1])
+    assert torch.equal(errors[0], errors[2]) and torch.equal(errors[1], errors[3])
+    assert not torch.equal(errors[0], second["0.0"]["errors"][0])
+
+
+def test_units_that_none_contains_have_errors_of_their_own() -> None:
+    run_ranks(without_outermost_unit, 2)
+
+
 def test_a_run_is_resumed_to_the_bit_and_with_other_ranks_or_units_errors_begin_at_zero(tmp_path: Path) -> None:
     assert run_ranks(resume, 2, str(tmp_path)) == [[], []]
     alone = Training()

@@ -111,12 +111,17 @@ def parts_of_sequences() -> None:
     model = Attention()
     optimizer = AdaScale(optimizer_of(model))
     called = DistributedDataParallel(model)
-    with (
-        context_parallel(dist.group.WORLD),
-        pytest.raises(RuntimeError, match=r"context_parallel\(\) the ranks \[0, 1\] have parts of the same sequences"),
-    ):
-        called(split_sequence(torch.randn(2, 8, 4), dist.group.WORLD)).square().mean().backward()
+    part, refusal = split_sequence(torch.randn(2, 8, 4), dist.group.WORLD), r"ranks \[0, 1\] have parts of the same seq"
+    with context_parallel(dist.group.WORLD), pytest.raises(RuntimeError, match=refusal):
+        called(part).square().mean().backward()
     optimizer.zero_grad()
+    with context_parallel(dist.group.WORLD):
+        loss = called(part).square().mean()
+    with pytest.raises(RuntimeError, match=refusal):
+        loss.backward()
+    optimizer.zero_grad()
+    called(torch.randn(2, 8, 4)).square().mean().backward()  # Whole sequences are measured.
+    optimizer.step()
 
 
 def two_ranks() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -88,6 +88,7 @@ class LocalGradNorms:
         self._global_handles: list[RemovableHandle] = []
         self._of_pass: dict[torch.device, NormAccumulator] = {}
         self._seen: set[tuple[int, int]] = set()  # samples and indices of the gradients of the last pass
+        self._task = 0  # autograd's number of the pass that runs, as a rule; -1 of a pipeline's step
         self._in_parts: frozenset[int] = frozenset()  # indices of parameters whose gradients the step reports
 
     # Hooks.
@@ -229,7 +230,8 @@ class LocalGradNorms:
 
     def _begin_pass(self) -> None:
         try:
-            _check_whole_samples()
+            if context_parallel_group.active_group is not None:
+                _refuse_parts(context_parallel_group.active_group.ranks)
             self.check_hooks()
             self._on_begin()
         except RuntimeError:
@@ -237,6 +239,7 @@ class LocalGradNorms:
             raise
         self.failed = self.left_partial_grads = self.grads_restored = False
         self.in_backward, self._seen, self.counted_elsewhere = True, set(), frozenset()
+        self._task = compat.graph_task_id()
         self.drop_pass()
 
     def _end_pass(self) -> None:
@@ -256,6 +259,10 @@ class LocalGradNorms:
 
     def _finish_pass(self, weights: Sequence[float] = (1.0,)) -> None:
         self.in_backward, self.step = False, None
+        task, ranks = context_parallel_group.last_backward
+        if task == self._task:  # The forward alone stood in the block.
+            self._fail_pass()
+            _refuse_parts(ranks)
         self._on_end(weights)
 
     def _fail_pass(self) -> None:
@@ -369,12 +376,10 @@ class NormAccumulator:
         return found.index_add(0, self._index_tensor, norms.mul_(norms))
 
 
-def _check_whole_samples() -> None:
+def _refuse_parts(ranks: Sequence[int]) -> NoReturn:
     """Refuses the gradients of parts of sequences: their squares are those of no sample."""
-    group = context_parallel_group.active_group
-    if group is not None:
-        raise RuntimeError(
-            f"AdaScale measures gradients of whole samples, and in context_parallel() the ranks {list(group.ranks)} "
-            "have parts of the same sequences. Train without AdaScale there, or with whole sequences on each rank; "
-            "after optimizer.unhook() steps have the last gain"
-        )
+    raise RuntimeError(
+        f"AdaScale measures gradients of whole samples, and in context_parallel() the ranks {list(ranks)} have parts "
+        "of the same sequences. Train without AdaScale there, or with whole sequences on each rank; after "
+        "optimizer.unhook() steps have the last gain"
+    )

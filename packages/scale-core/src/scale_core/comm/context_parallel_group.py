@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from scale_core.comm.group import Group
+from scale_core.compat import graph_task_id
 
 active_group: Group | None = None  # The ranks with parts of the same samples; None: each rank has whole ones.
+# The last backward pass that went through parts of samples, by autograd's number, and the ranks that had them.
+last_backward: tuple[int | None, tuple[int, ...]] = None, ()
 
 
 @contextmanager
@@ -22,3 +25,9 @@ def set_context_parallel_group(group: Group) -> Iterator[None]:
         yield
     finally:
         active_group = outer
+
+
+def note_backward(group: Group) -> None:
+    """Called in a backward pass that goes through parts of samples, inside of the block or behind it."""
+    global last_backward
+    last_backward = graph_task_id(), tuple(group.ranks)

@@ -120,7 +120,7 @@ class ShardedGradScaler(GradScaler):
                 stepped since the last `update`.
             TransferError: As in `unscale_`.
             ValueError: As in `unscale_`; gradients that are sent with `error_feedback`, of a loss that this scaler has
-                not scaled.
+                not scaled, on any rank.
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
@@ -131,7 +131,6 @@ class ShardedGradScaler(GradScaler):
             )
         self._begin(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
-        state["error_feedback"] = self._error_feedback(optimizer)
         unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         if state["stage"] is OptState.READY and not unscales_itself:
             self.unscale_(optimizer)
@@ -160,7 +159,7 @@ class ShardedGradScaler(GradScaler):
         skipped: dict[ErrorFeedback, bool] = {}
         for state in self._per_optimizer_states.values():
             for feedback in state.get("error_feedback", ()):
-                skipped[feedback] = skipped.get(feedback, False) or state["skips"]
+                skipped[feedback] = skipped.get(feedback, False) or state.get("skips", True)
         super().update(new_scale)
         for feedback, skips in skipped.items():
             feedback.on_scaler_update(skipped=skips)
@@ -197,7 +196,9 @@ class ShardedGradScaler(GradScaler):
         found = super()._unscale_grads_(having, inv_scale, found_inf, True)
         scale, state = cast(Tensor, self._scale), self._per_optimizer_states[id(optimizer)]
         infinite = torch.stack([tensor.to(scale.device) for tensor in (found_inf, *found.values())]).amax()
-        mine = torch.stack([infinite, torch.full_like(scale, float(state["scaled"])), scale, -scale])
+        state["error_feedback"], state["fault"] = self._error_feedback(optimizer)
+        flags = [torch.full_like(scale, float(flag)) for flag in (state["scaled"], state["fault"] is not None)]
+        mine = torch.stack([infinite, *flags, scale, -scale])
         state["agreed"] = self._largest(mine, group)
         # Exactly 1 where any rank has found one: fused optimizers compare with that.
         return {scale.device: state["agreed"][0].clone()}
@@ -221,9 +222,11 @@ class ShardedGradScaler(GradScaler):
         return optimizer.step(*args, **kwargs)
 
     def _check_agreement(self, optimizer: Optimizer) -> None:
-        agreed = self._per_optimizer_states[id(optimizer)]["agreed"]
-        found, scaled, most, least = compat.values_of(agreed, simulated=[0.0, 1.0, 1.0, -1.0])
-        self._per_optimizer_states[id(optimizer)]["skips"] = bool(found)
+        state = self._per_optimizer_states[id(optimizer)]
+        found, scaled, at_fault, most, least = compat.values_of(state["agreed"], simulated=[0.0, 1.0, 0.0, 1.0, -1.0])
+        if at_fault:
+            elsewhere = "on another rank gradients are sent with error_feedback=True, and their loss was not scaled by "
+            raise ValueError(state["fault"] or f"{elsewhere}this scaler there: that rank's error says what to write")
         if not scaled:
             raise RuntimeError(
                 "gradients are to be divided by the scale, but no rank has multiplied a loss by it: call "
@@ -234,15 +237,16 @@ class ShardedGradScaler(GradScaler):
                 f"the ranks have scaled their losses differently, by {-least:g} to {most:g}: call "
                 "scaler.load_state_dict(state) and scaler.update(new_scale) on all ranks, with the same numbers"
             )
+        state["skips"] = bool(found)
 
-    def _error_feedback(self, optimizer: Optimizer) -> list[ErrorFeedback]:
-        """What waits of the gradients of an optimizer, of which each step that is skipped takes no part."""
+    def _error_feedback(self, optimizer: Optimizer) -> tuple[list[ErrorFeedback], str | None]:
+        """What waits of an optimizer's gradients, of which a skipped step takes no part; or why the step is refused."""
         params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
         found: list[ErrorFeedback] = []
         for owner in owners_with_error_feedback(params):
             for feedback in owner.error_feedback:
                 if not feedback.was_scaled_by(cast(Tensor, self._scale)):
-                    raise ValueError(
+                    return [], (
                         f"the gradients of '{owner.names[0]}' are sent with error_feedback=True, and their loss "
                         "was not scaled by this scaler on this rank: what rounding took would count in another unit. "
                         "Write scaler.scale(loss).backward() on each rank, then scaler.step(optimizer) and "
@@ -250,7 +254,7 @@ class ShardedGradScaler(GradScaler):
                         "CommunicationPolicy"
                     )
                 found.append(feedback)
-        return found
+        return found, None
 
     def _check_covers(self, optimizer: Optimizer, group: Group) -> None:
         """Checks that the scaler's group has all ranks that share a parameter."""

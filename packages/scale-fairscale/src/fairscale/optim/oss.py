@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -28,6 +29,15 @@ class _StateByParam(defaultdict[Any, Any]):
         if placement is None or placement.optimizer_param is None or placement.optimizer_param is key:
             return super().__missing__(key)
         return self[placement.optimizer_param]
+
+    def __reduce__(self) -> Any:
+        # A copy has parameters of its own, which no placement knows.
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __copy__(self) -> Any:
+        return defaultdict(dict, self)
+
+    copy = __copy__
 
 
 class RankBucket(NamedTuple):
@@ -132,7 +142,8 @@ class OSS(scale_oss.OSS):
                 loss = closure()
             closure = None
         self._take_local_grads()
-        stepped = super().step(closure, **kwargs)
+        # Where an optimizer of that very class was built, torch has wrapped its step to call hooks, as it has this one.
+        stepped = inspect.unwrap(scale_oss.OSS.step)(self, closure, **kwargs)
         return stepped if loss is None else loss
 
     def _take_local_grads(self) -> None:

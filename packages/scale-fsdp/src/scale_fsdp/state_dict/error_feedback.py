@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from scale_core.flat.buffer import FlatBuffer
-from scale_fsdp.runtime.unit import units_in
+from scale_fsdp.runtime.unit import module_names, units_in
 
 
 class ErrorFeedbackState:
@@ -37,31 +37,32 @@ class ErrorFeedbackState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        if not any(buffer.wire is not None and buffer.wire.error_feedback for buffer in _buffers(model)):
+        wires = [buffer.wire for unit in units_in(model) for buffer in unit.buffers]
+        if not any(wire is not None and wire.error_feedback for wire in wires):
             raise ValueError(
                 f"ErrorFeedbackState: no unit of this {type(model).__name__} has error_feedback=True: leave it out, or "
                 "write fully_shard(module, communication=CommunicationPolicy(reduce='int4', error_feedback=True))"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the errors of this rank by the name of the first parameter of their buffer; they are not copied."""
+        """Returns the errors of this rank by the unit and the number of their buffer in it; they are not copied."""
         return {
-            buffer.names[0]: {"of": _signature(buffer), "errors": [each.error for each in buffer.error_feedback]}
-            for buffer in _buffers(self._model)
-            if buffer.error_feedback
+            each.key: {"of": each.signature, "errors": [feedback.error for feedback in each.buffer.error_feedback]}
+            for each in _named_buffers(self._model)
+            if each.buffer.error_feedback
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` has returned; an error that belongs to other messages begins at zero."""
         anew = []
-        for buffer in _buffers(self._model):
-            saved = state.get(buffer.names[0], {})
-            fits = saved.get("of") == _signature(buffer)
-            if buffer.error_feedback and not fits:
-                anew.append(buffer.names[0])
-            for number, feedback in enumerate(buffer.error_feedback):
+        for each in _named_buffers(self._model):
+            saved = state.get(each.key, {})
+            fits = saved.get("of") == each.signature
+            if each.buffer.error_feedback and not fits:
+                anew.append(each.names[0])
+            for number, feedback in enumerate(each.buffer.error_feedback):
                 error = saved["errors"][number] if fits else None
-                feedback.load(None if error is None else error.to(buffer.compute_device))
+                feedback.load(None if error is None else error.to(each.buffer.compute_device))
         if anew:
             warnings.warn(
                 f"the error feedback of the gradients of '{anew[0]}'"
@@ -71,13 +72,32 @@ class ErrorFeedbackState:
             )
 
 
-def _buffers(model: nn.Module) -> list[FlatBuffer]:
-    return [buffer for unit in units_in(model) for buffer in unit.buffers]
+class _Named(NamedTuple):
+    """A buffer, by names in the model that was given: units that none contains are each named from themselves."""
+
+    key: str  # of the unit's module, and the buffer's number in it
+    buffer: FlatBuffer
+    names: list[str]  # of its parameters
+
+    @property
+    def signature(self) -> list[Any]:
+        """What decides which elements stand where in this rank's messages."""
+        groups, nodes = self.buffer.groups, self.buffer.groups.nodes
+        sizes = [groups.shard.size, groups.replicas.size, 1 if nodes is None else nodes.intra_node.size]
+        named = zip(self.names, self.buffer.layout.entries, strict=True)
+        return [sizes, [[name, entry.offset, entry.numel] for name, entry in named]]
 
 
-def _signature(buffer: FlatBuffer) -> list[Any]:
-    """What decides which elements stand where in this rank's messages."""
-    groups, nodes = buffer.groups, buffer.groups.nodes
-    sizes = [groups.shard.size, groups.replicas.size, 1 if nodes is None else nodes.intra_node.size]
-    named = zip(buffer.names, buffer.layout.entries, strict=True)
-    return [sizes, [[name, entry.offset, entry.numel] for name, entry in named]]
+def _named_buffers(model: nn.Module) -> list[_Named]:
+    paths = module_names(model)
+    found = []
+    for unit in units_in(model):
+        (path, *_) = (paths[id(module)] for module in unit.modules if id(module) in paths)
+        names: dict[tuple[int, int], str] = {}
+        for slot in unit.slots:  # A tied parameter has its first name.
+            name = f"{paths.get(id(slot.module), '')}.{slot.attribute}".lstrip(".")
+            names.setdefault((id(slot.buffer), slot.number), name)
+        for number, buffer in enumerate(unit.buffers):
+            own = [names[id(buffer), index] for index in range(len(buffer.names))]
+            found.append(_Named(f"{path}.{number}".lstrip("."), buffer, own))
+    return found

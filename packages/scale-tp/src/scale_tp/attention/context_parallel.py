@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scale_core.comm.collectives import exchange
-from scale_core.comm.context_parallel_group import set_context_parallel_group
+from scale_core.comm.context_parallel_group import note_backward, set_context_parallel_group
 from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import next_node_number, plain_tensor_types, saved_tensor_hooks
 from scale_core.consistency.execution_order import fingerprint_of
@@ -152,6 +152,7 @@ class _Block:
 
     def _note_backward(self, gradient: Tensor) -> None:
         self.has_gone_backward = True
+        note_backward(self.ranks)
 
     def _check_is_possible(
         self,

@@ -196,11 +196,12 @@ class Strategy:
         units = ", ".join(["model", "scale_fsdp.class_policy(Block)", *mesh, *_policy(precision), *offload])
         lines += [f"scale_fsdp.fully_shard_modules({units})", _ADAMW, *_scaler(precision)]
         if self.context_ranks > 1:
+            loss = "model(tokens, targets, positions=positions)"
             lines += [
                 "tokens, targets = (scale_tp.split_sequence(each, mesh['context']) for each in (tokens, targets))",
                 "positions = scale_tp.position_ids(sequence, mesh['context'], device=device)",
                 "with scale_tp.context_parallel(mesh['context']):",
-                "    model(tokens, targets, positions=positions).backward()",
+                f"    {f'scaler.scale({loss})' if precision == 'fp16' else loss}.backward()",
             ]
         return lines
 
