@@ -157,7 +157,9 @@ def test_torchrun_starts_ranks_again_they_end_with_its_agent_and_what_they_saved
 
 
 def test_a_request_to_end_to_one_rank_is_obeyed_by_all_after_one_step_and_two_are_one():
-    with program("--out", "stopped", "--steps", "100000") as started:
+    endless = " ".join(ARGUMENTS).replace(f"--steps {STEPS}", "--steps 100000").split()
+    command = [sys.executable, "-m", "scale_train", *endless, "--out", "stopped"]
+    with program(command=command) as started:
         wait_for_step(started, 2)
         rank = pid_of_rank(1, started)
         for _ in range(2):
