@@ -1,8 +1,8 @@
 """Parameters and gradients in 8 or 4 bits on the wire: bytes and CPU time of a step, and the loss that comes of it.
 
-    python benchmarks/fewer_bytes.py                        # 2 ranks; half an hour of two cores
+    python benchmarks/fewer_bytes.py                        # 2 ranks; an hour and a half of two cores
     python benchmarks/fewer_bytes.py --smoke                # tiny sizes, few steps: that it runs
-    python benchmarks/fewer_bytes.py --date 2026-11-27      # also writes results/2026-11-27-fewer_bytes.*
+    python benchmarks/fewer_bytes.py --date 2026-11-28      # also writes results/2026-11-27-fewer_bytes.*
 
 The model, the text, the order of the data, AdamW and the learning rate are those of `scale-train lm`; each block is a
 unit of `fully_shard(..., communication=...)`, the rest another one. gloo, one thread per rank.
@@ -14,7 +14,9 @@ the shard's own bytes for the rest. What the kernel counts beyond that is gloo's
 is that of both ranks over that of fp32, each the median over all steps, and in brackets the lowest and the highest
 ratio of one turn; here no network is waited for, so it is all cost.
 
-Losses: nats per byte, the mean of the last 20 steps, and of the held-out text at the end.
+Losses: nats per byte, the mean of the last 20 steps, and of the held-out text at the end. The last table has the sizes
+of `scale-train lm` without options and one seed; the one before is smaller, with three seeds for the initial values and
+the order of the data: the mean, and in brackets the lowest and the highest.
 
 Simulated: rank 0 of 64 and 512 in nodes of 8, forward and backward of four blocks as wide as those of GPT-3 6.7B.
 "sent" is all bytes of a step, "between nodes" the part of them that goes to ranks of other nodes, where each rank sends
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from statistics import mean, median
 from typing import Any
@@ -93,8 +96,8 @@ class Run:
     batch: int
     steps: int
 
-    def model(self) -> GPT:
-        torch.manual_seed(0)
+    def model(self, seed: int) -> GPT:
+        torch.manual_seed(seed)
         return GPT(ModelConfig(self.layers, self.width, self.heads))
 
 
@@ -122,17 +125,17 @@ def formula(model: nn.Module) -> int:
     return sent
 
 
-def train(run: Run, way: Way, *, evaluate: bool = True) -> dict[str, Any]:
+def train(run: Run, way: Way, seed: int = 0, *, evaluate: bool = True) -> dict[str, Any]:
     """Losses of the steps and of the held-out text, CPU seconds and bytes sent of each step; on one rank."""
     torch.set_num_threads(1)
     group, text = group_of(), read_text()
-    model = shard(run.model(), way)
+    model = shard(run.model(seed), way)
     decayed = [param for param in model.parameters() if param.ndim > 1]
     rest = [param for param in model.parameters() if param.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), fused=True)
     schedule = LRSchedule(3e-3, min(20, run.steps // 4), run.steps)
-    sampler = Sampler(len(text.train), run.sequence, 0)
+    sampler = Sampler(len(text.train), run.sequence, seed)
     losses, cpu, sent = [], [], []
     for step in range(run.steps):
         (starts,) = slice_of_rank(sampler.starts(run.batch), group.rank, group.size, 1)
@@ -160,8 +163,9 @@ def train(run: Run, way: Way, *, evaluate: bool = True) -> dict[str, Any]:
     return {**found, "held_out": mean(held_out)}
 
 
-def train_all(run: Run, ways: list[Way]) -> list[dict[str, Any]]:
-    return [train(run, way) for way in ways]
+def train_all(run: Run, ways: list[Way], seeds: list[int]) -> list[list[dict[str, Any]]]:
+    """By way and seed."""
+    return [[train(run, way, seed) for seed in seeds] for way in ways]
 
 
 def take_turns(run: Run, ways: list[Way], turns: int) -> list[list[dict[str, Any]]]:
@@ -186,24 +190,34 @@ def a_step(run: Run, ways: list[Way], turns: int) -> Part:
         ratio = median(chain(*cpu)) / median(chain(*first["cpu_seconds"]))
         per_turn = [median(one) / median(base) for one, base in zip(cpu, first["cpu_seconds"], strict=True)]
         of_fp32 = f"{expected / first['formula']:.2f}"
-        spread = f"{ratio:.2f} ({min(per_turn):.2f} to {max(per_turn):.2f})"
-        rows.append([way.name, f"{expected:,}", f"{sent:,.0f}", of_fp32, spread])
+        between = f"{ratio:.2f} ({min(per_turn):.2f} to {max(per_turn):.2f})"
+        rows.append([way.name, f"{expected:,}", f"{sent:,.0f}", of_fp32, between])
     heads = ["on the wire", "formula, bytes", "sent, bytes", "of fp32", "CPU"]
     return Table(f"A step on 2 ranks, {turns} turns: {run}", heads, rows), figures
 
 
-def losses(run: Run, ways: list[Way]) -> Part:
-    ranks = run_ranks(train_all, 2, run, ways, limit_seconds=7200)
+def spread(values: list[float]) -> str:
+    """The mean, and where there are several the lowest and the highest."""
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+
+
+def losses(run: Run, ways: list[Way], seeds: list[int]) -> Part:
+    ranks = run_ranks(train_all, 2, run, ways, seeds, limit_seconds=7200)
     rows, figures = [], []
     for place, way in enumerate(ways):
-        curve = [mean(pair) for pair in zip(*(rank[place]["losses"] for rank in ranks), strict=True)]
-        held_out = mean(rank[place]["held_out"] for rank in ranks)
-        at = [curve[min(step, len(curve)) - 1] for step in (50, 100, 200)]
-        last = mean(curve[-20:])
-        figures.append({"way": way.name, "losses": curve, "held_out": held_out})
-        rows.append([way.name, *(f"{loss:.4f}" for loss in (*at, last, held_out))])
+        shown = []
+        for which, seed in enumerate(seeds):
+            own = [rank[place][which] for rank in ranks]
+            curve = [mean(pair) for pair in zip(*(each["losses"] for each in own), strict=True)]
+            held_out = mean(each["held_out"] for each in own)
+            figures.append({"run": str(run), "way": way.name, "seed": seed, "losses": curve, "held_out": held_out})
+            at = [curve[min(step, len(curve)) - 1] for step in (50, 100, 200)]
+            shown.append([*at, mean(curve[-20:]), held_out])
+        rows.append([way.name, *(spread(list(values)) for values in zip(*shown, strict=True))])
     heads = ["on the wire", "step 50", "step 100", "step 200", "last 20", "held out"]
-    return Table(f"Losses: {run}", heads, rows), figures
+    return Table(f"Losses, seeds {seeds}: {run}", heads, rows), figures
 
 
 def between_nodes(collective: Collective) -> float:
@@ -257,20 +271,24 @@ def main() -> int:
     options = parser.parse_args()
     if options.smoke:
         tiny = Run(1, 16, 2, 16, 4, 4)
-        parts = [
-            a_step(tiny, [WAYS[0], WAYS[-1]], 1),
-            losses(tiny, WAYS[-1:]),
-            at_scale([16], [SIMULATED_WAYS[0], SIMULATED_WAYS[-1]], ModelConfig(1, 64, 2), 16),
+        makers = [
+            partial(a_step, tiny, [WAYS[0], WAYS[-1]], 1),
+            partial(losses, tiny, WAYS[-1:], [0, 1]),
+            partial(at_scale, [16], [SIMULATED_WAYS[0], SIMULATED_WAYS[-1]], ModelConfig(1, 64, 2), 16),
         ]
     else:
-        parts = [
-            a_step(Run(4, 128, 4, 64, 8, 8), WAYS, 8),
-            losses(Run(2, 64, 4, 64, 16, 400), WAYS),
-            at_scale([64, 512], SIMULATED_WAYS, ModelConfig(4, 4096, 32), 2048),
+        makers = [
+            partial(a_step, Run(4, 128, 4, 64, 8, 8), WAYS, 8),
+            partial(at_scale, [64, 512], SIMULATED_WAYS, ModelConfig(4, 4096, 32), 2048),
+            partial(losses, Run(2, 64, 4, 64, 16, 400), WAYS, [0, 1, 2]),
+            partial(losses, Run(4, 128, 4, 128, 32, 400), WAYS, [0]),
         ]
-    tables = [table for table, _ in parts]
-    print("\n".join(table.markdown() for table in tables))
+    parts: list[Part] = []
+    for make in makers:
+        parts.append(make())
+        print(parts[-1][0].markdown(), flush=True)
     if options.date:
+        tables = [table for table, _ in parts]
         save("fewer_bytes", options.date, __doc__ or "", tables, [each for _, figures in parts for each in figures])
     return 0
 
