@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -96,6 +97,44 @@ def unsharded() -> None:
     assert torch.equal(shown, model.state_dict()["0.weight"])
 
 
+class SGDOfItsOwn(torch.optim.Optimizer):
+    """Leaves out what is empty on this rank, or writes to `param.data`, which counts no versions."""
+
+    def __init__(self, params: Iterable[Tensor], *, by_data: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.by_data = by_data
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None and param.numel():
+                (param.data if self.by_data else param).add_(param.grad, alpha=-0.1)
+
+
+def stepped_after_unshard(by_data: bool, keeps: bool) -> list[bool]:
+    """Rank 0 alone has the last layer's one element; it is unsharded, or kept so, while an optimizer steps."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, limit_seconds=10.0)
+    fully_shard(model, limit_seconds=10.0)
+    model[1].set_reshard_after_backward(not keeps)
+    optimizers = [SGDOfItsOwn(each.parameters(), by_data=by_data) for each in (plain, model)]
+    x, equal = torch.ones(2, 4), []
+    for _ in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            if each is model and not keeps:
+                model[1].unshard()
+            optimizer.step()
+        with torch.no_grad():
+            equal.append(torch.equal(model(x), plain(x)))
+    assert model[1].weight.numel() == (group_of().rank == 0) or keeps
+    return equal
+
+
 def gradients_left_unreduced() -> None:
     """Switched off for one unit and two micro-batches, its gradients wait; the others are reduced each time."""
     plain, size, rank = layers(), group_of().size, group_of().rank
@@ -162,6 +201,12 @@ def fetched_by_hand() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_is_gathered_by_hand_stays_until_it_is_released_by_hand_or_by_a_pass(num_ranks: int) -> None:
     run_ranks(unsharded, num_ranks)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("by_data", [False, True])
+def test_all_ranks_gather_again_after_a_step_whatever_it_wrote_on_them(by_data: bool, keeps: bool) -> None:
+    assert run_ranks(stepped_after_unshard, 2, by_data, keeps) == [[True] * 3] * 2
 
 
 def test_gradients_of_a_unit_can_be_left_unreduced_for_some_passes() -> None:

@@ -33,6 +33,7 @@ from scale_core.flat.shard_storage import (
 )
 from scale_core.optim.step_checks import (
     invalidate_cache,
+    num_optimizer_steps,
     refuse_step_while_unreduced,
     register_unsharded,
     watch_optimizers,
@@ -191,7 +192,7 @@ class FlatBuffer(FlatReduced):
         if self.is_stale():
             self.part = None
         if self.part is None:
-            self._gathered_version = self.version
+            self._gathered_version, self._gathered_after = self.version, num_optimizer_steps()
         if self.is_aliased:
             self.state = State.GATHERED
             return
@@ -270,10 +271,16 @@ class FlatBuffer(FlatReduced):
         if self._moves:
             self._sending.wait()
 
-    def is_stale(self) -> bool:
-        """Whether the shard was written to, as by an optimizer, since the full buffer was gathered."""
-        gathered = self.state is not State.SHARDED or self.part is not None
-        return gathered and self.version != self._gathered_version
+    def is_stale(self, *, by_writes_alone: bool = False) -> bool:
+        """Whether an optimizer has stepped, or the shard was written to, since the full buffer was gathered.
+
+        All ranks must find the same, or some would gather it again alone. So each step counts, whether or not it wrote
+        to what is here, unless `by_writes_alone`.
+        """
+        if self.state is State.SHARDED and self.part is None:
+            return False
+        stepped = self.trains and num_optimizer_steps() != self._gathered_after
+        return (stepped and not by_writes_alone) or self.version != self._gathered_version
 
     # The end of what is under way.
 
@@ -382,7 +389,7 @@ class FlatBuffer(FlatReduced):
         self._unsharded_version = self.unsharded_params[0]._version
         self._init_gradients(self.unsharded_params)
         self.gradient.holds = self.gradient.holds and not self.is_aliased
-        self._gathered_version = self.version
+        self._gathered_version, self._gathered_after = self.version, num_optimizer_steps()
         self.rename(self.names, self._unit, self._flat_name, self._counted_over)
         self.release()
         if self not in _live:

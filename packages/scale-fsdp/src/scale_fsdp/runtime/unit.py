@@ -189,8 +189,9 @@ class Unit:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a shard was written to, as by an optimizer, since it was gathered."""
-        return any(buffer.is_stale() for buffer in self.buffers)
+        """Whether an optimizer has stepped, or a shard was written to, since it was gathered; the same on all ranks."""
+        # A backward that nothing shows to begin still reads what was gathered: a step of another model leaves it there.
+        return any(buffer.is_stale(by_writes_alone=self.backward_unobserved) for buffer in self.buffers)
 
     @property
     def trains(self) -> bool:
