@@ -185,6 +185,15 @@ class FlatBuffer(FlatReduced):
 
     # Gather and release.
 
+    def allocate(self) -> None:
+        """Takes the memory of the full buffer, as the next gather does; `release` frees it."""
+        if self.is_aliased or self.full.untyped_storage().nbytes():
+            return
+        if self._is_pooled:
+            buffer_pool.allocate(self.full)
+        else:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+
     def gather(self, tag: int = 0) -> None:
         """Starts to fill the full buffer with every rank's shard; does nothing where it is filled or being filled."""
         if self.state is not State.SHARDED:
@@ -197,10 +206,7 @@ class FlatBuffer(FlatReduced):
             self.state = State.GATHERED
             return
         if self.layout.full_numel:
-            if self._is_pooled:
-                buffer_pool.allocate(self.full)
-            else:
-                self.full.untyped_storage().resize_(self.full.nbytes)
+            self.allocate()
             self._gathering = self._all_gather(tag)
         self.state = State.GATHERING  # Only now: where there was no memory for it, it has not begun.
 
