@@ -89,6 +89,7 @@ class LocalGradNorms:
         self._of_pass: dict[torch.device, NormAccumulator] = {}
         self._seen: set[tuple[int, int]] = set()  # samples and indices of the gradients of the last pass
         self._task = 0  # autograd's number of the pass that runs, as a rule; -1 of a pipeline's step
+        self._last_before = context_parallel_group.last_backward  # when the pass began
         self._in_parts: frozenset[int] = frozenset()  # indices of parameters whose gradients the step reports
 
     # Hooks.
@@ -221,6 +222,8 @@ class LocalGradNorms:
 
     def _count(self, index: int, grad: Tensor) -> None:
         """Adds the square of a gradient of the pass that runs now."""
+        if self.step is not None:
+            self._check_samples()  # So the step fails on all ranks of the pipeline.
         if grad.device not in self._of_pass:
             self._of_pass[grad.device] = NormAccumulator(len(self._params), grad.device)
         if self.step is None:
@@ -240,6 +243,7 @@ class LocalGradNorms:
         self.failed = self.left_partial_grads = self.grads_restored = False
         self.in_backward, self._seen, self.counted_elsewhere = True, set(), frozenset()
         self._task = compat.graph_task_id()
+        self._last_before = context_parallel_group.last_backward
         self.drop_pass()
 
     def _end_pass(self) -> None:
@@ -258,12 +262,20 @@ class LocalGradNorms:
             self.squared_norms[device] = squares if known is None else known + squares
 
     def _finish_pass(self, weights: Sequence[float] = (1.0,)) -> None:
-        self.in_backward, self.step = False, None
-        task, ranks = context_parallel_group.last_backward
-        if task == self._task:  # The forward alone stood in the block.
+        try:
+            self._check_samples()
+        except RuntimeError:
             self._fail_pass()
-            _refuse_parts(ranks)
+            raise
+        self.in_backward, self.step = False, None
         self._on_end(weights)
+
+    def _check_samples(self) -> None:
+        """Refuses a pass through parts of samples of which the forward alone stood in the block."""
+        last = context_parallel_group.last_backward
+        # Each micro-batch of a pipeline has a backward of its own.
+        if last.task == self._task if self.step is None else last is not self._last_before:
+            _refuse_parts(last.ranks)
 
     def _fail_pass(self) -> None:
         self.in_backward, self.step = False, None
