@@ -144,7 +144,8 @@ class FSDPModule(ConversionMethods):
         ranks call it together. The full parameters are copies: a change to them is lost.
 
         Args:
-            async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.
+            async_op: Return a handle whose `wait()` ends the gather, in place of waiting here. What is written to the
+                shards in between is not gathered.
 
         Raises:
             StepError: Another rank had no memory for it, or could not quantize what it sends; on that rank, its own
@@ -160,7 +161,7 @@ class FSDPModule(ConversionMethods):
         _allocate(unit, [buffer for each in units for buffer in each.buffers if buffer.state is State.SHARDED])
         unit.kept_unsharded = True
         for each in units:
-            each.gather()
+            each.gather(copies_shard=async_op)
         if async_op:
             return UnshardHandle(unit)
         _wait_unshard(unit)
