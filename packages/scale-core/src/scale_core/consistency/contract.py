@@ -241,7 +241,7 @@ class Contract:
             self._compare(event, fingerprint_of(*event))
 
     def sync_point(self, event: Event, *, always: bool = False) -> None:
-        """Compares that all ranks are about to run `event`, outside of a pass; unless `always`, if messages have no tags.
+        """Compares that all ranks are about to run `event`, outside of a pass: always, or where messages have no tags.
 
         Raises:
             ScaleDistributedError: Another rank is about to run another event, or does not come.
@@ -302,7 +302,7 @@ class Contract:
         return not self.is_single_rank and self.history.is_open and self.history.num_completed < _CHECKED_PASSES
 
     def abort(self, reason: str) -> str:
-        """Reports a failure of this rank at the next comparison, which must be the other ranks' too: all abort the step.
+        """Reports a failure of this rank at the next comparison, that of the other ranks; all then abort the step.
 
         The transfers of the last event must have been started: the other ranks wait for them before they compare.
         Returns the message of the StepError that they raise; `reason` is this rank's error, not "".

@@ -499,7 +499,7 @@ class FlatBuffer(FlatReduced):
         return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)
 
     def _sent_shard(self, full: Tensor, copied: bool = False) -> Tensor:
-        """The shard in the dtype and on the device of `full`; in its own part of `full` if it is converted or copied."""
+        """The shard in the dtype and on the device of `full`; in its part of `full` if it is converted or copied."""
         shard = self.shard.data
         if shard.dtype == full.dtype and not (self._moves or copied):
             return shard
