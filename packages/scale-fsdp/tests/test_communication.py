@@ -352,7 +352,7 @@ def test_integers_are_never_rounded_and_a_tied_embedding_only_where_it_is_asked_
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"gather": "int9"}, "gather: expected a format of 'int8', 'float8_e4m3', 'int4', got 'int9': did you mean"),
+        ({"gather": "int9"}, "gather: expected a format of 'int8', 'float8_e4m3', 'int4', got 'int9'; did you mean"),
         ({"reduce": torch.int8}, "reduce: expected a format's name, a BlockFormat or None"),
         ({"gather": "int4"}, "gather='int4': parameters in 4 bits .* write gather='int8'"),
         ({"reduce": "int8", "error_feedback": 1}, "error_feedback: expected True or False, got 1"),

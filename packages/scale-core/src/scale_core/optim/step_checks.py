@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from scale_core.hooks.autograd import in_backward
+from scale_core.compat import graph_task_id
 from scale_core.optim.traits import known_bases
 from scale_core.shard import is_divided, shard_of
 
@@ -28,7 +29,20 @@ _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _stepped_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order, for the first to be named
 _for_all: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_num_steps = 0
+
+
+@dataclass
+class OptimizerSteps:
+    """How many steps optimizers have taken on shards, outside of backward passes; equal on all ranks.
+
+    Whether a shard was written to is not: an optimizer may leave out what is empty on this rank, and one that writes to
+    `param.data` counts no versions.
+    """
+
+    count: int = 0
+
+
+optimizer_steps = OptimizerSteps()
 # Checked optimizers: the owners of the shards that they step on, by the number of parameters and the first one of each
 # group (one that steps on a part of its groups at a time has several).
 _checked: weakref.WeakKeyDictionary[
@@ -224,19 +238,9 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def num_optimizer_steps() -> int:
-    """How many steps optimizers have taken on shards, outside of backward passes; equal on all ranks.
-
-    Whether a shard was written to is not: an optimizer may leave out what is empty on this rank, and one that writes to
-    `param.data` counts no versions.
-    """
-    return _num_steps
-
-
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Counts the step, and a version for fused optimizers, which change parameters without one."""
-    global _num_steps
-    _num_steps += not in_backward()
+    optimizer_steps.count += graph_task_id() == -1
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([param for param in group["params"] if shard_of(param) is not None])
