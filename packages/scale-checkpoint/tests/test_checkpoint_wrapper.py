@@ -130,7 +130,7 @@ def test_a_class_chooses_all_its_modules() -> None:
     [
         (r"layer\.\d+", r"matches the name of no module; did you mean 'layers\.0'"),
         ("layers", r"matches only 'layers', a ModuleList, which is never called: match what it holds, r'layers\\\."),
-        ("xyz", r"the model has: 'layers', 'layers\.0'"),
+        ("xyz", r"there are 'layers', 'layers\.0'"),
         ("(", "is no regular expression"),
     ],
 )
