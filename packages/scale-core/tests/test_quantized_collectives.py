@@ -191,6 +191,7 @@ def test_a_rank_without_memory_sends_zeros_and_raises_where_it_waits() -> None:
     ]
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize(("name", "world"), [("int8", 2), ("int4", 64)])
 def test_the_bytes_are_those_of_the_formula(name: Any, world: int) -> None:
     block_format, numel = BlockFormat(name), 1000
