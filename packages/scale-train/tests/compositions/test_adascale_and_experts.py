@@ -27,6 +27,7 @@ from scale_adascale.gain import bounded, gain, moments
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import ShardedGradScaler
 from scale_core.comm.group import Group
+from scale_core.hooks.source_grads import has_source_grad_hooks
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_moe import MoE, average_replicated_gradients, parallelize_experts
@@ -113,7 +114,7 @@ class Plain:
 
     def __init__(self, model: nn.Module, scale: int, loss: Callable[[nn.Module, int], Tensor], *, adam: bool) -> None:
         self.model, self.scale, self.loss, self.adam = model, scale, loss, adam
-        self.params = list(model.parameters())
+        self.params = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = torch.optim.Adam(self.params, lr=LR, eps=EPS) if adam else torch.optim.SGD(self.params, lr=LR)
         self.average = Average()
 
@@ -282,7 +283,72 @@ def of_transformers(name: str, passes: int, replicas: int = 1, shard: bool = Fal
     compare(wrapped, sgd(model), transformer(name), token_loss, passes)
 
 
+def wrong_use_of_divided_experts() -> None:
+    model = net_on(mesh_of(1))
+    average_replicated_gradients(model)
+    value = loss_of(model, 0)
+    optimizer = AdaScale(sgd(model))
+    with pytest.raises(RuntimeError, match=r"of several ranks, and not of each by itself, as where the forward"):
+        value.backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"two gradients of the samples of one rank in one backward pass"):
+        (loss_of(model, 0) + loss_of(model, 1)).backward()
+    optimizer.zero_grad()
+    handle = model.blocks[0].moe.experts.down_proj.register_hook(doubled)
+    with pytest.raises(RuntimeError, match=r"has a hook, and its gradient is measured before hooks are called"):
+        loss_of(model, 0).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    optimizer.unhook()
+    assert not has_source_grad_hooks()
+
+
+def doubled(grad: Tensor) -> Tensor:
+    return 2 * grad
+
+
+def what_is_not_of_the_step_counts_as_nothing() -> None:
+    """Gradients by `torch.autograd.grad`, evaluation, and an AdaScale of other parameters; averaged after it was built."""
+    model, plain = net_on(mesh_of(1)), plain_net()
+    others = AdaScale(torch.optim.SGD([*model.up.parameters(), *model.head.parameters()], lr=LR))
+    others.unhook()
+    optimizer = AdaScale(sgd(model))
+    average_replicated_gradients(model)
+    with torch.no_grad():
+        loss_of(model, 5)
+    torch.autograd.grad(loss_of(model, 5), list(model.parameters()))
+    loss_of(model, dist.get_rank()).backward()
+    expected = Plain(plain, 2, loss_of, adam=False).step([0, 1])
+    assert optimizer.gain() == pytest.approx(expected[0], rel=1e-6)
+    optimizer.unhook()
+
+
+def frozen_experts(passes: int) -> None:
+    models = [net_on(mesh_of(1)), plain_net()]
+    for model in models:
+        for block in model.blocks:
+            block.moe.experts.down_proj.requires_grad_(False)
+    average_replicated_gradients(models[0])
+    compare(models[0], sgd(models[0]), models[1], passes=passes)
+
+
+def groups_that_do_not_fit() -> None:
+    mesh = mesh_of(2)
+    model = net_on(mesh)
+    average_replicated_gradients(model, mesh["expert"])
+    with pytest.raises(ValueError, match=r"of the samples of the ranks \[.*\], which divide experts and have other data"):
+        AdaScale(sgd(model), process_group=mesh["replica"])
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "tensor"))
+    model = Net(process_group=both, batch_process_group=dist.group.WORLD)
+    for group in (None, both["expert"]):
+        with pytest.raises(ValueError, match=r"hidden features are divided between ranks as well.*mesh\[.expert.\]"):
+            AdaScale(sgd(model), process_group=group)
+
+
 def two_ranks() -> None:
+    wrong_use_of_divided_experts()
+    what_is_not_of_the_step_counts_as_nothing()
+    frozen_experts(2)
     one_axis(sgd, 1)
     one_axis(adam, 3)
     all_tokens_to_one_expert()
@@ -293,6 +359,7 @@ def two_ranks() -> None:
 
 
 def four_ranks() -> None:
+    groups_that_do_not_fit()
     one_axis(adam, 2)
     beside_ddp(1)
     beside_ddp(2)

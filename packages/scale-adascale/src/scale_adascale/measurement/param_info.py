@@ -8,8 +8,8 @@ is right if what several ranks have alike is divided by their number.
     DDP over D ranks                1               1 / D              the average is on every rank
     FSDP over D ranks               1               1                  each has another piece of it
     FSDP over F, replicas of D/F    1               F / D
-    experts, divided over E         1, by source    E / D              each of the ranks E has squares of all sources
-    the same, FSDP over their D/E   1, by source    1
+    experts, divided over E ranks   1, of each of   E / D              others of these E have other experts
+    the same, FSDP over the D/E     the E sources   1
     tensor parallel, split over T   1               as above           each has other elements of both
     tensor parallel, replicated     1 / T           as above, / T
     the same, without `Shard`       1 / T           as above, / T      where other parameters are split over T ranks
@@ -111,8 +111,8 @@ def norm_weights(param: Tensor, holder: Tensor, data: Group, model: Group, split
     One without a `Shard` is alike on the ranks of `splits`, over which other parameters of the model are split. Raises
     ValueError for one that is split over ranks in neither group, or over `data` by a tensor parallel layer.
     """
-    _check_sources(param, data)
     _check_gathered(param, data)
+    _check_sources(param, data)
     shard, share = shard_of(param), 1.0 / data.size
     local = 1.0 if shard is None or shard.counted else 0.0
     is_split = False
