@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers.models.gpt_oss.modeling_gpt_oss
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401  # For the server that ranks are forked from
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_moe import MoE, average_replicated_gradients, parallelize_experts
 from scale_oss import OSS, ShardedDataParallel
+from scale_pipe import DistributedPipe
 
 DIM, STEPS = 6, 5
 LR, EPS = 0.1, 1e-2
@@ -64,15 +66,12 @@ class Net(nn.Module):
         self,
         num_experts: int = 3,
         routing: Any = 2,
-        around: Callable[[nn.Module], nn.Module] | None = None,
-        bias: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up = nn.Linear(DIM, DIM)
-        blocks = [Block(num_experts, routing, **options) for _ in range(2)]
-        self.blocks = nn.ModuleList(blocks if around is None else map(around, blocks))
+        self.blocks = nn.ModuleList(Block(num_experts, routing, **options) for _ in range(2))
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -308,10 +307,9 @@ def doubled(grad: Tensor) -> Tensor:
 
 
 def what_is_not_of_the_step_counts_as_nothing() -> None:
-    """Gradients by `torch.autograd.grad`, evaluation, and an AdaScale of other parameters; averaged after it was built."""
+    """Evaluation, `torch.autograd.grad`, and experts to an AdaScale of other parameters; averaged after both were built."""
     model, plain = net_on(mesh_of(1)), plain_net()
     others = AdaScale(torch.optim.SGD([*model.up.parameters(), *model.head.parameters()], lr=LR))
-    others.unhook()
     optimizer = AdaScale(sgd(model))
     average_replicated_gradients(model)
     with torch.no_grad():
@@ -320,7 +318,9 @@ def what_is_not_of_the_step_counts_as_nothing() -> None:
     loss_of(model, dist.get_rank()).backward()
     expected = Plain(plain, 2, loss_of, adam=False).step([0, 1])
     assert optimizer.gain() == pytest.approx(expected[0], rel=1e-6)
+    assert 1 < others.gain() != optimizer.gain()
     optimizer.unhook()
+    others.unhook()
 
 
 def frozen_experts(passes: int) -> None:
@@ -336,13 +336,55 @@ def groups_that_do_not_fit() -> None:
     mesh = mesh_of(2)
     model = net_on(mesh)
     average_replicated_gradients(model, mesh["expert"])
-    with pytest.raises(ValueError, match=r"of the samples of the ranks \[.*\], which divide experts and have other data"):
+    with pytest.raises(
+        ValueError, match=r"of the samples of the ranks \[.*\], which divide experts and have other data"
+    ):
         AdaScale(sgd(model), process_group=mesh["replica"])
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "tensor"))
     model = Net(process_group=both, batch_process_group=dist.group.WORLD)
     for group in (None, both["expert"]):
         with pytest.raises(ValueError, match=r"hidden features are divided between ranks as well.*mesh\[.expert.\]"):
             AdaScale(sgd(model), process_group=group)
+
+
+def stages(group: Any) -> nn.Sequential:
+    """Experts in the first stage of two, and in the middle ones of four; fp64."""
+    torch.manual_seed(0)
+    options = {"process_group": group, "batch_process_group": group}
+    layers = [Block(3, 2, **options), nn.Linear(DIM, DIM), nn.Tanh(), Block(3, 2, **options)]
+    return nn.Sequential(*layers, nn.Linear(DIM, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3)).double()
+
+
+def chunks_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x, target = (torch.randn(8, width, generator=generator, dtype=torch.float64) for width in (DIM, 3))
+    return x, target - 1.5
+
+
+def inside_a_pipeline(schedule: str, num_stages: int) -> None:
+    """Each of four micro-batches of each of two ranks is a sample."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "expert"))
+    balance = [8 // num_stages] * num_stages
+    pipe = DistributedPipe(stages(mesh["expert"]), schedule, balance=balance, chunks=4, process_group=mesh["stage"])
+    average_replicated_gradients(pipe, mesh["expert"])
+    groups: Any = {"process_group": mesh["expert"], "model_parallel_group": mesh["stage"]}
+    optimizer = AdaScale(torch.optim.SGD(pipe.parameters(), lr=LR), num_gradients_to_accumulate=4, **groups)
+    plain = stages(Group())
+    alone: Any = {"num_gradients_to_accumulate": 8, "process_group": Group()}
+    expected = AdaScale(torch.optim.SGD(plain.parameters(), lr=LR), **alone)
+    for step in range(3):
+        for rank in range(2):
+            for x, target in zip(*(each.chunk(4) for each in chunks_of(step, rank)), strict=True):
+                (F.mse_loss(plain(x), target) / 8).backward()
+        x, target = chunks_of(step, mesh["expert"].get_local_rank())
+        pipe.step(x, target=target, loss_fn=F.mse_loss)
+        assert optimizer.gain() == pytest.approx(expected.gain(), rel=1e-9), f"{schedule}, step {step}"
+        assert optimizer.gain() > 1.01
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    optimizer.unhook()
+    expected.unhook()
 
 
 def two_ranks() -> None:
@@ -371,11 +413,19 @@ def four_ranks() -> None:
     under_fully_shard(2, 1, scaled=True)
     of_transformers("gpt_oss", 1, replicas=2)
     of_transformers("gpt_oss", 2, replicas=2, shard=True)
+    inside_a_pipeline("1f1b", 2)
+    inside_a_pipeline("zb_v", 4)
 
 
+@pytest.mark.composition("scale-adascale", "scale-moe")
+@pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-moe")
 def test_experts_that_two_ranks_divide() -> None:
     run_ranks(two_ranks, 2)
 
 
+@pytest.mark.composition("scale-adascale", "scale-moe", "DistributedDataParallel")
+@pytest.mark.composition("scale-adascale", "scale-moe", "ShardedDataParallel")
+@pytest.mark.composition("scale-adascale", "scale-moe", "scale-fsdp")
+@pytest.mark.composition("scale-adascale", "scale-pipe", "scale-moe")
 def test_experts_that_four_ranks_divide_or_replicate() -> None:
     run_ranks(four_ranks, 4)
