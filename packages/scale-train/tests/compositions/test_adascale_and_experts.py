@@ -307,7 +307,7 @@ def doubled(grad: Tensor) -> Tensor:
 
 
 def what_is_not_of_the_step_counts_as_nothing() -> None:
-    """Evaluation, `torch.autograd.grad`, and experts to an AdaScale of other parameters; averaged after both were built."""
+    """Evaluation, `torch.autograd.grad`, and experts to an AdaScale of others; averages begin after both were built."""
     model, plain = net_on(mesh_of(1)), plain_net()
     others = AdaScale(torch.optim.SGD([*model.up.parameters(), *model.head.parameters()], lr=LR))
     optimizer = AdaScale(sgd(model))
