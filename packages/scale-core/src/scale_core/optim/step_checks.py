@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,6 +61,15 @@ def register_unsharded(params: Iterable[Tensor], owner: Any) -> None:
     held = weakref.ref(owner)  # Which holds the copies itself, as a rule: they must not keep it alive.
     for index, param in enumerate(params):
         _copies[param] = held, index
+
+
+def sharded_param_of(param: Tensor) -> Tensor:
+    """Returns the local shard, as `parameters()` yields it, of an unsharded parameter; of any other tensor itself."""
+    if param not in _copies:
+        return param
+    held, index = _copies[param]
+    owner = held()
+    return param if owner is None else cast(Tensor, owner.sharded_param(index))
 
 
 def register_owner(

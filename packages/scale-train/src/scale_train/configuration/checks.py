@@ -153,11 +153,6 @@ def _mixture_problems(options: Options) -> Iterator[str]:
             f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on one rank, and {flag} "
             "look at the tokens of all; take all or selective"
         )
-    if options.optimizer.adascale and parallel.expert_parallel > 1:
-        yield (
-            f"{ranks}: --adascale measures each rank's own gradients, and those of divided experts are of all ranks "
-            "at once; leave one of them out"
-        )
 
 
 def expert_problems(experts: int, top_k: int, expert_parallel: int, given: list[str]) -> Iterator[str]:
