@@ -111,7 +111,8 @@ def _rank_problems(options: Options, num_ranks: int) -> Iterator[str]:
         return  # There is no number of data-parallel ranks.
     num_data = num_ranks // parallel.tensor_parallel
     yield from _context_parallel_problems(options, num_data)
-    yield from _expert_parallel_problems(options, num_data)
+    if parallel.parallel != "pipe" and num_data % parallel.expert_parallel:
+        yield expert_parallel_problem(parallel.expert_parallel, num_data)
     if num_data % parallel.context_parallel:
         return
     num_data //= parallel.context_parallel
@@ -183,12 +184,6 @@ def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]
         )
 
 
-def _expert_parallel_problems(options: Options, num_data: int) -> Iterator[str]:
-    number = options.parallel.expert_parallel
-    if num_data % number:
-        yield expert_parallel_problem(number, num_data)
-
-
 def expert_parallel_problem(number: int, num_data: int) -> str:
     """Returns what to say where so many ranks can't divide the experts."""
     return f"--expert-parallel {number} does not divide {num_data} ranks; take {_divisors(num_data)}"
@@ -207,6 +202,12 @@ def _pipeline_problems(options: Options, num_ranks: int) -> Iterator[str]:
             f"{layers} blocks; take fewer --ranks, or --layers {shape.stages}"
         )
     yield from _shared_weight_problems(options, shape)
+    if shape.replicas % parallel.expert_parallel:
+        yield (
+            f"--expert-parallel {parallel.expert_parallel}: ranks with the same stage divide its experts, and there "
+            f"{'is 1 pipeline' if shape.replicas == 1 else f'are {shape.replicas} pipelines'}; take "
+            f"{_divisors(shape.replicas)}, or fewer --stages or more --ranks"
+        )
     if options.data.batch % shape.replicas:
         yield (
             f"--batch {options.data.batch} does not divide among {shape.replicas} pipelines beside each other "
