@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.comm.group import Group, GroupLike
+from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_moe import Balance, Experts, MoE, TokenChoice
+from scale_moe.mesh_info import ExpertMeshLike
 from scale_train.model_config import ModelConfig as ModelConfig
 
 IGNORED = -1
@@ -84,7 +85,7 @@ class Attention(nn.Module):
 class ExpertGroups(NamedTuple):
     """The ranks of the layers of experts."""
 
-    expert: GroupLike = Group()  # divide the experts; a mesh (expert, tensor) where those of a second axis divide each
+    expert: ExpertMeshLike = Group()  # divide the experts, and those of a second axis each of them
     batch: Group = Group()  # have the tokens of one batch, which capacity and load balancing loss look at
 
 

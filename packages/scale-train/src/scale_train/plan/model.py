@@ -21,7 +21,7 @@ from scale_train.model import GPT, Block, ExpertGroups, ModelConfig
 from scale_train.options import ModelOptions, Options
 from scale_train.plan.options import PlanOptions
 from scale_train.resolve import model_config
-from scale_train.training.parallelize import ATTENTION_RULE, PLAN, stage_boundaries
+from scale_train.training.parallelize import ATTENTION_RULE, stage_boundaries, tensor_plan
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """Of a model, tokens `[batch, sequence]` and targets of the same shape, both int64: a scalar."""
@@ -91,7 +91,7 @@ def planned_model(options: PlanOptions) -> PlannedModel:
         title,
         build,
         lambda _: class_policy(Block),
-        PLAN,
+        tensor_plan(config),
         (ATTENTION_RULE,),
         size=options.size if options.vocabulary == ModelConfig.vocabulary else None,
         build_over=build if config.experts else None,

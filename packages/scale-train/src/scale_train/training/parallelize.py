@@ -34,6 +34,7 @@ from scale_fsdp import (
 )
 from scale_fsdp.wrapping.policy import Candidate, Policy
 from scale_moe import Experts, MoE, average_replicated_gradients
+from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
 from scale_tp import context_parallel, position_ids, record_sequence_lengths, split_sequence
@@ -82,7 +83,7 @@ class MeshAxes(NamedTuple):
     stages: Group = Group()  # has the stages of one pipeline
     expert: Group = Group()  # divides experts; a part of the data axis
     expert_data: Group = Group()  # where experts are divided, has the same ones
-    expert_mesh: DeviceMesh | None = None  # (expert, model), where layers beside experts are divided
+    expert_mesh: ExpertMesh | None = None  # (expert, model), where layers beside experts are divided
 
     @property
     def wrapped(self) -> Group:
@@ -149,7 +150,7 @@ def parallel_axes(group: Group, options: ParallelOptions, *, with_experts: bool 
     mesh = _mesh(group, ranks, ("expert_data", "expert", "stages", "model"))
     groups = {name: group_of(mesh[name]) for name in ("expert_data", "expert")}
     axes = axes._replace(**{name: each for name, each in groups.items() if each.size > 1})
-    return axes if num_model == 1 else axes._replace(expert_mesh=mesh["expert", "model"])
+    return axes if num_model == 1 else axes._replace(expert_mesh=resolve_expert_mesh(mesh["expert", "model"]))
 
 
 def pipeline_axes(group: Group, options: ParallelOptions) -> MeshAxes:
@@ -366,21 +367,27 @@ def checkpoint_blocks(model: nn.Module, choice: str, *, offload: bool) -> None:
 
 
 def plan_blocks(model: GPT, options: Options, axes: MeshAxes, group: Group) -> None:
-    """With a budget, plans what each block keeps: measured on rank 0, the same on all ranks; an InputError on all."""
+    """With a budget, plans what each block keeps, the same on all ranks; an InputError on all.
+
+    It is measured on rank 0; with experts, whose layers exchange tokens, on all ranks together: tokens are drawn, since
+    equal ones would all go to the same experts.
+    """
     budget = budget_bytes(options.parallel.checkpoint_activations)
     if budget is None:
         return
-    device = model.embedding.weight.device
-    sequences = max(1, options.data.batch // (group.size * options.parallel.accumulate))
-    tokens = torch.zeros(sequences, options.data.sequence, dtype=torch.int64, device=device)
+    sequences = max(1, options.data.batch // (axes.num_data * options.parallel.accumulate))
+    generator = torch.Generator().manual_seed(group.rank)
+    drawn = torch.randint(model.config.vocabulary, (sequences, options.data.sequence), generator=generator)
+    tokens = drawn.to(model.embedding.weight.device)
+    together = axes.data if model.config.experts else Group()
     # fp32 master weights are the model's own; Adam keeps two more numbers for each, sharded or not.
     shared = options.parallel.parallel in ("oss", "sharded-ddp")
-    adam_bytes = sum(8 * param.numel() for param in model.parameters()) // (group.size if shared else 1)
+    adam_bytes = sum(8 * param.numel() for param in model.parameters()) // (axes.wrapped.size if shared else 1)
     plan: MemoryPlan | None = None
     problem = ""
-    if group.rank == 0:
+    if group.rank == 0 or together.size > 1:
         try:
-            plan = plan_memory(model, (tokens, tokens), budget, other_bytes=adam_bytes)
+            plan = plan_memory(model, (tokens, tokens), budget, other_bytes=adam_bytes, process_group=together)
         except BudgetError as error:
             problem = (
                 f"no plan fits: a step, with Adam's state, takes at least {error.minimum_bytes} bytes; write "
