@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from scale_checkpoint import is_checkpointed
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_train.cli import main
@@ -140,6 +141,27 @@ def test_experts_beside_divided_layers_and_in_stages_train_as_on_one_process(
         assert main(["ppl", str(point), "--text", str(text), "--json"]) == 0
     first, second = (json.loads(line)["loss"] for line in capsys.readouterr().out.splitlines())
     assert first == pytest.approx(second, rel=1e-5)
+
+
+def planned_together(text: Path, alone: Found) -> list[bool]:
+    """The smallest budget, for which blocks are recomputed: ranks that planned differently would hang."""
+
+    def asked(budget: str) -> Options:
+        return options_for(text, "sharded-ddp", 2, checkpoint_activations=budget)
+
+    with pytest.raises(InputError, match="no plan fits") as refused:
+        build_state(asked("budget:1KB"), read_text((text,)), group_of())
+    least = int(re.findall(r"write --checkpoint-activations budget:(\d+)B", str(refused.value))[0])
+    compare(trained(asked(f"budget:{least}B"), group_of()), alone)
+    model = build_state(asked(f"budget:{least}B"), read_text((text,)), group_of()).engine.raw_model
+    return [is_checkpointed(block) for block in model.blocks]
+
+
+@pytest.mark.composition("scale-checkpoint", "scale-moe", "ShardedDataParallel")
+def test_a_memory_budget_is_measured_by_all_ranks_of_experts_together(text: Path) -> None:
+    alone = trained(options_for(text, "none"), Group())
+    first, second = run_ranks(planned_together, 2, text, alone)
+    assert first == second and any(first)
 
 
 def test_a_smaller_micro_batch_of_a_pipeline_counts_less_in_the_load_balancing_loss(text: Path) -> None:

@@ -17,6 +17,7 @@ from scale_fsdp.wrapping.policy import Policy
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.styles import Plan
 from scale_train.errors import InputError
+from scale_train.huggingface.model import transformers_config
 from scale_train.model import GPT, Block, ExpertGroups, ModelConfig
 from scale_train.options import ModelOptions, Options
 from scale_train.plan.options import PlanOptions
@@ -117,11 +118,11 @@ def _from_transformers(path: Path) -> PlannedModel:
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"--config {path}: no config of transformers: it has no model_type") from error
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise InputError("--config: transformers is not installed: pip install transformers") from error
     try:
-        config = AutoConfig.for_model(kind, **{name: value for name, value in content.items() if name != "model_type"})
+        config = transformers_config(content)
         config.use_cache = False
     except ValueError as error:
         raise InputError(f"--config {path}: {error}") from error
