@@ -533,6 +533,8 @@ def test_what_cannot_be_planned_is_one_line_and_code_two(capsys: pytest.CaptureF
         (["--loss-chunk", "-1"], "--loss-chunk -1: 0 or more is needed"),
         (["--vocabulary", "1000000000"], "--vocabulary 1000000000: more than can be meant"),
         (["--experts", "1000000"], "--experts 1000000: more than can be meant"),
+        (["--picture", "plan.gifx"], "--picture plan.gifx: a name that ends in .svg or .png is needed"),
+        (["--picture", "nowhere/plan.svg"], "--picture nowhere/plan.svg: there is no folder nowhere"),
     ):
         is_named = words[0] not in ("--config", "--factory") or "Blocks" in words[1]
         assert main([*(COMMAND if is_named else OF_ANY), *words]) == 2
