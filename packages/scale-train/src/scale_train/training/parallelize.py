@@ -148,8 +148,9 @@ def parallel_axes(group: Group, options: ParallelOptions, *, with_experts: bool 
         return axes._replace(expert=axes.data)
     ranks = torch.tensor(group.ranks).view(-1, num_expert, axes.stages.size, num_model)
     mesh = _mesh(group, ranks, ("expert_data", "expert", "stages", "model"))
-    groups = {name: group_of(mesh[name]) for name in ("expert_data", "expert")}
-    axes = axes._replace(**{name: each for name, each in groups.items() if each.size > 1})
+    expert_data, expert = (group_of(mesh[name]) for name in ("expert_data", "expert"))
+    axes = axes._replace(expert=expert if expert.size > 1 else Group())
+    axes = axes._replace(expert_data=expert_data if expert_data.size > 1 else Group())
     return axes if num_model == 1 else axes._replace(expert_mesh=resolve_expert_mesh(mesh["expert", "model"]))
 
 
@@ -163,7 +164,7 @@ def pipeline_axes(group: Group, options: ParallelOptions) -> MeshAxes:
     else:
         mesh = _mesh(group, torch.tensor(group.ranks).view(*sizes.values()), tuple(sizes))
         axes |= {name: group_of(mesh[name]) for name, size in sizes.items() if size > 1}
-    return MeshAxes(**axes)
+    return MeshAxes(axes["data"], axes["model"], stages=axes["stages"])
 
 
 def _mesh(group: Group, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
