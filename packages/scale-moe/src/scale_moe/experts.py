@@ -15,12 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from scale_core import compat
 from scale_core.arguments import checked_arguments
-from scale_core.comm.group import Group, GroupLike
+from scale_core.comm.group import Group
 from scale_core.hooks.source_grads import has_source_grad_hooks, with_source_grads
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_module import ShardedModule
 from scale_moe.grouped_linear import grouped_linear
-from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
+from scale_moe.mesh_info import ExpertMesh, ExpertMeshLike, resolve_expert_mesh
 from scale_moe.token_dispatcher import DispatchPlan, experts_per_rank
 
 Activation = Callable[[Tensor], Tensor]
@@ -120,7 +120,7 @@ class Experts(ShardedModule):
         *,
         gated: bool = True,
         activation: Activation = F.silu,
-        process_group: GroupLike = None,
+        process_group: ExpertMeshLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

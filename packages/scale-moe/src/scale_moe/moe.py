@@ -21,7 +21,7 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.hooks.autograd import in_backward
 from scale_moe.experts import Activation, Experts, gradients_wanted_by_rank
 from scale_moe.mappings import copy_to_expert_tensor_parallel_region, reduce_from_expert_tensor_parallel_region
-from scale_moe.mesh_info import resolve_expert_mesh
+from scale_moe.mesh_info import ExpertMeshLike, resolve_expert_mesh
 from scale_moe.routing import (
     DropOrder,
     Routing,
@@ -175,7 +175,7 @@ class MoE(nn.Module):
         gated: bool = True,
         activation: Activation = F.silu,
         shared_expert: nn.Module | None = None,
-        process_group: GroupLike = None,
+        process_group: ExpertMeshLike = None,
         batch_process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
