@@ -295,6 +295,19 @@ def test_adascale_measures_experts_that_ranks_have_or_divide(text: Path) -> None
         assert gains == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.soak
+def test_adascale_measures_experts_in_stages_and_beside_divided_layers(text: Path) -> None:
+    adascale = OptimizerOptions(steps=100, clip=0.5, warmup=2, adascale=True)
+    expected = gains_of(replace(options_for(text, "none", accumulate=2, aux_loss_coef=0.0), optimizer=adascale))
+    several = [
+        options_for(text, "pipe", 2, aux_loss_coef=0.0, stages=2, chunks=1, data_parallel="fsdp"),
+        options_for(text, "pipe", aux_loss_coef=0.0, stages=2, chunks=1, data_parallel="ddp"),
+        options_for(text, "ddp", aux_loss_coef=0.0, tensor_parallel=2),
+    ]
+    for gains in run_ranks(gains_of_all, 4, [replace(options, optimizer=adascale) for options in several])[0]:
+        assert gains == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_token_passes_a_part_of_the_parameters(text: Path) -> None:
     options = options_for(text, "none")
     config = model_config(options)
@@ -332,6 +345,11 @@ def test_the_busiest_expert_and_dropped_choices_are_parts_of_all() -> None:
         ),
         (
             {"experts": 8},
+            {"parallel": "pipe", "stages": 2, "expert_parallel": 2, "data_parallel": "ddp"},
+            "--expert-parallel 2: --adascale measures gradients that are averaged in the backward pass",
+        ),
+        (
+            {"experts": 8},
             {"tensor_parallel": 2, "sequence_parallel": True},
             "--sequence-parallel: ranks that divide layers route the same tokens to --experts 8",
         ),
@@ -339,14 +357,15 @@ def test_the_busiest_expert_and_dropped_choices_are_parts_of_all() -> None:
 )
 def test_experts_that_can_not_be_meant_are_refused(model: Any, parallel: Any, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        check_options(Options(model=ModelOptions(**model), parallel=ParallelOptions(**parallel)), 4)
+        adascale = OptimizerOptions(adascale="--adascale" in message)
+        check_options(Options(model=ModelOptions(**model), parallel=ParallelOptions(**parallel), optimizer=adascale), 4)
 
 
 def test_all_that_does_not_go_with_experts_is_told_at_once() -> None:
     model, optimizer = ModelOptions(experts=2, top_k=3), OptimizerOptions(adascale=True)
     parallel = ParallelOptions(tensor_parallel=2, sequence_parallel=True, expert_parallel=4)
     found = "\n".join(option_problems(Options(model=model, parallel=parallel, optimizer=optimizer)))
-    for words in ("--top-k 3", "none of the 2", "--sequence-parallel", "--adascale measures each"):
+    for words in ("--top-k 3", "none of the 2", "--sequence-parallel", "--adascale measures experts"):
         assert words in found
 
 

@@ -148,6 +148,17 @@ def _mixture_problems(options: Options) -> Iterator[str]:
             f"--sequence-parallel: ranks that divide layers route the same tokens to --experts {model.experts}, and so "
             "have full sequences; leave it out"
         )
+    if options.optimizer.adascale and parallel.expert_parallel > 1:
+        if parallel.tensor_parallel > 1:
+            yield (
+                f"{ranks}: --adascale measures experts that are each on one rank, and --tensor-parallel "
+                f"{parallel.tensor_parallel} divides each of them as well; take 1 for one of the two"
+            )
+        elif parallel.parallel == "pipe" and parallel.data_parallel == "ddp":
+            yield (
+                f"{ranks}: --adascale measures gradients that are averaged in the backward pass, and pipelines with "
+                "--data-parallel ddp average after it what is beside experts; take --data-parallel fsdp"
+            )
 
 
 def expert_problems(experts: int, top_k: int, expert_parallel: int, given: list[str]) -> Iterator[str]:
