@@ -157,6 +157,7 @@ def planned_together(text: Path, alone: Found) -> list[bool]:
     return [is_checkpointed(block) for block in model.blocks]
 
 
+@pytest.mark.soak
 @pytest.mark.composition("scale-checkpoint", "scale-moe", "ShardedDataParallel")
 def test_a_memory_budget_is_measured_by_all_ranks_of_experts_together(text: Path) -> None:
     alone = trained(options_for(text, "none"), Group())
