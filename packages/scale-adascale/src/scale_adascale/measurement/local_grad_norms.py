@@ -93,7 +93,7 @@ class LocalGradNorms:
         self._source_handle: RemovableHandle | None = None
         self._of_pass: dict[torch.device, NormAccumulator] = {}
         self._seen: set[tuple[int, int]] = set()  # samples and indices of the gradients of the last pass
-        self._by_source: frozenset[int] = frozenset()  # indices of what is reported by source rank
+        self._by_source: set[int] = set()  # indices of what is reported by source rank
         self._sources: set[tuple[int, int, int]] = set()  # samples, indices and source ranks that were in the last pass
         self._task = 0  # autograd's number of the pass that runs, as a rule; -1 of a pipeline's step
         self._last_before = context_parallel_group.last_backward  # when the pass began
@@ -115,16 +115,18 @@ class LocalGradNorms:
         if any(old is not new for old, new in zip(before, self._params, strict=False)):
             for handle in self._handles.values():  # A parameter was replaced.
                 handle.remove()
-            self._indices, self._handles = {}, {}
+            self._indices, self._handles, self._by_source = {}, {}, set()
         if len(before) != len(self._params):
             self.squared_norms, self._of_pass = {}, {}
         for index, param in enumerate(self._params):
+            is_new = id(param) not in self._indices
             self._indices[id(param)] = index
             if index in self._handles and has_later_hook(param, self._handles[index]):
                 self._handles.pop(index).remove()
             if param.requires_grad and index not in self._handles and not lacks_autograd_hooks(param):
-                self._handles[index] = param.register_hook(weak_hook(self._on_grad, index))
-        self._by_source = frozenset(i for i, param in enumerate(self._params) if source_group(param) is not None)
+                self._handles[index], is_new = param.register_hook(weak_hook(self._on_grad, index)), True
+            if is_new and source_group(param) is not None:  # What averages it from now on is behind the hook.
+                self._by_source.add(index)
         if self._by_source and self._source_handle is None:
             self._source_handle = register_source_grad_hook(weak_hook(self._on_source_grad))
             weakref.finalize(self, self._source_handle.remove)
