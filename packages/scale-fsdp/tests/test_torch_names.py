@@ -503,6 +503,7 @@ def test_fsdp2_s_methods_are_there_and_those_that_can_t_be_say_what_to_do() -> N
     model.set_requires_all_reduce(False)  # Without replicas nothing is left to switch off.
     model.set_reduce_scatter_unused_params(True)
     model.set_force_sum_reduction_for_comms(True)
+    model.set_post_optim_event(torch.cpu.current_stream().record_event())  # None, on a CPU
     handle = model.unshard(async_op=True)
     assert isinstance(handle, UnshardHandle)
     handle.wait()
