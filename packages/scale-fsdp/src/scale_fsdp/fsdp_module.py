@@ -244,9 +244,13 @@ class FSDPModule(ConversionMethods):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Takes FSDP2's switch, which changes nothing: reductions are sums, and are divided after."""
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Has the current stream, and so the next gather, wait for an event that was recorded after the step."""
-        event.wait()
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
+        """Has the current stream, and so the next gather, wait for an event that was recorded after the step.
+
+        None, as `torch.cpu.current_stream().record_event()` returns it, is nothing to wait for.
+        """
+        if event is not None:
+            event.wait()
 
     def reset_iter_state(self) -> None:
         """Ends a pass that an error has cut off, as the next forward does by itself. Call it on the outermost module.
