@@ -128,7 +128,7 @@ def bad_inputs(figures: Figures) -> str:
         "([decision 59](../decisions/0059-arguments-are-compared-with-the-signature.md)).\n"
         f"{_body(Table('', heads, rows))}\n\n"
         "What is still taken is below zero, NaN or empty, most of it as plain PyTorch's layers take it, or without an "
-        f"effect on one rank: {', '.join(taken)}."
+        f"effect on one rank, such as {', '.join(taken[:3])}."
     )
 
 
@@ -141,9 +141,11 @@ def snapshots(figures: Figures) -> str:
     }
     parts = [
         "The same tensors, written and read in turns: plain files with `fsync`, snapshots with all they do, snapshots "
-        "with the checksums taken out, and torch's checkpoints. Ratios are medians of ratios within one turn."
+        "with the checksums taken out, and torch's checkpoints. Ratios are medians of ratios within one turn. The "
+        "results of smaller states are beside these."
     ]
-    for row in dict.fromkeys(each["row"] for each in figures):
+    largest = max(each["megabytes"] for each in figures)
+    for row in dict.fromkeys(each["row"] for each in figures if each["megabytes"] == largest):
         lines = []
         for each in (each for each in figures if each["row"] == row):
             speed = f"{each['megabytes'] / 1000 / median(each['seconds']):.2f}"
