@@ -134,8 +134,8 @@ def snapshots(figures: Figures) -> str:
     largest = max(each["megabytes"] for each in figures)
     row = [each["row"] for each in figures if each["megabytes"] == largest][-1]
     shown = [each for each in figures if each["row"] == row]
-    lines = []
-    for each in (each for each in shown if each["way"] != "unverified"):
+    lines, operations = [], ("write", "cold read", "warm read")
+    for each in (each for each in shown if each["way"] != "unverified" and each["operation"] in operations):
         speed = f"{each['megabytes'] / 1000 / median(each['seconds']):.2f}"
         lines.append([each["operation"], ways[each["way"]], speed, f"{each['ratio']:.2f}", f"{each['cpu_ratio']:.2f}"])
     heads = ["operation", "format", "GB/s", "time over plain", "CPU time over plain"]
