@@ -200,8 +200,8 @@ def screenshots(session: nox.Session) -> None:
 
 @nox.session(allow_parallel=True)
 def build(session: nox.Session) -> None:
-    """Build and check every distribution, then run the example of scale-fsdp from its wheel alone."""
-    session.install("twine")
+    """Build and check every distribution, resolve the docs' install lines, and run scale-fsdp from its wheel alone."""
+    session.install("twine", "pytest>=8", "uv")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for package in PACKAGES:
@@ -210,6 +210,7 @@ def build(session: nox.Session) -> None:
     if len(files) != 2 * len(PACKAGES):
         session.error(f"expected an sdist and a wheel of {len(PACKAGES)} packages, got {len(files)} files in {dist}")
     session.run("twine", "check", "--strict", *files)
+    session.run("pytest", "packages/test_docs.py", "-k", "resolved", env={"SCALE_DIST": str(dist)})
 
     alone = Path(session.create_tmp()).resolve() / "alone"
     # As an option, --find-links would take the place of what this machine sets. And a version that stays while its

@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -455,7 +456,11 @@ def main() -> int:
     parts = []
     if not options.simulate:
         turns, worlds = (1, [2]) if options.smoke else (options.turns, options.worlds)
-        parts += [on_one_process(sizes, turns), divided(sizes, turns, worlds)]
+        # torch builds DeepSpeed's kernels; a build that was cut off leaves a lock in ~/.cache/torch_extensions, and all
+        # later ones wait for it without end.
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["TORCH_EXTENSIONS_DIR"] = folder
+            parts += [on_one_process(sizes, turns), divided(sizes, turns, worlds)]
     if options.simulate or options.smoke:
         parts += [at_scale(cases)]
     tables = [table for table, _ in parts]

@@ -39,10 +39,10 @@ def newest(name: str) -> tuple[Figures, str] | None:
     return content["results"], f"{content['date']}, `benchmarks/{name}.py`: {told}, commit {where['commit']}."
 
 
-def rows_of_the_guide() -> dict[str, list[tuple[str, list[str]]]]:
-    """The result of each fault of docs/guides/faults.md and its tests, by section."""
-    text = (ROOT / "docs" / "guides" / "faults.md").read_text(encoding="utf-8")
-    sections = re.findall(r"^### [A-F]\. (.*?)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL)
+def rows_of_the_matrix() -> dict[str, list[tuple[str, list[str]]]]:
+    """The result of each fault and its tests, by section."""
+    text = (ROOT / "packages/scale-train/tests/faults/faults.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## [A-F]\. (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return {
         title: [
             (outcome, re.findall(r"`([^`]+)`", tests))
@@ -53,7 +53,7 @@ def rows_of_the_guide() -> dict[str, list[tuple[str, list[str]]]]:
 
 
 def faults() -> str:
-    sections = rows_of_the_guide()
+    sections = rows_of_the_matrix()
     rows = [
         [title, str(len(rows)), str(len({test for _, tests in rows for test in tests}))]
         for title, rows in sections.items()
@@ -62,8 +62,8 @@ def faults() -> str:
     rows.append(["all", str(len(every)), str(len({test for _, tests in every for test in tests}))])
     table = Table("", ["faults of", "tried, and end as the guide says", "tests"], rows)
     return (
-        "Each row of the [guide of faults](faults.md#faults-and-their-results) is a fault with its result "
-        "and the tests that show it. None ends in a wrong number, a wait without a limit or a lost snapshot.\n"
+        "Faults with their [results](faults.md#faults-and-their-results) and the tests that show them. None ends in a "
+        "wrong number, a wait without a limit or a lost snapshot.\n"
         f"{_body(table)}"
     )
 
@@ -109,26 +109,14 @@ def restart(figures: Figures) -> str:
 
 
 def bad_inputs(figures: Figures) -> str:
-    counts = Counter((each["name"].split(".")[0], each["outcome"]) for each in figures)
-    packages = list(dict.fromkeys(each["name"].split(".")[0] for each in figures))
-    callables = {
-        package: len({e["name"] for e in figures if e["name"].startswith(package + ".")}) for package in packages
-    }
-    outcomes = ("clear", "unclear", "taken")
-    rows = [[f"`{p}`", str(callables[p]), *(str(counts[p, outcome]) for outcome in outcomes)] for p in packages]
-    total = [sum(counts[p, outcome] for p in packages) for outcome in outcomes]
-    rows.append(["all", str(sum(callables.values())), *map(str, total)])
-    heads = ["package", "functions and classes", "clear error", "unclear error", "taken"]
+    counts = Counter(each["outcome"] for each in figures)
     taken = [f"`{each['name']}({each['parameter']}={each['value']})`" for each in figures if each["outcome"] == "taken"]
     return (
-        f"{sum(total)} calls, each with one argument of a wrong type or value: None, text in the place of a number or "
-        "a list, numbers below zero and no numbers, a class in the place of an object. A clear error is a "
-        "`ValueError`, a `TypeError` or one of [the tree](errors.md) that names the argument, or says what was "
-        "expected and what came. Functions and classes compare their arguments with their annotations "
-        "([decision 59](../decisions/0059-arguments-are-compared-with-the-signature.md)).\n"
-        f"{_body(Table('', heads, rows))}\n\n"
-        "What is still taken is below zero, NaN or empty, most of it as plain PyTorch's layers take it, or without an "
-        f"effect on one rank: {', '.join(taken)}."
+        f"{len(figures)} calls of {len({each['name'] for each in figures})} functions and classes, each with one "
+        "argument of a wrong type or value: None, text in the place of a number or a list, numbers below zero and no "
+        f"numbers. {counts['clear']} end in a clear error, which names the argument or says what was expected and what "
+        f"came, {counts['unclear']} in an unclear one. {counts['taken']} are taken: below zero, NaN or empty, most of "
+        f"them as plain PyTorch's layers take them, or without an effect on one rank, such as {', '.join(taken[:3])}."
     )
 
 
@@ -136,23 +124,23 @@ def snapshots(figures: Figures) -> str:
     ways = {
         "plain": "plain files",
         "snapshot": "snapshot",
-        "unverified": "snapshot, without checksums",
         "dcp": "`torch.distributed.checkpoint`",
     }
     parts = [
-        "The same tensors, written and read in turns: plain files with `fsync`, snapshots with all they do, snapshots "
-        "with the checksums taken out, and torch's checkpoints. Ratios are medians of ratios within one turn."
+        "The same tensors, written and read in turns: plain files with `fsync`, snapshots, and torch's checkpoints. "
+        "Ratios are medians of ratios within one turn. The file has smaller states, one rank, and snapshots without "
+        "checksums."
     ]
-    for row in dict.fromkeys(each["row"] for each in figures):
-        lines = []
-        for each in (each for each in figures if each["row"] == row):
-            speed = f"{each['megabytes'] / 1000 / median(each['seconds']):.2f}"
-            lines.append(
-                [each["operation"], ways[each["way"]], speed, f"{each['ratio']:.2f}", f"{each['cpu_ratio']:.2f}"]
-            )
-        heads = ["operation", "format", "GB/s", "time over plain", "CPU time over plain"]
-        parts.append(Table(f"{row}:", heads, lines).markdown().strip())
-        parts += _cost_of_checksums([each for each in figures if each["row"] == row])
+    largest = max(each["megabytes"] for each in figures)
+    row = [each["row"] for each in figures if each["megabytes"] == largest][-1]
+    shown = [each for each in figures if each["row"] == row]
+    lines, operations = [], ("write", "cold read", "warm read")
+    for each in (each for each in shown if each["way"] != "unverified" and each["operation"] in operations):
+        speed = f"{each['megabytes'] / 1000 / median(each['seconds']):.2f}"
+        lines.append([each["operation"], ways[each["way"]], speed, f"{each['ratio']:.2f}", f"{each['cpu_ratio']:.2f}"])
+    heads = ["operation", "format", "GB/s", "time over plain", "CPU time over plain"]
+    parts.append(Table(f"{row}:", heads, lines).markdown().strip())
+    parts += _cost_of_checksums(shown)
     return "\n\n".join(parts)
 
 
@@ -201,9 +189,8 @@ def page() -> str:
     parts = [
         "# Reliability in figures",
         "What was tried, what it cost, and how fast snapshots are. `benchmarks/figures.py` makes this page from the "
-        "newest files in `benchmarks/results/`, and from the [guide of faults](faults.md); each section says when "
-        "and where its figures were measured. Times on a machine with other work are longer "
-        "than on a quiet one: read the load.",
+        "newest files in `benchmarks/results/`; each section says when and where its figures were measured. Times on a "
+        "machine with other work are longer than on a quiet one: read the load.",
     ]
     for title, name, told in SECTIONS:
         parts.append(f"## {title}")

@@ -4,7 +4,8 @@ A ```python block with `>>>` is a doctest and is run, page by page. Any other on
 uses is run as a program, on as many ranks as a comment before it says: `<!-- ranks: 2 -->`. What can not be run here
 has a comment that says why: `<!-- not run: needs two GPUs -->`. The rest are parts of programs: they are compiled, what
 they import of ours must exist, and calls of ours must be given arguments that there are. Running takes `nox -s
-examples`; the other checks are a part of `nox -s house`. Each test prints how many blocks it has seen to, and how.
+examples`, resolving install lines `nox -s build`; the other checks are a part of `nox -s house`. Each test prints how
+many blocks it has seen to, and how.
 """
 
 import ast
@@ -12,8 +13,11 @@ import builtins
 import doctest
 import importlib
 import inspect
+import os
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 import tomllib
 from collections import Counter
@@ -351,3 +355,57 @@ def test_every_install_line_names_what_there_is_and_all_that_it_needs() -> None:
     print(f"{num_lines} install lines")
     assert wrong == []
     assert num_lines > 20
+
+
+DIST = Path(os.environ.get("SCALE_DIST", "-"))
+needs_wheels = pytest.mark.skipif(not DIST.is_dir(), reason="there are no wheels: nox -s build")
+
+
+def resolve(requirements: tuple[str, ...], folder: Path) -> str:
+    """Resolves an install line by uv, for an empty environment and without installing; returns its error, or "".
+
+    A package of the checkout stands for its wheel. Where a line names such packages uv sees no other wheel of ours, as
+    pip sees none; where it asks for them by name uv sees all. torch is the version that the noxfile pins, of whatever
+    build there is: PyTorch's own index is not asked.
+    """
+    folder.mkdir()
+    wheels = {path.name.split("-")[0].replace("_", "-"): path for path in DIST.glob("*.whl")}
+    words, named = [], set()
+    for requirement in requirements:
+        word = requirement.removeprefix("./packages/")
+        if word != requirement:
+            named.add(name_of(word))
+            word += f"=={wheels[name_of(word)].name.split('-')[1]}"
+        words.append(re.sub(r"^(torch==[\d.]+)\+\w+$", r"\1", word))
+    for name in named or wheels:
+        (folder / wheels[name].name).symlink_to(wheels[name].resolve())
+    pinned = re.search(r'^TORCH_DEFAULT = "(.+)"$', (HOUSE / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned, "the noxfile pins no torch"
+    (folder / "constraints.txt").write_text(f"torch=={pinned[1]}\n")
+    command = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--target", str(folder / "empty")]
+    command += ["--constraints", str(folder / "constraints.txt")]
+    command += [
+        word for name in wheels for word in ("--refresh-package", name)
+    ]  # a version stays, its content does not
+    links = ",".join(filter(None, [os.environ.get("UV_FIND_LINKS"), str(folder)]))
+    environment = os.environ | {"UV_FIND_LINKS": links}
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
+    return done.stderr if done.returncode else ""
+
+
+@needs_wheels
+def test_every_install_line_is_resolved(tmp_path: Path) -> None:
+    lines: dict[tuple[str, ...], str] = {}
+    for page in PAGES:
+        for where, requirements in install_lines(page):
+            if requirements:
+                lines.setdefault(tuple(sorted(requirements)), where)
+    errors = {where: resolve(line, tmp_path / str(index)) for index, (line, where) in enumerate(lines.items())}
+    print(f"{len(lines)} distinct install lines")
+    assert [f"{where}: {error}" for where, error in errors.items() if error] == []
+    assert len(lines) > 10
+
+
+@needs_wheels
+def test_a_line_that_misses_a_package_of_the_checkout_is_not_resolved(tmp_path: Path) -> None:
+    assert "scale-core" in resolve(("./packages/scale-fsdp",), tmp_path / "line")

@@ -19,6 +19,7 @@ from scale_adascale.measurement.param_info import (
 from scale_core.comm.group import Group, group_of
 from scale_core.hooks.autograd import mark_without_autograd_hooks
 from scale_core.hooks.microbatch_grads import register_pipeline
+from scale_core.hooks.source_grads import mark_averaged
 from scale_core.shard import Axis, Placement, Shard, set_shard
 
 
@@ -102,6 +103,13 @@ NOBODY = group(0)
             NormWeights(1.0, 1.0),
         ),
         (piece(Axis(ROW, Placement.SHARD), counted=False), COLUMN, ROW, NormWeights(0.0, 0.5)),
+        (piece(Axis(ROW, Placement.SHARD, num_sources=2)), WORLD, NOBODY, NormWeights(1.0, 0.5)),
+        (
+            piece(Axis(COLUMN, Placement.SHARD), Axis(ROW, Placement.SHARD, num_sources=2), reported=True),
+            WORLD,
+            NOBODY,
+            NormWeights(1.0, 1.0),
+        ),
     ],
 )
 def test_each_element_counts_once(param, data, model, expected):
@@ -127,6 +135,17 @@ def test_the_directions_beside_data_are_found():
 def test_ranks_of_tensor_parallelism_are_not_taken_for_those_with_other_data(param):
     with pytest.raises(ValueError, match=r"'up\.weight' is divided over.*too small a gain.*process_group=the data"):
         norm_weights(param, param, WORLD, NOBODY)
+
+
+def test_ranks_that_divide_experts_have_other_data():
+    averaged = torch.ones(2)
+    mark_averaged(averaged, ROW)
+    for param in (piece(Axis(ROW, Placement.SHARD, num_sources=2)), averaged):
+        with pytest.raises(ValueError, match=r"samples of the ranks \[0, 1\], which divide experts.*has \[0, 2\]"):
+            norm_weights(param, param, COLUMN, ROW)
+    both = piece(Axis(WORLD, Placement.SHARD, num_sources=2))
+    with pytest.raises(ValueError, match=r"'up.weight' is of experts whose hidden features are divided.*one dimension"):
+        norm_weights(both, both, WORLD, NOBODY)
 
 
 def announced(ranks: Group, with_parameters: Group | None = None) -> tuple[nn.Module, SGD]:

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from planned_models import ResNet, Transformer, build
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_checkpoint import MemoryPlan, apply_plan, is_checkpointed, measure_step, profile_memory
+from scale_checkpoint import MemoryPlan, apply_plan, is_checkpointed, measure_step, plan_memory, profile_memory
+from scale_core.comm.group import group_of
+from scale_core.testing import run_ranks
 
 STRATEGIES = ("keep", "recompute", "offload")
 
@@ -174,3 +177,33 @@ def test_a_block_that_changes_what_it_is_given_is_named() -> None:
         "'blocks.0' was measured by itself" in note or "given a Cache" in note for note in raised.value.__notes__
     )
     assert not any(is_checkpointed(block) for block in model.blocks)
+
+
+class Exchanging(nn.Module):
+    """A block whose forward is one of all ranks: one that runs fewer steps than the others would hang them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.detach().sum().clone()
+        dist.all_reduce(total)
+        return x + self.down(torch.relu(self.up(x))) * total.tanh()
+
+
+def measured_together() -> tuple[MemoryPlan, MemoryPlan, list[bool]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Exchanging() for _ in range(3)))
+    rows = 4 * (1 + dist.get_rank())  # Rank 1 has twice the batch.
+    batch = torch.randn(rows, 8)
+    ample = plan_memory(model, batch, 1 << 30, process_group=group_of())
+    tight = plan_memory(model, batch, 1 << 30, profile=ample.profile)
+    return ample, tight, [param.grad is None for param in model.parameters()]
+
+
+def test_ranks_whose_blocks_exchange_data_get_one_plan_for_the_largest_of_them() -> None:
+    (first, again, untouched), (second, *_) = run_ranks(measured_together, 2)
+    assert first == second == again and all(untouched)
+    activations = [segment.costs["keep"].kept_bytes for segment in first.profile.segments if segment.is_block]
+    assert len(activations) == 3 and min(activations) >= 8 * 16 * 4  # Hidden features of the eight rows of rank 1.

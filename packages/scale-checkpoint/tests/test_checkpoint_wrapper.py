@@ -128,9 +128,9 @@ def test_a_class_chooses_all_its_modules() -> None:
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        (r"layer\.\d+", r"matches the name of no module; near names in the model: 'layers\.0'"),
+        (r"layer\.\d+", r"matches the name of no module; did you mean 'layers\.0'"),
         ("layers", r"matches only 'layers', a ModuleList, which is never called: match what it holds, r'layers\\\."),
-        ("xyz", r"the model has: 'layers', 'layers\.0'"),
+        ("xyz", r"there are 'layers', 'layers\.0'"),
         ("(", "is no regular expression"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,6 +20,8 @@ from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer, ShardGroups, State, live_buffers
 from scale_core.flat.layout import FlatLayout
+from scale_core.quantization.blocks import BlockFormat
+from scale_core.quantization.collectives import WireFormats
 from scale_core.shard import Placement, shard_of
 from scale_core.testing import run_ranks
 
@@ -418,3 +421,24 @@ def gather_in_float8() -> list[str]:
 
 def test_scales_of_fp8_are_of_what_all_ranks_send_now_and_one_that_is_not_made_keeps_nobody_waiting() -> None:
     assert not any(run_ranks(gather_in_float8, 2))
+
+
+def written_while_gathered(kind: str) -> list[float]:
+    """Rank 0 writes to its shard before rank 1 begins; returns what each rank has then."""
+    group, weights = group_of(), ScaledWeight()
+    layout = FlatLayout.plan(["weight"], [(2,)], group.size)
+    float8: Any = [weights] if kind == "float8" else ()
+    wire = WireFormats(gather=BlockFormat("int8", 2)) if kind == "int8" else None
+    buffer = FlatBuffer(["weight"], [torch.tensor([1.5, 1.5])], layout, group, float8=float8, wire=wire)
+    if group.rank == 1:
+        time.sleep(0.5)
+    buffer.gather(tag=1 << 21, copies_shard=True)
+    buffer.sharded_params[0].data.mul_(0.5)
+    buffer.wait_gathered(30.0)
+    full = buffer.full.float() / (buffer._scales[0] if float8 else 1.0)
+    return [round(value, 4) for value in full.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "float8"])
+def test_a_copied_shard_may_be_written_to_while_it_is_gathered(kind: str) -> None:
+    assert run_ranks(written_while_gathered, 2, kind) == [[1.5, 1.5]] * 2

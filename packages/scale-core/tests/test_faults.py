@@ -162,7 +162,7 @@ def test_a_full_disk_and_a_delay() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: faults.kill_at("allgather"), r"no point 'allgather' in scale; near it: all_gather.* \"user\.\""),
+        (lambda: faults.kill_at("allgather"), r"no point 'allgather' in scale.*\"user\.\"; did you mean 'all_gather'"),
         (lambda: faults.kill_at("data", step=0), "count from 1, got step=0"),
         (lambda: faults.Fault("explode", "data"), "'kill', 'stop', 'raise', 'delay', 'enospc', got 'explode'"),  # type: ignore[arg-type]
     ],

@@ -12,6 +12,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.quantization import collectives
 from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
 from scale_core.quantization.collectives import (
+    QuantizedMean,
     all_gather_quantized,
     all_reduce_quantized,
     new_messages,
@@ -76,15 +77,21 @@ def check_reduce_scatter(group: Group, block_format: BlockFormat, numel: int) ->
         parts = [of_rank(10 * step + rank, group.size, numel) for rank in range(group.size)]
         full = parts[group.rank].clone().view(-1)
         if step == 1:  # A pass that fails leaves no trace.
-            reduce_scatter_quantized(full.clone() * 5, group, block_format, feedback=feedback, tag=TAG).wait()
+            reduce_scatter_quantized(
+                full.clone() * 5, QuantizedMean(group, block_format, tag=TAG), feedback=feedback
+            ).wait()
             feedback.rollback()
-        work = reduce_scatter_quantized(full, group, block_format, divisor=1.5, feedback=feedback, tag=TAG)
+        work = reduce_scatter_quantized(
+            full, QuantizedMean(group, block_format, divisor=1.5, tag=TAG), feedback=feedback
+        )
         mean = work.wait()
         feedback.commit()
         assert torch.equal(mean, average(parts, block_format, errors, 1.5)[group.rank])
         assert feedback.error is not None and torch.equal(feedback.error, errors[group.rank])
     parts = [of_rank(rank, group.size, numel).bfloat16() for rank in range(group.size)]
-    mean = reduce_scatter_quantized(parts[group.rank].clone().view(-1), group, block_format, tag=TAG).wait()
+    mean = reduce_scatter_quantized(
+        parts[group.rank].clone().view(-1), QuantizedMean(group, block_format, tag=TAG)
+    ).wait()
     exact = average(
         [part.float() for part in parts], block_format, [torch.zeros_like(part.float()) for part in parts], group.size
     )
@@ -103,7 +110,10 @@ def check_all_reduce(group: Group, block_format: BlockFormat, numel: int) -> Non
         expected = rounded(means, block_format)
         later = means - expected
         values = given[group.rank].clone()
-        assert all_reduce_quantized(values, group, block_format, feedback=feedback, tag=TAG).wait() is values
+        assert (
+            all_reduce_quantized(values, QuantizedMean(group, block_format, tag=TAG), feedback=feedback).wait()
+            is values
+        )
         for each in feedback:
             each.commit()
         assert torch.equal(values, expected.view(-1)[:numel])
@@ -162,8 +172,8 @@ def fail_to_round() -> list[str]:
                 messages = new_messages(2, 8, block_format, torch.device("cpu"))
                 work = [
                     lambda to=messages: all_gather_quantized(to, torch.ones(8), group, block_format, tag=TAG),
-                    lambda: reduce_scatter_quantized(torch.ones(16), group, block_format, tag=TAG),
-                    lambda: all_reduce_quantized(torch.ones(8), group, block_format, tag=TAG),
+                    lambda: reduce_scatter_quantized(torch.ones(16), QuantizedMean(group, block_format, tag=TAG)),
+                    lambda: all_reduce_quantized(torch.ones(8), QuantizedMean(group, block_format, tag=TAG)),
                 ][number]()
                 try:
                     work.wait(20.0)
@@ -181,6 +191,7 @@ def test_a_rank_without_memory_sends_zeros_and_raises_where_it_waits() -> None:
     ]
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize(("name", "world"), [("int8", 2), ("int4", 64)])
 def test_the_bytes_are_those_of_the_formula(name: Any, world: int) -> None:
     block_format, numel = BlockFormat(name), 1000
@@ -188,11 +199,11 @@ def test_the_bytes_are_those_of_the_formula(name: Any, world: int) -> None:
         group = group_of()
         messages = new_messages(world, numel, block_format, torch.device("cpu"))
         all_gather_quantized(messages, torch.zeros(numel), group, block_format).wait()
-        reduce_scatter_quantized(torch.zeros(world * numel), group, block_format).wait()
+        reduce_scatter_quantized(torch.zeros(world * numel), QuantizedMean(group, block_format)).wait()
         assert simulation.bytes_sent == dict.fromkeys(
             ("all_gather", "all_to_all"), (world - 1) * block_format.num_bytes(numel)
         )
         simulation.restart()
-        all_reduce_quantized(torch.zeros(numel), group, block_format).wait()
+        all_reduce_quantized(torch.zeros(numel), QuantizedMean(group, block_format)).wait()
         one = (world - 1) * block_format.num_bytes(-(-numel // world))
         assert simulation.bytes_sent == {"all_to_all": one, "all_gather": one}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from scale_core.tree import map_tensors, tensors_in
+from scale_core.tree import map_leaves, map_tensors, tensors_in
 
 
 class Pair(NamedTuple):
@@ -114,6 +114,15 @@ def test_what_holds_no_tensor_is_returned_as_it_is(leaf: object) -> None:
 def test_a_tree_in_which_nothing_changes_is_the_very_same_object() -> None:
     for tree in ([one()], Output(one(), [one()]), ModelOutput(logits=one()), Batch(ids=one()), Stack([one()])):
         assert map_tensors(lambda tensor: tensor, tree) is tree
+
+
+@pytest.mark.parametrize("tree", [{one(), one()}, [1, frozenset([(1, one())])], {"a": Output(one(), {one()})}])  # type: ignore[arg-type]
+def test_tensors_without_an_order_are_refused(tree: object) -> None:
+    for act in (lambda: map_tensors(double, tree), lambda: map_leaves(id, tree), lambda: list(tensors_in(tree))):
+        with pytest.raises(TypeError, match=r"set of tensors has another order on each rank.*put them into a list"):
+            act()
+    names = {"a", ("b", 1)}
+    assert map_tensors(double, [names])[0] is names and list(tensors_in([names])) == []
 
 
 def test_a_dataclass_is_copied_without_running_its_constructor() -> None:

@@ -201,6 +201,7 @@ def test_bytes_on_gloo_are_those_of_the_formula_and_a_part_keeps_the_backward_in
     assert not any(run_ranks(count_bytes, 4, 2, cases))
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize(("world", "node_size"), [(64, None), (512, 8)])
 def test_the_simulation_counts_the_same(world: int, node_size: int | None) -> None:
     policy = CommunicationPolicy(gather="int8", reduce="int4", node_size=node_size)
@@ -309,6 +310,7 @@ def test_a_pass_that_is_aborted_leaves_the_error_that_waits_as_it_was() -> None:
     assert not any(run_ranks(fail_beside_hooks, 4, copies))
 
 
+@pytest.mark.simulation
 def test_norms_biases_and_embeddings_are_sent_as_they_are_and_the_description_says_what_is_not() -> None:
     with simulate(rank=0, world_size=4, fake=False):
         model = shard(Net("gpt"), Quantized(CommunicationPolicy(gather="int8", reduce="int4")))
@@ -352,7 +354,7 @@ def test_integers_are_never_rounded_and_a_tied_embedding_only_where_it_is_asked_
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"gather": "int9"}, "gather: expected a format of 'int8', 'float8_e4m3', 'int4', got 'int9': did you mean"),
+        ({"gather": "int9"}, "gather: expected a format of 'int8', 'float8_e4m3', 'int4', got 'int9'; did you mean"),
         ({"reduce": torch.int8}, "reduce: expected a format's name, a BlockFormat or None"),
         ({"gather": "int4"}, "gather='int4': parameters in 4 bits .* write gather='int8'"),
         ({"reduce": "int8", "error_feedback": 1}, "error_feedback: expected True or False, got 1"),
@@ -368,6 +370,7 @@ def test_a_policy_that_says_nothing_or_too_much_is_refused(given: Any, text: str
         CommunicationPolicy(**given)
 
 
+@pytest.mark.simulation
 def test_what_the_ranks_or_dtypes_do_not_allow_is_refused_before_anything_is_changed() -> None:
     with simulate(rank=0, world_size=4, fake=False):
         mesh = init_device_mesh("cpu", (2, 2))

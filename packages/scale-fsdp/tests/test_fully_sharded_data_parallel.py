@@ -91,7 +91,7 @@ def test_what_fairscale_offers_beyond_may_be_declined_and_not_asked_for():
 def test_an_unknown_argument_names_the_nearest_known_one():
     with pytest.raises(TypeError, match=r"'mixed_precison'; did you mean 'mixed_precision'"):
         FullyShardedDataParallel(Model(), mixed_precison=True)
-    with pytest.raises(TypeError, match=r"'nonsense'$"):
+    with pytest.raises(TypeError, match=r"'nonsense'; there are 'atom'"):
         FullyShardedDataParallel(Model(), nonsense=True)
 
 

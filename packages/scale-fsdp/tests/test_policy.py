@@ -73,9 +73,9 @@ def test_names_are_matched_whole_and_lists_and_empty_modules_passed_over():
 
 def test_a_pattern_or_class_that_matches_nothing_is_an_error_with_near_names():
     model = Model()
-    with pytest.raises(ValueError, match=r"'layer\\\\.\\\\d\+' matches the name of no module; near.*'layers.0'"):
+    with pytest.raises(ValueError, match=r"'layer\\\\.\\\\d\+' matches the name of no.*did you mean .*'layers.0'"):
         plan_units(model, name_policy(r"layers\.\d+", r"layer\.\d+"))
-    with pytest.raises(ValueError, match="no module is a Blok; near names in the model: 'Block'"):
+    with pytest.raises(ValueError, match="no module is a Blok; did you mean 'Block'"):
         plan_units(model, class_policy("Blok"))
     with pytest.raises(
         ValueError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 from pathlib import Path
@@ -222,7 +223,6 @@ def test_recipes_of_distributed_checkpoint_save_and_load_by_either_import_what_e
         ("move_grads_to_cpu", "FullyShardedDataParallel"),
         ("state_dict_device", "full_state_dict"),
         ("state_dict_on_rank_0_only", "full_state_dict"),
-        ("shard_placement_fn", "atom="),
         ("dp_mesh_dims", "mesh="),
     ],
 )
@@ -231,6 +231,102 @@ def test_another_library_s_name_of_an_argument_says_what_to_write(argument: str,
     with pytest.raises(TypeError, match=f"fully_shard: there is no argument {argument}=; write .*{line}"):
         fully_shard(layer, **{argument: None})
     assert type(layer) is nn.Linear
+
+
+def steps_in_backward(flatten: bool, in_hooks: bool) -> list[Any]:
+    """Trains with one optimizer for each parameter, that steps in the backward pass if `in_hooks`."""
+    torch.manual_seed(0)
+    model = Transformer(layers=2)
+    for module in (*model.layers, model):
+        fully_shard(module, flatten_parameters=flatten)
+    calls: list[str] = []
+    optimizers = {param: torch.optim.AdamW([param], lr=1e-2) for param in model.parameters()}
+
+    def step(name: str, param: Tensor) -> None:
+        assert not torch.is_grad_enabled()
+        calls.append(name)
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for name, param in model.named_parameters() if in_hooks else ():
+        param.register_post_accumulate_grad_hook(functools.partial(step, name))
+    losses: list[Any] = []
+    for number in range(4):
+        generator = torch.Generator().manual_seed(10 * number + group_of().rank)
+        tokens = torch.randint(17, (2, 7), generator=generator)
+        model.set_requires_gradient_sync(number != 1)
+        if number == 3 and not flatten:
+            model.layers[0].wq.weight.requires_grad_(False)
+        loss = model(tokens[:, :-1]).square().mean()
+        loss.backward()
+        if in_hooks:
+            trained = [n for n, p in model.named_parameters() if p.requires_grad]
+            assert sorted(calls) == ([] if number == 1 else sorted(trained)), (number, calls)
+            calls.clear()
+        elif number != 1:
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(param.detach().clone() for param in model.parameters())]
+
+
+def steps_either_way(flatten: bool) -> list[bool]:
+    inside, after = (steps_in_backward(flatten, in_hooks) for in_hooks in (True, False))
+    return [torch.equal(a, b) for a, b in zip(inside, after, strict=True)]
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_optimizers_in_hooks_on_the_shards_step_when_gradients_are_reduced(flatten: bool) -> None:
+    assert all(all(equal) for equal in run_ranks(steps_either_way, 2, flatten))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, right: bool) -> Tensor:
+        return self.right(x) if right else self.left(x)
+
+
+def hooks_called() -> list[list[str]]:
+    """Which parameters' hooks are called where no rank, one rank or all of them use the right head."""
+    model = fully_shard(TwoHeads())
+    calls: list[str] = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+    found = []
+    for right in (False, group_of().rank == 1, True):
+        model(noise(4, 3), right).sum().backward()
+        found.append(sorted(calls))
+        calls.clear()
+        model.zero_grad()
+    return found
+
+
+def test_hooks_of_what_no_rank_has_used_are_not_called() -> None:
+    left, right = ["left.bias", "left.weight"], ["right.bias", "right.weight"]
+    assert run_ranks(hooks_called, 2) == [[left, left + right, right]] * 2
+
+
+def test_a_choice_of_the_dimension_to_cut_changes_nothing_and_one_of_other_ranks_is_refused() -> None:
+    from torch.distributed.tensor import Shard
+
+    with pytest.warns(UserWarning, match="shard_placement_fn has no effect here"):
+        layer = fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda param: Shard(1) if param.ndim == 2 else None)
+    assert [tuple(param.shape) for param in layer.parameters()] == [(2, 2), (2,)]
+    seen: list[nn.Parameter] = []
+    plain = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="has no effect"):
+        fully_shard(plain, shard_placement_fn=seen.append, ignored_params={plain.bias})
+    assert len(seen) == 1 and seen[0].ndim == 2
+    fully_shard(nn.Linear(2, 2), shard_placement_fn=None)
+    for returned in (object(), Shard(1)):  # A ShardPlacementResult has ranks of its own.
+        plain = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match=r"shard_placement_fn: .* 'bias'"):
+            fully_shard(plain, shard_placement_fn=lambda p, returned=returned: returned if p.ndim == 1 else None)
+        assert type(plain) is nn.Linear
 
 
 def test_arguments_of_the_wrong_kind_are_refused() -> None:
@@ -371,7 +467,7 @@ def test_gradients_are_divided_by_the_factor_that_was_set() -> None:
 
 
 DIFFERENCES = Path(__file__).parents[3] / "docs/guides/fsdp2-differences.md"
-REFUSED_ARGUMENTS = {"shard_placement_fn", "dp_mesh_dims"}  # the first with what to write, tested above
+REFUSED_ARGUMENTS = {"dp_mesh_dims"}  # with what to write, tested above
 
 
 def test_whatever_fsdp2_has_is_here_with_its_arguments_and_in_the_table_of_differences() -> None:
@@ -407,6 +503,7 @@ def test_fsdp2_s_methods_are_there_and_those_that_can_t_be_say_what_to_do() -> N
     model.set_requires_all_reduce(False)  # Without replicas nothing is left to switch off.
     model.set_reduce_scatter_unused_params(True)
     model.set_force_sum_reduction_for_comms(True)
+    model.set_post_optim_event(torch.cpu.current_stream().record_event())  # None, on a CPU
     handle = model.unshard(async_op=True)
     assert isinstance(handle, UnshardHandle)
     handle.wait()

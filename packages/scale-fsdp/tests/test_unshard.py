@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import group_of
-from scale_core.flat.buffer import State
+from scale_core.errors import StepError
+from scale_core.flat.buffer import FlatBuffer, State
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_fsdp.runtime.unit import unit_of, units_in
@@ -96,6 +99,79 @@ def unsharded() -> None:
     assert torch.equal(shown, model.state_dict()["0.weight"])
 
 
+class SGDOfItsOwn(torch.optim.Optimizer):
+    """Leaves out what is empty on this rank, or writes to `param.data`, which counts no versions."""
+
+    def __init__(self, params: Iterable[Tensor], *, by_data: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.by_data = by_data
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None and param.numel():
+                (param.data if self.by_data else param).add_(param.grad, alpha=-0.1)
+
+
+def stepped_after_unshard(by_data: bool, keeps: bool) -> list[bool]:
+    """Rank 0 alone has the last layer's one element; it is unsharded, or kept so, while an optimizer steps."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, limit_seconds=10.0)
+    fully_shard(model, limit_seconds=10.0)
+    model[1].set_reshard_after_backward(not keeps)
+    optimizers = [SGDOfItsOwn(each.parameters(), by_data=by_data) for each in (plain, model)]
+    x, equal = torch.ones(2, 4), []
+    for _ in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            if each is model and not keeps:
+                model[1].unshard()
+            optimizer.step()
+        with torch.no_grad():
+            equal.append(torch.equal(model(x), plain(x)))
+    assert model[1].weight.numel() == (group_of().rank == 0) or keeps
+    return equal
+
+
+def unshard_without_memory(inside: bool) -> str:
+    """Rank 1 has no memory for the second of a layer's two buffers; returns what was raised."""
+    plain, limit = layers(), 120.0
+    plain[0].bias.data = plain[0].bias.data.half()
+    plain[0].forward = lambda x: x @ plain[0].weight.t()  # type: ignore[method-assign]
+    model = copy.deepcopy(plain)
+    model[0].forward = lambda x: x @ model[0].weight.t()  # type: ignore[method-assign]
+    for layer in model[::2]:
+        fully_shard(layer, limit_seconds=limit)
+    fully_shard(model, limit_seconds=limit)
+    first, x = model[0], torch.ones(2, 3)
+    model(x)
+    unit, begun, own = unit_of(first), time.monotonic(), FlatBuffer.allocate
+
+    def allocate(buffer: FlatBuffer) -> None:
+        if buffer is unit.buffers[1] and group_of().rank == 1:
+            raise torch.OutOfMemoryError("no memory to unshard")
+        own(buffer)
+
+    def unshard(*_: object) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FlatBuffer, "allocate", allocate)
+            first.unshard(async_op=True)
+
+    hook = model.register_forward_pre_hook(unshard)
+    with pytest.raises((torch.OutOfMemoryError, StepError)) as raised:
+        model.eval()(x) if inside else unshard()
+    assert time.monotonic() - begun < limit / 2
+    assert not unit.kept_unsharded and not any(buffer.full.untyped_storage().nbytes() for buffer in unit.buffers)
+    hook.remove()
+    first.unshard()
+    assert torch.equal(first.weight, plain[0].weight) and torch.equal(model(x), plain(x))
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
 def gradients_left_unreduced() -> None:
     """Switched off for one unit and two micro-batches, its gradients wait; the others are reduced each time."""
     plain, size, rank = layers(), group_of().size, group_of().rank
@@ -162,6 +238,19 @@ def fetched_by_hand() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_is_gathered_by_hand_stays_until_it_is_released_by_hand_or_by_a_pass(num_ranks: int) -> None:
     run_ranks(unsharded, num_ranks)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("by_data", [False, True])
+def test_all_ranks_gather_again_after_a_step_whatever_it_wrote_on_them(by_data: bool, keeps: bool) -> None:
+    assert run_ranks(stepped_after_unshard, 2, by_data, keeps) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_rank_without_memory_to_unshard_raises_on_all_ranks(inside: bool) -> None:
+    first, second = run_ranks(unshard_without_memory, 2, inside)
+    assert first.startswith("StepError: ") and "because rank 1 failed" in first and "no memory to unshard" in first
+    assert second.startswith("OutOfMemoryError: no memory to unshard")
 
 
 def test_gradients_of_a_unit_can_be_left_unreduced_for_some_passes() -> None:

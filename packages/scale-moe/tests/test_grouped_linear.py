@@ -45,7 +45,8 @@ def test_each_expert_is_a_linear_layer(counts: list[int], dim: int, hidden: int,
 
 def test_both_ways_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight, counts = torch.randn(23, 16), torch.randn(3, 32, 16), [9, 0, 14]
-    assert module._can_group(rows, weight)
+    if not module._can_group(rows, weight):
+        pytest.skip("this torch has no grouped product for CPUs: there is one way")
     grouped = grouped_linear(rows, weight, counts)
     monkeypatch.setattr(module, "_can_group", lambda *_: False)
     assert torch.equal(grouped, grouped_linear(rows, weight, counts))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group, group_of
+from scale_core.hooks.source_grads import register_source_grad_hook
 from scale_core.testing import run_ranks
 from scale_moe import Balance, ExpertChoice, MoE, TokenChoice, combine, dispatch, plan_dispatch
 from scale_moe.experts import Experts
@@ -188,6 +189,37 @@ def compare_all() -> None:
             rule = ExpertChoice(draw(1, 12) / 4, "sigmoid")
         compare(Case(num_experts, tokens, rule), group_of())
     experts_have_the_bits_of_one_process(group_of())
+    gradients_are_reported_by_rank(group_of())
+
+
+def gradients_are_reported_by_rank(group: Group) -> None:
+    """To who asks, of each rank alone, not averaged; outputs and averages are those without."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = range(2, 2 + group.size)
+    tokens = [torch.randn(size, DIM, generator=generator, dtype=torch.float64) for size in sizes]
+
+    def layer_of(ranks: Group) -> MoE:
+        torch.manual_seed(0)
+        return MoE(DIM, HIDDEN, 5, TOP_2, process_group=ranks, dtype=torch.float64)
+
+    plain, silent, layer = layer_of(Group()), layer_of(group), layer_of(group)
+    expected = silent(tokens[group.rank])
+    expected.square().sum().backward()
+    found = dict[tuple[int, int], Tensor]()
+    handle = register_source_grad_hook(lambda param, grad, source: found.update({(id(param), source): grad.clone()}))
+    output = layer(tokens[group.rank])
+    output.square().sum().backward()
+    handle.remove()
+    torch.testing.assert_close(output, expected)
+    for name, sharding in layer.experts.shardings.items():
+        param = layer.experts.get_parameter(name)
+        torch.testing.assert_close(param.grad, silent.experts.get_parameter(name).grad)
+        for rank, part in enumerate(tokens):
+            (grad,) = torch.autograd.grad(plain(part).square().sum(), [plain.experts.get_parameter(name)])
+            own = sharding.local_part(grad, group.rank)
+            reported = found.get((id(param), rank))
+            assert reported is not None or not own.any()
+            torch.testing.assert_close(torch.zeros_like(own) if reported is None else reported, own)
 
 
 def experts_have_the_bits_of_one_process(group: Group) -> None:

@@ -196,6 +196,7 @@ def test_one_rank_that_averages_trains_as_without() -> None:
     run_ranks(alone, 1)
 
 
+@pytest.mark.simulation
 def test_inner_steps_send_nothing_and_an_outer_step_what_a_step_of_data_parallel_would() -> None:
     with simulate(rank=1, world_size=4) as simulation:
         model = Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,9 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core import DivergenceError, ShardedGradScaler, check_replicas
+from scale_core.comm.collectives import all_reduce
+from scale_core.comm.group import Group
+from scale_core.comm.work import CollectiveWork
 from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
+from scale_pipe.distributed.gradients import data_parallel
+from scale_pipe.distributed.gradients.data_parallel import DataParallelWrappers
 from scale_pipe.distributed.profile import measure_link_times
 
 WORDS = 7
@@ -444,6 +450,33 @@ def test_replicas_of_a_pipeline_average_their_gradients_once_per_step() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert run_ranks(replicas, 4) == [[]] * 4
+
+
+def averaged_in_buckets() -> list[int]:
+    """Gradients of 16, 4, 8 and 2 elements, in buckets of 10; returns how many were averaged at a time."""
+    torch.manual_seed(0)
+    plain, rank = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), dist.get_rank()
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    batches, wrappers, sizes = torch.randn(2, 3, 4), DataParallelWrappers([model]), list[int]()
+    with wrappers.no_sync(skip_reduce=False):
+        model(batches[rank]).square().mean().backward()
+
+    def counted(flat: Tensor, group: Group) -> CollectiveWork:
+        sizes.append(flat.numel())
+        return all_reduce(flat, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_parallel, "BUCKET_BYTES", 40)
+        patch.setattr(data_parallel, "all_reduce", counted)
+        wrappers.average_grads()
+    (sum(plain(batch).square().mean() for batch in batches) / 2).backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, expected.grad)
+    return sizes
+
+
+def test_gradients_of_replicas_are_averaged_bucket_by_bucket() -> None:
+    assert run_ranks(averaged_in_buckets, 2) == [[16, 4, 10]] * 2
 
 
 def tied_copies_that_come_apart() -> str:

@@ -73,7 +73,7 @@ def test_cuts_that_cannot_be_are_told_what_can(cuts: Any, error: type[Exception]
 @pytest.mark.parametrize(
     ("hold", "message"),
     [
-        ({"wpe": 0}, r"hold names 'wpe', which the model does not have; near names: \['wte'"),
+        ({"wpe": 0}, r"hold names 'wpe', which the model does not have; did you mean 'wte'"),
         ({"wte": 3}, r"hold\['wte'\] is 3, but 2 cuts make the stages 0 to 2"),
         ({"wte": []}, r"hold\['wte'\] is \[\]"),
         ({"h": 0}, r"hold\['h'\] would move the cut at 'h.2'"),

@@ -67,8 +67,8 @@ def test_styles_are_given_by_name_or_as_they_are_in_the_order_of_the_modules() -
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"norm": "colwize"}, r"'norm': unknown style 'colwize': expected one of colwise"),
-        ({"norm": "xyz"}, r"'norm': unknown style 'xyz': expected one of all_reduce, colwise"),
+        ({"norm": "colwize"}, r"'norm': unknown style 'colwize'; did you mean 'colwise'"),
+        ({"norm": "xyz"}, r"'norm': unknown style 'xyz'; there are 'all_reduce', 'colwise'"),
         ({"norm": "moe_tp_experts"}, r"'norm': the style 'moe_tp_experts' is not supported \(it divides experts"),
         (
             {"layers.*.up": "colwise", "layers.0.up": "rowwise"},

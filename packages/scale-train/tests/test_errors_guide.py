@@ -227,7 +227,10 @@ ALONE: dict[str, Raised] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.simulation) if n == "UseAfterReleaseError" else n for n in ALONE],
+)
 def test_the_example_of_the_guide_is_what_one_process_raises(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

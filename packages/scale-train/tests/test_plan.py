@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from scale_core.comm.group import Group, group_of
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.simulate import simulate
 from scale_core.simulate.simulation import Simulation, track_memory
 from scale_core.testing import run_ranks
 from scale_train.cli import main, parse
 from scale_train.errors import InputError
-from scale_train.model import GPT, ExpertGroups, ModelConfig
+from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 from scale_train.plan.estimate import Estimate, count_parameters, estimate, least_bytes, ranks_to_simulate
 from scale_train.plan.model import planned_model
@@ -101,7 +102,7 @@ def _second_step(
 ) -> dict[str, int]:
     batch, sequence = shape
     with torch.device("meta") if options.parallel == "fsdp" else nullcontext():
-        model = GPT(config, ExpertGroups(axes.expert, axes.data))
+        model = GPT(config, axes.expert_groups)
     engine = make_engine(model, options, OptimizerOptions(), axes, torch.device("cpu"))
     for _ in range(2):
         simulation.restart()
@@ -152,6 +153,41 @@ def test_divided_experts_send_rows_of_tokens_in_place_of_weights() -> None:
     assert found.work is not None and found.work.layer_bytes == rows
 
 
+PIPELINES = ParallelOptions(ranks=4, parallel="pipe", stages=2, chunks=4, data_parallel="fsdp")
+
+
+def _measured_pipeline() -> dict[str, int]:
+    """The peak of this rank's second step with two pipelines that shard their stages, as `scale-train lm` trains them.
+
+    A receive is a buffer, and a message a copy of what is sent, which the plan does not know.
+    """
+    group, host = group_of(), torch.device("cpu")
+    with track_memory(Simulation(group.rank, group.size, check=True, device=host)) as simulation:
+        axes = parallel_axes(group, PIPELINES)
+        with torch.device("meta"):
+            model = GPT(ModelConfig(3, 64, 4))
+        engine = make_engine(model, PIPELINES, OptimizerOptions(), axes, host)
+        del model
+        for _ in range(2):
+            simulation.restart()
+            tokens = torch.zeros(4, 33, dtype=torch.int64)
+            assert engine.pipeline is not None
+            engine.pipeline.step(tokens[:, :-1], tokens[:, 1:], ShardedGradScaler(enabled=False))
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+    return simulation.peak_by_kind
+
+
+@pytest.mark.simulation
+def test_a_planned_pipeline_that_shards_its_stages_is_what_four_real_ranks_hold() -> None:
+    options = PlanOptions(**{**vars(ON_TWO), "ranks": (4,)})
+    planned = found_for("pipe", 2, options, shards_stages=True)
+    measured = run_ranks(_measured_pipeline, 4)[1]  # The last stage, which has two of three blocks, of one pipeline.
+    for kind in ("parameters", "gradients", "optimizer state", "gathered"):
+        assert measured.get(kind, 0) == planned.peak_by_kind.get(kind, 0), kind
+    assert planned.peak_bytes <= sum(measured.values()) <= 1.03 * planned.peak_bytes
+
+
 @pytest.mark.simulation
 @pytest.mark.parametrize("divided", [1, 2, 4])
 def test_experts_are_planned_with_the_bytes_of_the_engine_that_trains_them(divided: int) -> None:
@@ -160,18 +196,35 @@ def test_experts_are_planned_with_the_bytes_of_the_engine_that_trains_them(divid
     with simulate(world_size=4) as simulation:
         asked = ParallelOptions(parallel="fsdp", expert_parallel=divided)
         with simulation.aside():
-            axes = parallel_axes(group_of(), asked)
+            axes = parallel_axes(group_of(), asked, with_experts=True)
         peak = _second_step(ModelConfig(2, 32, 4, experts=4), asked, axes, simulation, (2, 16))
         assert (found.peak_by_kind, found.bytes_sent) == (peak, simulation.bytes_sent)
 
 
-def test_experts_are_planned_for_data_parallel_ways_alone() -> None:
-    options = PlanOptions(ranks=(8,), batch=8, experts=8, expert_parallel=4)
+@pytest.mark.simulation
+def test_experts_of_pipelines_are_divided_between_the_ranks_of_a_stage() -> None:
+    options = PlanOptions(**{**vars(TINY), "experts": 4, "expert_parallel": 2})
+    whole, divided = (
+        found_for("pipe", 2, options, shards_stages=shards, expert_ranks=ranks)
+        for shards, ranks in ((False, 1), (True, 2))
+    )
+    assert whole.problem == divided.problem == ""
+    assert divided.peak_by_kind["optimizer state"] == pytest.approx(whole.peak_by_kind["optimizer state"] / 2, rel=0.1)
+    assert "all_to_all" not in whole.bytes_sent
+    assert divided.bytes_sent["all_to_all"] == 4 * 4 * (2 * 16 * 32 * 4) // 2, "four passes of four micro-batches"
+
+
+def test_experts_are_planned_with_every_way_of_training() -> None:
+    options = PlanOptions(ranks=(8,), batch=8, experts=8, expert_parallel=2)
     found = strategies(options, 4)
-    assert {each.parallel for each in found} == {"ddp", "oss", "sharded-ddp", "fsdp"}
-    divided = next(each for each in found if each.expert_ranks == 4)
-    assert divided.title == "fsdp, experts over 4"
+    ways = {"fsdp", "tensor-parallel", "context-parallel", "pipe"}
+    assert {each.parallel for each in found} == ways | {"ddp", "oss", "sharded-ddp"}
+    assert {each.parallel for each in found if each.expert_ranks == 2} == ways
+    divided = next(each for each in found if each.expert_ranks == 2)
+    assert divided.title == "fsdp, experts over 2"
     for each in found:
+        compile("\n".join(python := each.python("fp32", with_experts=True)), each.title, "exec")
+        assert any("MoE(" in line for line in python) == (each.expert_ranks > 1 or "tensor-parallel" in each.title)
         command = each.command(options, planned_model(options).size)
         assert command is not None
         asked = parse(shlex.split(command)[1:])
@@ -179,9 +232,8 @@ def test_experts_are_planned_for_data_parallel_ways_alone() -> None:
         check_options(asked, 8)
         assert (asked.model.experts, asked.model.top_k) == (8, 2)
         assert asked.parallel == each.parallel_options(options.precision)
-    assert "mesh = init_device_mesh(device.type, (2, 4), mesh_dim_names=('replica', 'expert'))" in divided.python(
-        "fp32"
-    )
+    python = divided.python("fp32", with_experts=True)
+    assert "mesh = init_device_mesh(device.type, (4, 2), mesh_dim_names=('replica', 'expert'))" in python
 
 
 @pytest.mark.parametrize(
@@ -481,6 +533,8 @@ def test_what_cannot_be_planned_is_one_line_and_code_two(capsys: pytest.CaptureF
         (["--loss-chunk", "-1"], "--loss-chunk -1: 0 or more is needed"),
         (["--vocabulary", "1000000000"], "--vocabulary 1000000000: more than can be meant"),
         (["--experts", "1000000"], "--experts 1000000: more than can be meant"),
+        (["--picture", "plan.gifx"], "--picture plan.gifx: a name that ends in .svg or .png is needed"),
+        (["--picture", "nowhere/plan.svg"], "--picture nowhere/plan.svg: there is no folder nowhere"),
     ):
         is_named = words[0] not in ("--config", "--factory") or "Blocks" in words[1]
         assert main([*(COMMAND if is_named else OF_ANY), *words]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from scale_checkpoint import is_checkpointed
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
-from scale_train.data import read_text
+from scale_train.data import read_text, windows_at
 from scale_train.errors import InputError
 from scale_train.memory import count_active_parameters, count_parameters
 from scale_train.model import GPT
@@ -24,7 +26,7 @@ from scale_train.training.checkpoint import CHECKPOINTS, load, save
 from scale_train.training.experts import balance_of
 from scale_train.training.reporters import Reporter, StepRecord
 from scale_train.training.state import build_state
-from scale_train.training.trainer import evaluate, train_step
+from scale_train.training.trainer import evaluate, forward_backward, train_step
 
 STEPS = 4
 
@@ -46,8 +48,10 @@ class Recorder(Reporter):
         self.numbers += [record.loss, record.gradient_norm, record.expert_imbalance, record.dropped_tokens]
 
 
-def options_for(text: Path, parallel: str, expert_parallel: int = 1, *, aux_loss_coef: float = 0.05, **more) -> Options:
-    model: Any = {"layers": 2, "width": 16, "heads": 2, "experts": 4, "shared_experts": 1, "capacity_factor": 0.9}
+def options_for(
+    text: Path, parallel: str, expert_parallel: int = 1, *, aux_loss_coef: float = 0.05, layers: int = 2, **more
+) -> Options:
+    model: Any = {"layers": layers, "width": 16, "heads": 2, "experts": 4, "shared_experts": 1, "capacity_factor": 0.9}
     if not aux_loss_coef:  # What looks at a batch looks at a micro-batch.
         model["capacity_factor"] = 0.0
     return Options(
@@ -84,20 +88,17 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def two_ranks(text: Path, alone: Found, folder: Path) -> list[Found]:
-    """Divided experts, whose checkpoint goes on with whole ones."""
+def two_ranks(text: Path, alone: Found, folder: Path) -> None:
+    """Divided experts, whose checkpoint goes on with whole ones, and with such that are divided in themselves."""
     save_dir = folder / CHECKPOINTS
-    found = [
-        trained(options_for(text, "fsdp", 2, checkpoint_activations="all"), group_of(), save_dir),
-        trained(options_for(text, "oss"), group_of(), save_dir, resumes=True),
-    ]
-    for each in found:
-        compare(each, alone)
-    return found
+    compare(trained(options_for(text, "fsdp", 2, checkpoint_activations="all"), group_of(), save_dir), alone)
+    for options in (options_for(text, "oss"), options_for(text, "fsdp", tensor_parallel=2)):
+        compare(trained(options, group_of(), save_dir, resumes=True), alone)
 
 
 @pytest.mark.composition("scale-moe", "OSS")
 @pytest.mark.composition("scale-checkpoint", "scale-moe", "scale-fsdp")
+@pytest.mark.composition("scale-moe", "scale-tp")
 def test_experts_on_two_ranks_train_and_resume_as_on_one_process(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,7 +110,79 @@ def test_experts_on_two_ranks_train_and_resume_as_on_one_process(
     assert "bits per byte" in capsys.readouterr().out
 
 
-def all_ways(text: Path, alone: Found, without_batch: Found, ranks: int, folder: Path) -> None:
+def four_ranks(text: Path, alone: Found, by_two: Found, folder: Path) -> None:
+    """Experts beside divided layers, and in stages of two pipelines; each goes on from the checkpoint of another."""
+    divided = options_for(text, "fsdp", 2, tensor_parallel=2)
+    compare(trained(divided, group_of(), folder / "divided"), alone)
+    ways = [
+        options_for(text, "pipe", 2, stages=2, chunks=2, data_parallel="fsdp", checkpoint_activations="all"),
+        options_for(text, "pipe", 2, stages=2, chunks=2),
+    ]
+    for way, other in zip(ways, reversed(ways), strict=True):
+        place = folder / way.parallel.data_parallel
+        compare(trained(way, group_of(), place), by_two)
+        compare(trained(other, group_of(), place, resumes=True), by_two)
+
+
+@pytest.mark.composition("scale-moe", "scale-tp", "scale-fsdp")
+@pytest.mark.composition("scale-pipe", "scale-moe", "scale-fsdp")
+@pytest.mark.composition("scale-pipe", "scale-moe", "DistributedDataParallel")
+def test_experts_beside_divided_layers_and_in_stages_train_as_on_one_process(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = trained(options_for(text, "none"), Group())
+    by_two = trained(options_for(text, "none", accumulate=2), Group())
+    assert abs(by_two.numbers[1] / alone.numbers[1] - 1) > 1e-3  # Losses for balance look at a micro-batch.
+    run_ranks(four_ranks, 4, text, alone, by_two, tmp_path / CHECKPOINTS)
+    for place in ("fsdp", "ddp"):
+        again = options_for(text, "none", accumulate=2)
+        compare(trained(again, Group(), tmp_path / CHECKPOINTS / place, resumes=True), by_two)
+        point = next((tmp_path / CHECKPOINTS / place).glob("step-*"))
+        assert main(["ppl", str(point), "--text", str(text), "--json"]) == 0
+    first, second = (json.loads(line)["loss"] for line in capsys.readouterr().out.splitlines())
+    assert first == pytest.approx(second, rel=1e-5)
+
+
+def planned_together(text: Path, alone: Found) -> list[bool]:
+    """The smallest budget, for which blocks are recomputed: ranks that planned differently would hang."""
+
+    def asked(budget: str) -> Options:
+        return options_for(text, "sharded-ddp", 2, checkpoint_activations=budget)
+
+    with pytest.raises(InputError, match="no plan fits") as refused:
+        build_state(asked("budget:1KB"), read_text((text,)), group_of())
+    least = int(re.findall(r"write --checkpoint-activations budget:(\d+)B", str(refused.value))[0])
+    compare(trained(asked(f"budget:{least}B"), group_of()), alone)
+    model = build_state(asked(f"budget:{least}B"), read_text((text,)), group_of()).engine.raw_model
+    return [is_checkpointed(block) for block in model.blocks]
+
+
+@pytest.mark.soak
+@pytest.mark.composition("scale-checkpoint", "scale-moe", "ShardedDataParallel")
+def test_a_memory_budget_is_measured_by_all_ranks_of_experts_together(text: Path) -> None:
+    alone = trained(options_for(text, "none"), Group())
+    first, second = run_ranks(planned_together, 2, text, alone)
+    assert first == second and any(first)
+
+
+def test_a_smaller_micro_batch_of_a_pipeline_counts_less_in_the_load_balancing_loss(text: Path) -> None:
+    training = build_state(options_for(text, "pipe", chunks=3), read_text(text_of := (text,)), Group())
+    plain = GPT(model_config(training.options))
+    plain.load_state_dict({name: value.clone() for name, value in training.engine.raw_model.pipe.state_dict().items()})
+    starts = replace(training.sampler).starts(8)
+    forward_backward(training)
+    for part in starts.split(3):  # Three, three and two of eight sequences.
+        for block in plain.blocks:
+            block.moe.aux_loss_scale = len(part) / 8
+        (plain(*windows_at(read_text(text_of).train, part, 8)) * len(part) / 8).backward()
+    for name, param in training.engine.raw_model.named_parameters():
+        expected = plain.get_parameter(name).grad
+        torch.testing.assert_close(param.grad, expected, rtol=1e-5, atol=1e-7, msg=name)
+    tokens = 8 * 8 * 2  # of two blocks, each to two experts
+    assert training.balance._counts is not None and int(training.balance._counts[:, :-1].sum()) == 2 * tokens
+
+
+def all_ways(text: Path, found: dict[str, Found], ranks: int, folder: Path) -> None:
     halves = {"expert_parallel": max(1, ranks // 2)}
     divided = sorted({1, halves["expert_parallel"], ranks})
     ways: list[tuple[str, dict[str, Any]]] = [
@@ -120,12 +193,26 @@ def all_ways(text: Path, alone: Found, without_batch: Found, ranks: int, folder:
     ]
     if ranks > 1:
         ways += [(parallel, {**halves, "context_parallel": 2}) for parallel in ("fsdp", "ddp")]
+        divided = {"tensor_parallel": 2, "expert_parallel": ranks // 2}
+        ways += [(way, divided) for way in ("fsdp", "ddp", "oss", "sharded-ddp")]
+        ways += [("fsdp", {**divided, "context_parallel": ranks // 2, "checkpoint_activations": "all"})]
     for number, (parallel, more) in enumerate(ways):
-        compare(trained(options_for(text, parallel, **more), group_of(), folder / f"{number}"), alone)
-        compare(trained(options_for(text, "fsdp"), group_of(), folder / f"{number}", resumes=True), alone)
+        compare(trained(options_for(text, parallel, **more), group_of(), folder / f"{number}"), found["whole"])
+        compare(trained(options_for(text, "fsdp"), group_of(), folder / f"{number}", resumes=True), found["whole"])
     for parallel in ("fsdp", "ddp", "sharded-ddp"):
-        more = {**halves, "accumulate": 2, "sync_each_micro_batch": parallel == "ddp", "aux_loss_coef": 0.0}
-        compare(trained(options_for(text, parallel, **more), group_of()), without_batch)
+        more = {**halves, "accumulate": 2, "sync_each_micro_batch": parallel == "ddp"}
+        compare(trained(options_for(text, parallel, **more), group_of()), found["two micro-batches"])
+    pipelines: list[dict[str, Any]] = [{}]
+    if ranks > 1:
+        two = {"stages": 2, "expert_parallel": ranks // 2}
+        pipelines = [{**two, "data_parallel": kind} for kind in ("ddp", "fsdp")]
+        pipelines += [{"schedule": name} for name in ("zb_h1", "solve")]
+        pipelines += [{"tensor_parallel": 2, "checkpoint_activations": "selective"}]
+    for number, more in enumerate(pipelines):
+        options = options_for(text, "pipe", layers=4, chunks=2, **more)
+        compare(trained(options, group_of(), folder / f"pipe-{number}"), found["four blocks"])
+        other = options_for(text, "fsdp", layers=4, accumulate=2)
+        compare(trained(other, group_of(), folder / f"pipe-{number}", resumes=True), found["four blocks"])
 
 
 @pytest.mark.soak
@@ -134,9 +221,32 @@ def all_ways(text: Path, alone: Found, without_batch: Found, ranks: int, folder:
 @pytest.mark.composition("scale-moe", "context parallel", "DistributedDataParallel")
 @pytest.mark.composition("scale-checkpoint", "scale-moe", "ShardedDataParallel")
 def test_every_way_of_training_experts_is_that_of_one_process(text: Path, tmp_path: Path, ranks: int) -> None:
-    alone = trained(options_for(text, "none"), Group())
-    without_batch = trained(options_for(text, "none", aux_loss_coef=0.0), Group())
-    run_ranks(all_ways, ranks, text, alone, without_batch, ranks, tmp_path / "run", limit_seconds=3600)
+    run_ranks(all_ways, ranks, text, on_one_process(text), ranks, tmp_path / "run", limit_seconds=3600)
+
+
+def on_one_process(text: Path) -> dict[str, Found]:
+    return {
+        "whole": trained(options_for(text, "none"), Group()),
+        "two micro-batches": trained(options_for(text, "none", accumulate=2), Group()),
+        "four blocks": trained(options_for(text, "none", accumulate=2, layers=4), Group()),
+    }
+
+
+def eight_ranks(text: Path, expected: Found, folder: Path) -> None:
+    three: dict[str, Any] = {"tensor_parallel": 2, "stages": 2, "expert_parallel": 2, "chunks": 2, "layers": 4}
+    for kind in ("ddp", "fsdp"):
+        options = options_for(text, "pipe", data_parallel=kind, checkpoint_activations="all", **three)
+        compare(trained(options, group_of(), folder / kind), expected)
+    four = options_for(text, "fsdp", 4, tensor_parallel=2, accumulate=2, layers=4)
+    compare(trained(four, group_of(), folder / "fsdp", resumes=True), expected)
+
+
+@pytest.mark.soak
+@pytest.mark.composition("scale-pipe", "scale-moe", "scale-tp")
+@pytest.mark.composition("scale-checkpoint", "scale-pipe", "scale-moe")
+def test_experts_in_stages_whose_layers_are_divided_train_as_on_one_process(text: Path, tmp_path: Path) -> None:
+    expected = trained(options_for(text, "none", accumulate=2, layers=4), Group())
+    run_ranks(eight_ranks, 8, text, expected, tmp_path, limit_seconds=3600)
 
 
 @pytest.mark.soak
@@ -172,14 +282,30 @@ def gains_of_all(several: list[Options]) -> list[list[float]]:
 
 
 @pytest.mark.soak
-def test_adascale_measures_experts_that_each_rank_has_whole(text: Path) -> None:
+def test_adascale_measures_experts_that_ranks_have_or_divide(text: Path) -> None:
     adascale = OptimizerOptions(steps=100, clip=0.5, warmup=2, adascale=True)
     alone = replace(options_for(text, "none", accumulate=2, aux_loss_coef=0.0), optimizer=adascale)
     expected = gains_of(alone)
     assert len({round(gain, 4) for gain in expected}) == STEPS and min(expected) > 1
     ways = ("ddp", "fsdp", "sharded-ddp")
     spread = [replace(options_for(text, parallel, aux_loss_coef=0.0), optimizer=adascale) for parallel in ways]
+    spread += [
+        replace(options_for(text, parallel, 2, aux_loss_coef=0.0), optimizer=adascale) for parallel in ("ddp", "fsdp")
+    ]
     for gains in run_ranks(gains_of_all, 2, spread)[0]:
+        assert gains == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.soak
+def test_adascale_measures_experts_in_stages_and_beside_divided_layers(text: Path) -> None:
+    adascale = OptimizerOptions(steps=100, clip=0.5, warmup=2, adascale=True)
+    expected = gains_of(replace(options_for(text, "none", accumulate=2, aux_loss_coef=0.0), optimizer=adascale))
+    several = [
+        options_for(text, "pipe", 2, aux_loss_coef=0.0, stages=2, chunks=1, data_parallel="fsdp"),
+        options_for(text, "pipe", aux_loss_coef=0.0, stages=2, chunks=1, data_parallel="ddp"),
+        options_for(text, "ddp", aux_loss_coef=0.0, tensor_parallel=2),
+    ]
+    for gains in run_ranks(gains_of_all, 4, [replace(options, optimizer=adascale) for options in several])[0]:
         assert gains == pytest.approx(expected, rel=1e-6)
 
 
@@ -213,25 +339,34 @@ def test_the_busiest_expert_and_dropped_choices_are_parts_of_all() -> None:
         ({"top_k": 3}, {"expert_parallel": 2}, "--top-k and --expert-parallel: for a model with experts; say how many"),
         ({"experts": 2}, {"expert_parallel": 4}, "--expert-parallel 4: a rank would have none of the 2 of --experts 2"),
         ({"experts": 8}, {"expert_parallel": 3}, "--expert-parallel 3 does not divide 4 ranks; take 1 or 2 or 4"),
-        ({"experts": 8}, {"parallel": "pipe"}, "--parallel pipe: a model with --experts 8 is not divided into stages"),
-        ({"experts": 8}, {"tensor_parallel": 2}, "--tensor-parallel 2: with --experts 8 take --expert-parallel"),
         (
             {"experts": 8},
-            {"parallel": "ddp", "checkpoint_activations": "budget:1GiB"},
-            "a plan is measured on one rank, and --experts 8 look at the tokens of all",
+            {"parallel": "pipe", "stages": 2, "expert_parallel": 4},
+            "--expert-parallel 4: ranks with the same stage divide its experts, and there are 2 pipelines; take 1 or 2",
+        ),
+        (
+            {"experts": 8},
+            {"parallel": "pipe", "stages": 2, "expert_parallel": 2, "data_parallel": "ddp"},
+            "--expert-parallel 2: --adascale measures gradients that are averaged in the backward pass",
+        ),
+        (
+            {"experts": 8},
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            "--sequence-parallel: ranks that divide layers route the same tokens to --experts 8",
         ),
     ],
 )
 def test_experts_that_can_not_be_meant_are_refused(model: Any, parallel: Any, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        check_options(Options(model=ModelOptions(**model), parallel=ParallelOptions(**parallel)), 4)
+        adascale = OptimizerOptions(adascale="--adascale" in message)
+        check_options(Options(model=ModelOptions(**model), parallel=ParallelOptions(**parallel), optimizer=adascale), 4)
 
 
 def test_all_that_does_not_go_with_experts_is_told_at_once() -> None:
     model, optimizer = ModelOptions(experts=2, top_k=3), OptimizerOptions(adascale=True)
-    parallel = ParallelOptions(parallel="pipe", tensor_parallel=2, expert_parallel=4)
+    parallel = ParallelOptions(tensor_parallel=2, sequence_parallel=True, expert_parallel=4)
     found = "\n".join(option_problems(Options(model=model, parallel=parallel, optimizer=optimizer)))
-    for words in ("--top-k 3", "none of the 2", "--parallel pipe", "--tensor-parallel 2", "--adascale measures each"):
+    for words in ("--top-k 3", "none of the 2", "--sequence-parallel", "--adascale measures experts"):
         assert words in found
 
 

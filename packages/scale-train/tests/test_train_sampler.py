@@ -42,11 +42,22 @@ def test_the_shortest_text_has_one_window():
 
 
 @pytest.mark.parametrize(("num_ranks", "accumulate"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 3), (3, 2)])
-def test_the_ranks_parts_one_after_the_other_are_the_global_batch(num_ranks, accumulate):
+def test_the_micro_batches_of_all_ranks_one_after_the_other_are_the_global_batch(num_ranks, accumulate):
     starts = torch.arange(24)
     parts = [slice_of_rank(starts, rank, num_ranks, accumulate) for rank in range(num_ranks)]
-    assert all(part.shape == (accumulate, 24 // num_ranks // accumulate) for part in parts)
-    assert torch.equal(torch.cat([part.flatten() for part in parts]), starts)
+    assert [[len(piece) for piece in part] for part in parts] == [[24 // num_ranks // accumulate] * accumulate] * (
+        num_ranks
+    )
+    assert torch.equal(torch.cat([torch.cat(together) for together in zip(*parts, strict=True)]), starts)
+
+
+def test_the_last_micro_batch_of_a_pipeline_is_smaller_where_they_do_not_divide():
+    of_both = [slice_of_rank(torch.arange(10), rank, 2, 3) for rank in range(2)]
+    assert [[piece.tolist() for piece in part] for part in of_both] == [
+        [[0, 1], [4, 5], [8]],
+        [[2, 3], [6, 7], [9]],
+    ]
+    assert [len(slice_of_rank(torch.arange(2), 0, 1, 8)), len(slice_of_rank(torch.arange(2), 1, 2, 8))] == [2, 1]
 
 
 def test_the_targets_are_the_tokens_one_byte_later():

@@ -142,7 +142,11 @@ def test_tokens_that_a_model_does_not_know_are_refused(tokenizer):
 
 def test_what_is_no_tokenizer_and_no_json_is_named(options, monkeypatch):
     Path("bad.json").write_text("{}")
-    for name, words in (("nowhere.json", "cannot be read"), ("bad.json", "no tokenizer.json of the library")):
+    for name, words in (
+        (".", "cannot be read: there is no tokenizer.json in it"),
+        ("nowhere.json", "cannot be read"),
+        ("bad.json", "no tokenizer.json of the library"),
+    ):
         (problem,) = option_problems(Options(DataOptions(tokenizer=name)))
         assert problem.startswith(f"--tokenizer {name}: ") and words in problem
     monkeypatch.setitem(sys.modules, "tokenizers", None)

@@ -1,6 +1,7 @@
 """`--model`: models of transformers under each way to train, beside a plain loop; and folders for other programs."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,6 +184,15 @@ def test_what_does_not_go_with_a_model_of_transformers_is_told_at_once(text):
         "vocabulary has 100 tokens, and that of the tokenizer 256"
         in option_problems(Options(model=ModelOptions(model=Path("small.json"))))[0]
     )
+    Path("odd.json").write_text(json.dumps({"model_type": "llama", "vocab_size": "many"}))
+    for name, told in (
+        ("odd.json", "llama: Validation error for field 'vocab_size': TypeError: Field 'vocab_size' expected int, got"),
+        ("kind.json", "cannot build a causal language model of nope: Unrecognized model identifier: nope"),
+    ):
+        Path("kind.json").write_text(json.dumps({"model_type": "nope"}))
+        with pytest.raises(InputError, match=re.escape(told)) as refused:
+            TransformersSource(Path(name), 0).build_on_meta()
+        assert str(refused.value).count("\n") == 0 and len(str(refused.value)) < 200
     for name, told in (("nowhere", "cannot be read"), ("text", "no config of transformers")):
         (problem,) = option_problems(Options(model=ModelOptions(model=Path(name))))
         assert told in problem

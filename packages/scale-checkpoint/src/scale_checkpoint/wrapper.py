@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -20,7 +19,7 @@ from scale_checkpoint.recompute.recompute import (
     unwrap_forward,
     wrap_forward,
 )
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, did_you_mean
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -279,6 +278,4 @@ def _describe_no_match(pattern: str, matched: list[nn.Module], names: dict[nn.Mo
         return f"matches only '{name}', a {title}, which is never called: match what it holds, r'{inside}'"
     every = [name for called in names.values() for name in called]
     plain = re.sub(r"\\d[+*]?|\[[^]]*\][+*]?", "0", pattern).replace("\\", "")
-    near = difflib.get_close_matches(plain, every, n=5)
-    listed = ", ".join(map(repr, near or every[:8]))
-    return f"matches the name of no module; {'near names in the model' if near else 'the model has'}: {listed}"
+    return f"matches the name of no module; {did_you_mean(plain, every)}"

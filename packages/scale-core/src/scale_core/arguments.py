@@ -10,6 +10,7 @@ value may be beyond its type (positive, divides the ranks) is checked where it h
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import functools
 import inspect
 import math
@@ -60,6 +61,21 @@ def checked_arguments(function: Any = None, *, own: str = "") -> Any:
         return _checked(function, function.__qualname__.removesuffix(".__init__"), own.split())
     function.__init__ = _checked(function.__init__, function.__qualname__, own.split())  # type: ignore[misc]
     return function
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """For an error: the names that are most like a wrong one; where none is, the first of all.
+
+    >>> did_you_mean("rows", ["element", "row"])
+    "did you mean 'row'?"
+    >>> did_you_mean("xyz", ["element", "row"])
+    "there are 'element', 'row'"
+    """
+    every = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(name, every, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"there are {', '.join(map(repr, every[:8]))}{' ...' if len(every) > 8 else ''}"
 
 
 def _checked(function: Callable[..., Any], title: str, own: Sequence[str]) -> Callable[..., Any]:

@@ -33,10 +33,18 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh: its ranks, and how they hold the tensor."""
+    """One axis of the mesh: its ranks, and how they hold the tensor.
+
+    Attributes:
+        group: Its ranks.
+        placement: How they hold it.
+        num_sources: With the samples of how many of these ranks each one computes. Above 1 a gradient is the sum over
+            them, as of experts; their own gradients are reported by `scale_core.hooks.source_grads`.
+    """
 
     group: Group
     placement: Placement
+    num_sources: int = 1
 
 
 @dataclass(frozen=True)

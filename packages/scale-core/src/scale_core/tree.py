@@ -1,7 +1,8 @@
 """Tensors in nested containers: the inputs and outputs of modules.
 
 `torch.utils._pytree` knows tuples, named tuples, lists, dicts and the output classes that libraries register with it.
-Unregistered dataclasses and subclasses of lists, tuples and mappings are taken apart here. Everything else is a leaf.
+Unregistered dataclasses and subclasses of lists, tuples and mappings are taken apart here. Everything else is a leaf;
+a set that holds tensors is a `TypeError`, since what is done to them has to have one order on all ranks.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
             continue
+        _refuse_set(leaf)
         for _, part in (*_items(leaf), *_fields(leaf)):
             yield from tensors_in(part)
 
@@ -83,6 +85,7 @@ def _map(function: Callable[[Any], Any], tree: Any, copies: bool) -> Any:
 def _map_leaf(function: Callable[[Any], Any], leaf: Any, copies: bool) -> Any:
     if isinstance(leaf, Tensor):
         return function(leaf)
+    _refuse_set(leaf)
     # A class may be both, a mapping with the same tensors as attributes, as the outputs of transformers are.
     items = {key: new for key, old in _items(leaf) if (new := _map(function, old, copies)) is not old or copies}
     fields = {name: new for name, old in _fields(leaf) if (new := _map(function, old, copies)) is not old or copies}
@@ -100,6 +103,15 @@ def _items(leaf: Any) -> Iterator[tuple[Any, Any]]:
         yield from leaf.items()
     elif isinstance(leaf, list | tuple):
         yield from enumerate(leaf)
+
+
+def _refuse_set(leaf: Any) -> None:
+    """Raises for a set that holds tensors, whose order is that of their addresses."""
+    if isinstance(leaf, set | frozenset) and any(True for part in leaf for _ in tensors_in(part)):
+        raise TypeError(
+            f"a {type(leaf).__name__} of tensors has another order on each rank, so no rank could say which of them "
+            "belongs to which of another's: put them into a list, a tuple or a dict"
+        )
 
 
 def _fields(leaf: Any) -> Iterator[tuple[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from scale_core.consistency.all_ranks import raise_on_all_ranks
-from scale_core.consistency.execution_order import unit_title
+from scale_core.consistency.all_ranks import format_traceback, raise_on_all_ranks
+from scale_core.consistency.execution_order import Event, unit_title
 from scale_core.errors import ScaleDistributedError, StepError
 from scale_core.flat.buffer import FlatBuffer, State
 from scale_core.optim.clip_grad import clip_grad_norm_
@@ -144,19 +144,24 @@ class FSDPModule(ConversionMethods):
         ranks call it together. The full parameters are copies: a change to them is lost.
 
         Args:
-            async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.
+            async_op: Return a handle whose `wait()` ends the gather, in place of waiting here. What is written to the
+                shards in between is not gathered.
 
         Raises:
-            StepError: Another rank could not quantize what it sends; on that rank, its own error. Nothing is unsharded.
+            StepError: Another rank had no memory for it, or could not quantize what it sends; on that rank, its own
+                error. Nothing is unsharded.
         """
         unit = _unit_at(self, "unshard")
         root_of(unit).recover()
         check_not_replaced([unit])
-        unit.kept_unsharded = True
-        for each in (*unit.shared_owners, unit):
+        units = (*unit.shared_owners, unit)
+        for each in units:
             if not each.use_count and each.is_stale:
                 each.release()  # An optimizer has stepped since it was gathered.
-            each.gather()
+        _allocate(unit, [buffer for each in units for buffer in each.buffers if buffer.state is State.SHARDED])
+        unit.kept_unsharded = True
+        for each in units:
+            each.gather(copies_shard=async_op)
         if async_op:
             return UnshardHandle(unit)
         _wait_unshard(unit)
@@ -239,9 +244,13 @@ class FSDPModule(ConversionMethods):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Takes FSDP2's switch, which changes nothing: reductions are sums, and are divided after."""
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Has the current stream, and so the next gather, wait for an event that was recorded after the step."""
-        event.wait()
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
+        """Has the current stream, and so the next gather, wait for an event that was recorded after the step.
+
+        None, as `torch.cpu.current_stream().record_event()` returns it, is nothing to wait for.
+        """
+        if event is not None:
+            event.wait()
 
     def reset_iter_state(self) -> None:
         """Ends a pass that an error has cut off, as the next forward does by itself. Call it on the outermost module.
@@ -376,6 +385,33 @@ for _name, _how in _REFUSED.items():
     setattr(FSDPModule, _name, _refused_method(_name, _how))
 
 
+def _allocate(unit: Unit, buffers: Sequence[FlatBuffer]) -> None:
+    """Takes the memory of an unshard; where a rank has none, all raise before one waits for what it can't send."""
+    if not buffers:
+        return
+    root = root_of(unit)
+    try:
+        try:
+            for buffer in buffers:
+                buffer.allocate()
+        except Exception as error:
+            if not root.contract.is_single_rank:
+                error.add_note(root.contract.abort(format_traceback(error)))
+            _keep_shared(root, error)
+            raise
+        root.contract.sync_point(Event("unshard", unit.name), always=True)
+    except Exception:
+        for buffer in buffers:
+            buffer.release(keep_part=True)
+        raise
+
+
+def _keep_shared(root: Root, error: Exception) -> None:
+    """Remembers an error of this rank that the others know of, inside a pass: they abort it, too."""
+    if root.contract.history.is_open:
+        root.shared_error = error
+
+
 def _wait_unshard(unit: Unit) -> None:
     if unit.kept_unsharded:
         units = (*unit.shared_owners, unit)
@@ -400,8 +436,8 @@ def _compare_unshard(unit: Unit, gathered: Sequence[FlatBuffer], failure: Except
     try:
         raise_on_all_ranks(failure, f"unshard() of {unit_title(unit.name)}", root.contract, StepError)
     except Exception as error:
-        if error is failure and root.contract.history.is_open:
-            root.shared_error = error  # The others abort this pass, too.
+        if error is failure:
+            _keep_shared(root, error)
         unit.kept_unsharded = False
         for buffer in gathered:
             buffer.release()

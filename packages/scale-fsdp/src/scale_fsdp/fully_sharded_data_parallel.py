@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import warnings
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, did_you_mean
 from scale_core.comm.group import GroupLike
 from scale_fsdp.api import (
     AtomChoice,
@@ -331,9 +330,8 @@ def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
         if kwargs.get(name):
             raise ValueError(f"FullyShardedDataParallel({name}={kwargs[name]!r}) is said in another way: {how}")
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise TypeError(f"FullyShardedDataParallel: unexpected argument '{unknown[0]}'{hint}")
+        hint = did_you_mean(unknown[0], sorted(known))
+        raise TypeError(f"FullyShardedDataParallel: unexpected argument '{unknown[0]}'; {hint}")
     if ignored:
         warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=4)
     return {name: value for name, value in kwargs.items() if name in known}

@@ -7,8 +7,9 @@ shards under the original names.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -64,8 +65,6 @@ M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
     move_grads_to_cpu="offload_policy=CPUOffloadPolicy(), or FullyShardedDataParallel(module, move_grads_to_cpu=...)",
     state_dict_device="full_state_dict(model, device=...) where the state is taken",
     state_dict_on_rank_0_only="full_state_dict(model, rank_0_only=True) where the state is taken",
-    shard_placement_fn="atom=, which says what must not be cut: parameters of a unit stand one after another in one "
-    "buffer that is cut between elements or rows, and none is cut along another dimension",
     dp_mesh_dims='mesh= with the data parallel dimensions alone, such as mesh=mesh["replicate", "shard"]',
 )
 def fully_shard(
@@ -76,6 +75,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
     flatten_parameters: bool = False,
     atom: AtomChoice = "auto",
     buffer_dtype: torch.dtype | None = None,
@@ -103,8 +103,8 @@ def fully_shard(
         >>> model(torch.randn(3, 4)).sum().backward()
         >>> optimizer.step()
 
-    The first arguments are those of `torch.distributed.fsdp.fully_shard`, whose `shard_placement_fn` and `dp_mesh_dims`
-    are refused; those from `flatten_parameters` on are scale-fsdp's own.
+    The first arguments are those of `torch.distributed.fsdp.fully_shard`, whose `dp_mesh_dims` is refused; those from
+    `flatten_parameters` on are scale-fsdp's own.
 
     Args:
         module: The module; must not be a unit yet. A list of modules becomes one unit, which is gathered when the first
@@ -122,6 +122,8 @@ def fully_shard(
         offload_policy: `torch.distributed.fsdp.CPUOffloadPolicy()` keeps the shards, the gradients and so the
             optimizer's state and its step on the host: `torch.optim.Adam` with `fused=True` is quick there.
         ignored_params: Parameters that stay unsharded on each rank; their gradients are not averaged.
+        shard_placement_fn: FSDP2's choice of the dimension that a parameter is cut along, `Shard(dim)` or None. It has
+            no effect, and warns: the unit's one buffer is cut between rows or elements. No result depends on it.
         flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
             one local shard per parameter.
         atom: What must not be cut between two ranks: "auto", "element", "row", "parameter", `BlockAtom(k)`, or a
@@ -151,13 +153,17 @@ def fully_shard(
     Raises:
         TypeError: An argument of the wrong kind, or under a name that FairScale has given it.
         ValueError: The module is a unit already, or a container that is never called; arguments that contradict
-            each other; nothing gives values to a parameter or buffer on meta.
+            each other; nothing gives values to a parameter or buffer on meta; `shard_placement_fn` returns ranks for a
+            parameter of its own.
         ContractError: The ranks are about to shard different modules.
     """
     given: Any = module
     is_list = isinstance(given, list | tuple)
     modules = check_modules(given if is_list else [given], flatten_parameters)
     check_init(init)
+    left = ignored_params or set()
+    if shard_placement_fn is not None:
+        check_shard_placements(modules, shard_placement_fn, left)
     mesh_info = resolve_mesh_info(mesh)
     options = UnitOptions(
         mesh_info,
@@ -171,7 +177,14 @@ def fully_shard(
         check_replicas_every=check_replicas_every,
         communication=communication,
     )
-    shard_modules(modules, options, init, sync=sync_module_states, ignored=ignored_params or ())
+    shard_modules(modules, options, init, sync=sync_module_states, ignored=left)
+    if shard_placement_fn is not None:
+        warnings.warn(
+            "shard_placement_fn has no effect here: parameters of a unit stand one after another in one buffer, which "
+            "is cut between rows or elements; atom= says what must not be cut",
+            UserWarning,
+            stacklevel=2,
+        )
     return module
 
 
@@ -193,6 +206,34 @@ def check_modules(modules: Sequence[nn.Module], flatten_parameters: bool) -> lis
             raise ValueError(f"flatten_parameters=True needs the name {flat_param_name(0)}: rename that parameter")
     inner = {child for module in modules for child in module.modules() if child is not module}
     return [module for module in dict.fromkeys(modules) if module not in inner]
+
+
+def check_shard_placements(
+    modules: Sequence[nn.Module],
+    shard_placement_fn: Callable[[nn.Parameter], object],
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Refuses a `shard_placement_fn` that says more than along which dimension a parameter is cut.
+
+    Its `ShardPlacementResult` gives a parameter ranks of its own, over which its gradient is averaged.
+    """
+    from torch.distributed.tensor import Shard  # Not needed by any step.
+
+    left = {id(param) for param in ignored}
+    for info in (place for module in modules for place in managed_params(module, "")):
+        placement = None if id(info.param) in left else shard_placement_fn(info.param)
+        if placement is None:
+            continue
+        if not isinstance(placement, Shard):
+            raise ValueError(
+                f"shard_placement_fn: expected Shard(dim) or None for '{info.name}', got {placement!r}: shard the "
+                "module of a parameter that has ranks of its own by itself, fully_shard(module, mesh=...)"
+            )
+        if not -info.param.ndim <= placement.dim < max(info.param.ndim, 1):
+            raise ValueError(
+                f"shard_placement_fn: {placement!r} for '{info.name}', which has {info.param.ndim} dimensions: return "
+                "None, or Shard of one of them"
+            )
 
 
 def shard_modules(
@@ -334,7 +375,8 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
             raise ValueError(
                 f"a hook is registered on '{info.name}', whose place a shard takes, so it would never be called: "
                 "remove it before fully_shard(...); see gradients before they are reduced by "
-                "scale_core.register_local_grad_hook(...), and after it in param.grad"
+                "scale_core.register_local_grad_hook(...), and after it by "
+                "param.register_post_accumulate_grad_hook(...) on what model.parameters() then yields, or in param.grad"
             )
 
 

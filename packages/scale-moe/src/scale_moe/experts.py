@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -14,15 +15,18 @@ from torch.autograd.function import once_differentiable
 
 from scale_core import compat
 from scale_core.arguments import checked_arguments
-from scale_core.comm.group import Group, GroupLike
+from scale_core.comm.group import Group
+from scale_core.hooks.source_grads import has_source_grad_hooks, with_source_grads
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_module import ShardedModule
 from scale_moe.grouped_linear import grouped_linear
-from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
-from scale_moe.token_dispatcher import experts_per_rank
+from scale_moe.mesh_info import ExpertMesh, ExpertMeshLike, resolve_expert_mesh
+from scale_moe.token_dispatcher import DispatchPlan, experts_per_rank
 
 Activation = Callable[[Tensor], Tensor]
-
+ParamByName = Callable[[str], Tensor]
+# Given rows [R, dim], how many of them each expert of this rank has, and the parameters to compute with.
+Compute = Callable[[Tensor, Sequence[int], ParamByName], Tensor]
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -80,7 +84,8 @@ class ExpertSharding(NamedTuple):
 
     def shard_spec(self, group: Group, name: str = "") -> Shard:
         """What norms, optimizers and checkpoints of scale-core read of a rank's shard."""
-        return Shard.of_ranges(name, self.shape, self.local_ranges(group.rank), (Axis(group, Placement.SHARD),))
+        axis = Axis(group, Placement.SHARD, num_sources=len(self.sizes))
+        return Shard.of_ranges(name, self.shape, self.local_ranges(group.rank), (axis,))
 
 
 @checked_arguments
@@ -115,7 +120,7 @@ class Experts(ShardedModule):
         *,
         gated: bool = True,
         activation: Activation = F.silu,
-        process_group: GroupLike = None,
+        process_group: ExpertMeshLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -147,21 +152,30 @@ class Experts(ShardedModule):
                 if first <= expert < first + len(param):
                     param[expert - first].copy_(sharding.local_features(drawn, rank, sharding.dim - 1))
 
-    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Returns [R, dim] for the rows [R, dim] of this rank's experts, of which each has so many.
+    def forward(
+        self, rows: Tensor, counts: Sequence[int], received_counts: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """Returns [R, dim] for the rows [R, dim] of this rank's experts.
+
+        Args:
+            rows: By expert, as `dispatch` gives them; or by rank, as by `plan.by_rank()`.
+            counts: How many of the rows each expert has.
+            received_counts: Of rows that stand by rank, how many each rank has sent to each expert: `compute_experts`
+                reports gradients by rank then.
 
         Raises:
             ValueError: The counts are not those of this rank's experts, or do not add up to the rows.
         """
-        num_ranks = self.mesh.expert.size
-        up = divide_gradient(self.gate_up_proj if self.gated else self.up_proj, num_ranks)
-        hidden = grouped_linear(rows, up, counts)
+        return compute_experts(self, self._compute, rows, counts, self.mesh.expert.size, received_counts)
+
+    def _compute(self, rows: Tensor, counts: Sequence[int], param: ParamByName) -> Tensor:
+        hidden = grouped_linear(rows, param("gate_up_proj" if self.gated else "up_proj"), counts)
         if self.gated:
             gate, value = hidden.chunk(2, dim=-1)
             hidden = self.activation(gate) * value
         else:
             hidden = self.activation(hidden)
-        return grouped_linear(hidden, divide_gradient(self.down_proj, num_ranks), counts)
+        return grouped_linear(hidden, param("down_proj"), counts)
 
     def extra_repr(self) -> str:
         rank = f", rank={self.group.rank} of {self.group.size}" if self.group.size > 1 else ""
@@ -176,6 +190,43 @@ def check_hidden_dim(what: str, hidden_dim: int, mesh: ExpertMesh) -> None:
             f"{what}: {hidden_dim} hidden features of an expert can't be divided between {mesh.tensor.size} ranks: "
             "give a mesh of one dimension, which divides whole experts"
         )
+
+
+def gradients_wanted_by_rank(plan: DispatchPlan) -> bool:
+    """Whether gradients are measured by rank, as AdaScale does it: experts get rows by rank then, not by expert."""
+    return plan.group.size > 1 and has_source_grad_hooks() and torch.is_grad_enabled()
+
+
+def compute_experts(
+    experts: nn.Module,
+    compute: Compute,
+    rows: Tensor,
+    counts: Sequence[int],
+    num_ranks: int,
+    received_counts: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Returns what experts compute for the rows [R, dim] of all ranks; gradients of their parameters are averages.
+
+    With `received_counts` the rows of each rank go through by themselves, one rank after another, and the gradient of
+    each is reported (`scale_core.hooks.source_grads`). These are the same products in pieces, whose sum differs in the
+    last bits; beside the sum, one of them is in memory.
+    """
+
+    def param(name: str, rank: int | None = None) -> Tensor:
+        own = getattr(experts, name)
+        averaged = divide_gradient(own, num_ranks)
+        return averaged if rank is None else with_source_grads(averaged, own, rank)
+
+    if received_counts is None:
+        return compute(rows, counts, param)
+    sizes = [sum(received) for received in received_counts]
+    parts = rows.split(sizes)
+    return torch.cat(
+        [
+            compute(parts[rank], received_counts[rank], partial(param, rank=rank))
+            for rank in [rank for rank, size in enumerate(sizes) if size] or [0]
+        ]
+    )
 
 
 def divide_gradient(param: Any, num_ranks: int) -> Tensor:

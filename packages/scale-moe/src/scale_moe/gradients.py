@@ -6,7 +6,8 @@ A wrapper that averages over one group for all of its parameters, as `Distribute
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.errors import ContractError
 from scale_core.hooks.autograd import lacks_autograd_hooks, register_post_backward
+from scale_core.hooks.source_grads import call_source_grad_hooks, has_source_grad_hooks, mark_averaged
 from scale_core.shard import Placement, shard_of
 from scale_moe.mappings import all_reduced
 
@@ -55,7 +57,8 @@ def average_replicated_gradients(model: nn.Module, process_group: GroupLike = No
         order = _Order(group)
         for name, param in whole:
             if param.requires_grad:
-                param.register_hook(partial(_average, group, name, order))
+                mark_averaged(param, group)
+                param.register_hook(_average_hook(param, group, name, order))
 
 
 def _is_divided_over(group: Group, param: Tensor) -> bool:
@@ -94,7 +97,14 @@ class _Order:
         )
 
 
-def _average(group: Group, name: str, order: _Order, grad: Tensor) -> Tensor:
-    if not peer_to_peer(group, grad.device) and group.backend != "fake":
-        order.add(name)
-    return all_reduced(grad, group, "gradient", name, average=True)
+def _average_hook(param: Tensor, group: Group, name: str, order: _Order) -> Callable[[Tensor], Tensor]:
+    held = ref(param)  # Which holds the hook.
+
+    def average(grad: Tensor) -> Tensor:
+        if (known := held()) is not None and has_source_grad_hooks():
+            call_source_grad_hooks(known, grad, group.rank)
+        if not peer_to_peer(group, grad.device) and group.backend != "fake":
+            order.add(name)
+        return all_reduced(grad, group, "gradient", name, average=True)
+
+    return average

@@ -6,7 +6,7 @@ and their partial outputs are summed (Megatron's expert tensor parallelism). The
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,12 +27,19 @@ class ExpertMesh(NamedTuple):
         return f"{self.expert.size}" if self.tensor.size == 1 else f"{self.expert.size} x {self.tensor.size}"
 
 
-def resolve_expert_mesh(process_group: GroupLike) -> ExpertMesh:
+ExpertMeshLike: TypeAlias = "GroupLike | ExpertMesh"
+
+
+def resolve_expert_mesh(process_group: ExpertMeshLike) -> ExpertMesh:
     """Returns the ranks of a group, or of a mesh of one dimension (expert) or two (expert, tensor).
+
+    All ranks of a mesh call it together. What it has returned it takes as well: for many layers over one mesh.
 
     Raises:
         ValueError: The mesh has more dimensions, or its ranks stand in another order.
     """
+    if isinstance(process_group, ExpertMesh):
+        return process_group
     if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
         group = group_of(process_group)
         return ExpertMesh(group, Group(), group)

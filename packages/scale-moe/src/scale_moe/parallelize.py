@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
@@ -25,7 +26,13 @@ from scale_core.consistency.same_call import check_same_call
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import shard_of
 from scale_core.sharded_module import ShardedModule, mixed_class
-from scale_moe.experts import ExpertSharding, check_hidden_dim, divide_gradient
+from scale_moe.experts import (
+    ExpertSharding,
+    ParamByName,
+    check_hidden_dim,
+    compute_experts,
+    gradients_wanted_by_rank,
+)
 from scale_moe.mappings import copy_to_expert_tensor_parallel_region, reduce_from_expert_tensor_parallel_region
 from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
 from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
@@ -97,16 +104,24 @@ class ParallelExperts(ShardedModule):
         tokens, weights = (
             copy_to_expert_tensor_parallel_region(each, tensor, name) for each in (hidden_states, top_k_weights)
         )
-        rows = dispatch(tokens, plan)
-        with self._as_local() as params:
-            if len(rows):
-                counts = torch.tensor(plan.counts, device=rows.device)
-                index = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
-                ones = torch.ones(len(rows), 1, dtype=top_k_weights.dtype, device=rows.device)
-                output: Tensor = super().forward(rows, index[:, None], ones)  # of the module's own class
-            else:  # Own forwards may leave out what has no tokens; the backward pass of other ranks waits for this one.
-                output = rows + sum(param[:0].sum() for param in params)
+        is_by_rank = gradients_wanted_by_rank(plan)
+        plan = plan.by_rank() if is_by_rank else plan
+        rows, received = dispatch(tokens, plan), plan.received_counts if is_by_rank else None
+        compute = partial(self._compute, weights.dtype)
+        output = compute_experts(self, compute, rows, plan.counts, self.mesh.expert.size, received)
         return reduce_from_expert_tensor_parallel_region(combine(output, weights, plan), tensor, name)
+
+    def _compute(self, dtype: torch.dtype, rows: Tensor, counts: Sequence[int], param: ParamByName) -> Tensor:
+        """The module's own forward on rows [R, dim] that are sorted by expert, each with a weight of 1 in `dtype`."""
+        params = {name: param(name) for name in self.shardings}
+        if not len(rows):  # It may leave out what has no tokens; the backward pass of other ranks waits for this one.
+            return rows + sum(each[:0].sum() for each in params.values())
+        number = torch.tensor(counts, device=rows.device)
+        index = torch.arange(len(counts), device=rows.device).repeat_interleave(number, output_size=len(rows))
+        ones = torch.ones(len(rows), 1, dtype=dtype, device=rows.device)
+        with self._as_local(params):
+            output: Tensor = super().forward(rows, index[:, None], ones)  # of the module's own class
+        return output
 
     def _router_weight(self) -> Tensor | None:
         """The weight [E, ...] of a module beside this one, as of all routers of transformers; None where none is."""
@@ -121,16 +136,14 @@ class ParallelExperts(ShardedModule):
         return {**self.__dict__, "parent": None}
 
     @contextmanager
-    def _as_local(self) -> Iterator[list[Tensor]]:
-        """Inside, the module is one of this rank's experts alone; gradients of its parameters are averages."""
-        num_ranks, here = self.mesh.expert.size, self.mesh.expert.rank
-        local: dict[str, Any] = {name: divide_gradient(getattr(self, name), num_ranks) for name in self.shardings}
-        params = list(local.values())
-        local["num_experts"] = next(iter(self.shardings.values())).sizes[here]
+    def _as_local(self, params: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the module is one of this rank's experts alone, and computes with these parameters."""
+        num_experts = next(iter(self.shardings.values())).sizes[self.mesh.expert.rank]
+        local: dict[str, Any] = {**params, "num_experts": num_experts}
         before = {name: self.__dict__[name] for name in local if name in self.__dict__}
         self.__dict__.update(local)  # They are found before parameters are.
         try:
-            yield params
+            yield
         finally:
             for name in local:
                 del self.__dict__[name]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -58,6 +58,7 @@ class DispatchPlan:
         received: How many rows come from each rank.
         regroup: [R] int64, which received row stands where by expert; None where they come in that order.
         counts: How many of the R rows each expert of this rank has.
+        received_counts: The same, of the rows that come from each rank.
     """
 
     group: Group
@@ -71,6 +72,11 @@ class DispatchPlan:
     received: list[int]
     regroup: Tensor | None
     counts: list[int]
+    received_counts: list[list[int]]
+
+    def by_rank(self) -> DispatchPlan:
+        """The same rows in the order of the ranks that they come from; of one rank by expert, then by token."""
+        return replace(self, regroup=None)
 
 
 @torch.no_grad()
@@ -139,6 +145,7 @@ def plan_dispatch(
         [sum(counts) for counts in header.received],
         _regrouping(header.received, flat.device),
         [sum(column) for column in zip(*header.received, strict=True)],
+        header.received,
     )
 
 

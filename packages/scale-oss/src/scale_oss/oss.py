@@ -127,11 +127,7 @@ class OSS(OSSStateDictMixin):
         self.group = ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group)
         check_no_layer_shards(self.param_groups, self.group)
         self.contract = Contract(self.group, limit_seconds)
-        settings = (
-            f"{optim.__name__}, elementwise={self.elementwise}, {together=}, {bucket_numel} elements per bucket, "
-        )
-        settings += f"check_replicas_every={self._check_every}"
-        self.contract.check_equal("the parameters given to OSS", [settings, *describe_groups(self.param_groups)])
+        self._check_same_arguments()
         self._assigner = BucketAssigner(
             self.group,
             self.contract,
@@ -151,19 +147,31 @@ class OSS(OSSStateDictMixin):
         self._state = StateByParam((self.optim, self.placements))
         self._check_initial_state()
         self._built = True
-        if self.group.rank == 0:
-            _logger.info(
-                "OSS of %s: %d parameters over %d ranks in %d buckets of %d bytes in all, %d of shards that are "
-                "stepped on in place, %d of shards that are put together; %s",
-                optim.__name__,
-                len(self._all_params()),
-                self.group.size,
-                len(self.buckets),
-                sum(bucket.full.nbytes for bucket in self.buckets),
-                len(self.in_place_buckets),
-                len(self.full_param_buckets),
-                "the first rank updates all" if together else f"tensors are {'cut' if self.elementwise else 'whole'}",
-            )
+        if self.group.rank == 0 and _logger.isEnabledFor(logging.INFO):
+            self._log_plan()
+
+    def _check_same_arguments(self) -> None:
+        """Compares what the ranks were given."""
+        settings = (
+            f"{self._optim_class.__name__}, elementwise={self.elementwise}, together={self.together}, "
+            f"{self._bucket_numel} elements per bucket, check_replicas_every={self._check_every}"
+        )
+        self.contract.check_equal("the parameters given to OSS", [settings, *describe_groups(self.param_groups)])
+
+    def _log_plan(self) -> None:
+        """Logs how the parameters are divided."""
+        _logger.info(
+            "OSS of %s: %d parameters over %d ranks in %d buckets of %d bytes in all, %d of shards that are "
+            "stepped on in place, %d of shards that are put together; %s",
+            self._optim_class.__name__,
+            len(self._all_params()),
+            self.group.size,
+            len(self.buckets),
+            sum(bucket.full.nbytes for bucket in self.buckets),
+            len(self.in_place_buckets),
+            len(self.full_param_buckets),
+            "the first rank updates all" if self.together else f"tensors are {'cut' if self.elementwise else 'whole'}",
+        )
 
     def _build_optimizer(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
         """The optimizer of this rank's shard; what it refuses on one rank, as Muon a vector, is raised on all."""
@@ -192,6 +200,10 @@ class OSS(OSSStateDictMixin):
         Raises:
             RuntimeError: Gradients have not been reduced, or a rank can't be reached.
         """
+        return self._step(closure, kwargs)
+
+    def _step(self, closure: Any, kwargs: dict[str, Any]) -> Any:
+        """`step`, below the hooks that torch calls around it: for a class whose own `step` does more."""
         self.wait()
         loss = None
         if closure is not None and not callable(closure):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from scale_core import fault_points
+from scale_pipe.microbatch import micro_batch_sizes
 from scale_train.errors import InputError
 from scale_train.options import Options
 from scale_train.tokenizer import BYTE, ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_of
@@ -341,9 +342,14 @@ class Sampler:
         self.drawn = state["drawn"]
 
 
-def slice_of_rank(starts: Tensor, rank: int, num_ranks: int, accumulate: int) -> Tensor:
-    """Returns a rank's micro-batches of a global batch: `[batch]` to `[accumulate, batch / num_ranks / accumulate]`."""
-    return starts.view(num_ranks, accumulate, -1)[rank]
+def slice_of_rank(starts: Tensor, rank: int, num_ranks: int, micro_batches: int) -> list[Tensor]:
+    """Returns a rank's micro-batches of a global batch, `[batch]`, int64, which its ranks divide.
+
+    A micro-batch of all ranks is one piece of the global batch, whatever their number: what looks at all of it, as the
+    capacity of experts does, sees the same tokens. There may be fewer than asked for, and the last may be smaller.
+    """
+    sizes = [num_ranks * size for size in micro_batch_sizes(len(starts) // num_ranks, micro_batches)]
+    return [piece.view(num_ranks, -1)[rank] for piece in starts.split(sizes)]
 
 
 def windows_at(text: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor]:

@@ -78,9 +78,9 @@ def check_fits(options: Options, local_ranks: int, world_size: int | None = None
     sharded = options.parallel.parallel in ("fsdp", "pipe") and options.parallel.tensor_parallel == 1
     if options.parallel.parallel == "pipe":
         parts = pipeline_shape(options.parallel, num_ranks).ranks
-    if not sharded:  # Experts that ranks divide are on each of these in part.
+    if not sharded or options.parallel.parallel == "pipe":  # Experts that ranks divide are on each of these in part.
         divided = _expert_parameters(options)
-        count -= divided - divided // options.parallel.expert_parallel
+        count -= divided - divided // (options.parallel.expert_parallel * options.parallel.tensor_parallel)
     needed = count * 4 * local_ranks // (parts if sharded else 1)
     available = machine_bytes()
     if available is not None and needed > available:

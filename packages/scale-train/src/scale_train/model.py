@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_moe import Balance, Experts, MoE, TokenChoice
+from scale_moe.mesh_info import ExpertMeshLike
 from scale_train.model_config import ModelConfig as ModelConfig
 
 IGNORED = -1
@@ -84,7 +85,7 @@ class Attention(nn.Module):
 class ExpertGroups(NamedTuple):
     """The ranks of the layers of experts."""
 
-    expert: Group = Group()  # divide the experts
+    expert: ExpertMeshLike = Group()  # divide the experts, and those of a second axis each of them
     batch: Group = Group()  # have the tokens of one batch, which capacity and load balancing loss look at
 
 
@@ -218,7 +219,7 @@ class GPT(nn.Module):
             for expert in range(sharding.shape[0]):  # Of those of other ranks nothing is kept.
                 drawn = draw(sharding.shape[1:], param.dtype)
                 if first <= expert < last:
-                    param[expert - first].copy_(drawn)
+                    param[expert - first].copy_(sharding.local_features(drawn, rank, sharding.dim - 1))
 
     def forward(
         self,

@@ -104,7 +104,8 @@ class ParallelOptions:
     """With --context-parallel: ring passes keys and values round, ulysses exchanges the sequence for heads."""
     expert_parallel: int = 1
     """With --experts: ranks that divide the experts of each block between them; those that have the same ones shard or
-    average them by --parallel. All else is on all ranks, as without experts."""
+    average them by --parallel. All else is on all ranks, as without experts. With pipe they have the same stage, in
+    pipelines beside each other."""
     stages: int | None = None
     """pipe: parts that the model is cut into; by default what the schedule is made for, on all ranks. With more ranks
     than those take there are several pipelines beside each other, each with its part of the batch."""

@@ -111,7 +111,8 @@ def _rank_problems(options: Options, num_ranks: int) -> Iterator[str]:
         return  # There is no number of data-parallel ranks.
     num_data = num_ranks // parallel.tensor_parallel
     yield from _context_parallel_problems(options, num_data)
-    yield from _expert_parallel_problems(options, num_data)
+    if parallel.parallel != "pipe" and num_data % parallel.expert_parallel:
+        yield expert_parallel_problem(parallel.expert_parallel, num_data, parallel.tensor_parallel)
     if num_data % parallel.context_parallel:
         return
     num_data //= parallel.context_parallel
@@ -157,7 +158,7 @@ def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]
     parallel, number, sequence = options.parallel, options.parallel.context_parallel, options.data.sequence
     flag = f"--context-parallel {number}"
     if num_data % number:
-        beside = f" (of {parallel.tensor_parallel} that divide layers each)" if parallel.tensor_parallel > 1 else ""
+        beside = _beside(parallel.tensor_parallel)
         yield f"{flag} does not divide {num_data} ranks{beside}; take {_divisors(num_data)}"
         return
     if number == 1:
@@ -183,15 +184,14 @@ def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]
         )
 
 
-def _expert_parallel_problems(options: Options, num_data: int) -> Iterator[str]:
-    number = options.parallel.expert_parallel
-    if num_data % number:
-        yield expert_parallel_problem(number, num_data)
-
-
-def expert_parallel_problem(number: int, num_data: int) -> str:
+def expert_parallel_problem(number: int, num_data: int, tensor_parallel: int = 1) -> str:
     """Returns what to say where so many ranks can't divide the experts."""
-    return f"--expert-parallel {number} does not divide {num_data} ranks; take {_divisors(num_data)}"
+    ranks = f"{num_data} rank{'s' if num_data > 1 else ''}{_beside(tensor_parallel)}"
+    return f"--expert-parallel {number} does not divide {ranks}; take {_divisors(num_data)}"
+
+
+def _beside(tensor_parallel: int) -> str:
+    return f" (of {tensor_parallel} that divide layers each)" if tensor_parallel > 1 else ""
 
 
 def _pipeline_problems(options: Options, num_ranks: int) -> Iterator[str]:
@@ -207,6 +207,12 @@ def _pipeline_problems(options: Options, num_ranks: int) -> Iterator[str]:
             f"{layers} blocks; take fewer --ranks, or --layers {shape.stages}"
         )
     yield from _shared_weight_problems(options, shape)
+    if shape.replicas % parallel.expert_parallel:
+        yield (
+            f"--expert-parallel {parallel.expert_parallel}: ranks with the same stage divide its experts, and there "
+            f"{'is 1 pipeline' if shape.replicas == 1 else f'are {shape.replicas} pipelines'}; take "
+            f"{_divisors(shape.replicas)}, or fewer --stages or more --ranks"
+        )
     if options.data.batch % shape.replicas:
         yield (
             f"--batch {options.data.batch} does not divide among {shape.replicas} pipelines beside each other "

@@ -75,7 +75,8 @@ class FileTokenizer:
             self.content = self.file.read_bytes()
             self._tokenizer: Any = Read.from_str(self.content.decode())
         except OSError as error:
-            raise ValueError(f"--tokenizer {path}: cannot be read ({error.strerror})") from error
+            missing = f": there is no {_FILE} in it" if Path(path).is_dir() else f" ({error.strerror})"
+            raise ValueError(f"--tokenizer {path}: cannot be read{missing}") from error
         except Exception as error:  # the library raises Exception itself
             raise ValueError(f"--tokenizer {path}: no tokenizer.json of the library tokenizers: {error}") from error
         self._tokenizer.no_truncation()

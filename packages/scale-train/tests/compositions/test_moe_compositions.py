@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from scale_adascale import AdaScale
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import clip_grad_norm_, shard_of
 from scale_core.comm.group import Group, GroupLike
@@ -156,8 +155,6 @@ def wrappers_that_average_over_one_group(folder: str) -> None:
     for wrap in (DistributedDataParallel, lambda each: fully_shard(each)):
         with pytest.raises(ValueError, match=r"blocks.0.moe.experts.gate_up_proj' is a shard .* its layer divides"):
             wrap(Net(**options))
-    with pytest.raises(ValueError, match=r"is divided over the ranks .* by a layer that computes with its piece"):
-        AdaScale(optimizer_of(Net(**options).parameters()), process_group=dist.group.WORLD)
 
 
 class Checkpointed(nn.Module):
@@ -264,6 +261,5 @@ def four_ranks(folder: str) -> None:
 @pytest.mark.composition("scale-checkpoint", "scale-moe")
 @pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
 @pytest.mark.composition("scale-pipe", "scale-moe")
-@pytest.mark.composition("scale-adascale", "scale-moe", refused=True)
 def test_experts_beside_replicas_train_as_one_process_does(tmp_path: Path) -> None:
     run_ranks(four_ranks, 4, str(tmp_path))

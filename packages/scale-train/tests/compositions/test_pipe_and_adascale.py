@@ -23,7 +23,13 @@ from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, StageError
-from scale_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from scale_tp import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    context_parallel,
+    split_sequence,
+)
 
 GAIN = 1e-6  # relative
 CHUNKS, STEPS, LR, WIDTH = 4, 3, 0.02, 5
@@ -287,6 +293,42 @@ def on_other_terms(ranks: Any) -> list[str]:
     return found
 
 
+class AttentionOfParts(nn.Module):
+    """Self-attention over sequences of which each of these ranks has a part."""
+
+    def __init__(self, ranks: Any) -> None:
+        super().__init__()
+        self.qkv, self.ranks = nn.Linear(4, 12), ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, dim=-1))
+        with context_parallel(self.ranks):
+            return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
+
+
+def parts_of_sequences(ranks: Any, partners: Any) -> str:
+    """The first stage alone enters the block, in its forward; returns what the step raises."""
+    torch.manual_seed(0)
+    model = nn.Sequential(AttentionOfParts(partners), nn.Linear(4, 4))
+    pipe = DistributedPipe(model, balance=[1, 1], chunks=2, process_group=ranks)
+    for index, stage in list(pipe.stages.items()):
+        pipe.stages[index] = DistributedDataParallel(stage, process_group=partners)
+    optimizer = AdaScale(
+        torch.optim.SGD(pipe.parameters(), lr=LR),
+        num_gradients_to_accumulate=2,
+        process_group=partners,
+        model_parallel_group=ranks,
+    )
+    x = split_sequence(torch.randn(4, 8, 4), partners)
+    try:
+        pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
+    except (RuntimeError, StageError) as error:
+        optimizer.zero_grad()
+        optimizer.unhook()
+        return str(error)
+    return f"gain {optimizer.gain()}"
+
+
 def by_itself() -> Any:
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
@@ -459,3 +501,14 @@ def test_a_stage_without_parameters_is_not_waited_for() -> None:
     assert all(gain > 1.001 for gain in expected)
     first, none, last = run_ranks(gains_beside_a_stage_without_parameters, 3)
     assert none == [] and first == last == pytest.approx(expected, rel=GAIN)
+
+
+def refused_parts() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "pipe"))
+    return parts_of_sequences(mesh.get_group("pipe"), mesh.get_group("context"))
+
+
+@pytest.mark.composition("scale-adascale", "scale-pipe", "context parallel", refused=True)
+def test_stages_that_compute_parts_of_sequences_are_refused_on_all_ranks() -> None:
+    for message in run_ranks(refused_parts, 4):
+        assert "AdaScale measures gradients of whole samples" in message and "parts of the same sequences" in message

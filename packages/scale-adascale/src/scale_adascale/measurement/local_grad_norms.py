@@ -1,7 +1,9 @@
 """The squared norms of this rank's own gradients before they are averaged, one backward pass after another.
 
 A parameter that is whole here has a hook, which gets its gradient ahead of what reduces it. One that is sharded has
-none; its owner reports its gradient (`scale_core.hooks.autograd.register_local_grad_hook`).
+none; its owner reports its gradient (`scale_core.hooks.autograd.register_local_grad_hook`). Where either shows a
+gradient of the samples of several ranks, as of experts that ranks divide, it tells that there is one, and what is
+measured is reported by source rank (`scale_core.hooks.source_grads`).
 
 A model has hundreds of gradients, many of them short, and between two layers' products each call of torch costs some
 ten times what it costs in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
@@ -33,6 +35,8 @@ from scale_core.hooks.autograd import (
     weak_hook,
 )
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepObserver, StepSignature, on_microbatch_steps
+from scale_core.hooks.source_grads import register_source_grad_hook, source_group
+from scale_core.optim.step_checks import sharded_param_of
 from scale_core.shard import title_of
 
 _OURS = ("scale_", "torch.")  # Hooks of these packages read gradients, and leave them as they are.
@@ -86,9 +90,13 @@ class LocalGradNorms:
         self._indices: dict[int, int] = {}  # by id
         self._handles: dict[int, RemovableHandle] = {}  # of hooks on parameters, by index
         self._global_handles: list[RemovableHandle] = []
+        self._source_handle: RemovableHandle | None = None
         self._of_pass: dict[torch.device, NormAccumulator] = {}
         self._seen: set[tuple[int, int]] = set()  # samples and indices of the gradients of the last pass
+        self._by_source: set[int] = set()  # indices of what is reported by source rank
+        self._sources: set[tuple[int, int, int]] = set()  # samples, indices and source ranks that were in the last pass
         self._task = 0  # autograd's number of the pass that runs, as a rule; -1 of a pipeline's step
+        self._last_before = context_parallel_group.last_backward  # when the pass began
         self._in_parts: frozenset[int] = frozenset()  # indices of parameters whose gradients the step reports
 
     # Hooks.
@@ -107,15 +115,21 @@ class LocalGradNorms:
         if any(old is not new for old, new in zip(before, self._params, strict=False)):
             for handle in self._handles.values():  # A parameter was replaced.
                 handle.remove()
-            self._indices, self._handles = {}, {}
+            self._indices, self._handles, self._by_source = {}, {}, set()
         if len(before) != len(self._params):
             self.squared_norms, self._of_pass = {}, {}
         for index, param in enumerate(self._params):
+            is_new = id(param) not in self._indices
             self._indices[id(param)] = index
             if index in self._handles and has_later_hook(param, self._handles[index]):
                 self._handles.pop(index).remove()
             if param.requires_grad and index not in self._handles and not lacks_autograd_hooks(param):
-                self._handles[index] = param.register_hook(weak_hook(self._on_grad, index))
+                self._handles[index], is_new = param.register_hook(weak_hook(self._on_grad, index)), True
+            if is_new and source_group(param) is not None:  # What averages it from now on is behind the hook.
+                self._by_source.add(index)
+        if self._by_source and self._source_handle is None:
+            self._source_handle = register_source_grad_hook(weak_hook(self._on_source_grad))
+            weakref.finalize(self, self._source_handle.remove)
         if not self._global_handles:
             self._global_handles = [
                 register_local_grad_hook(weak_hook(self._on_reported_grads)),
@@ -127,13 +141,21 @@ class LocalGradNorms:
     def remove_hooks(self) -> None:
         for handle in (*self._handles.values(), *self._global_handles):
             handle.remove()
-        self._handles, self._global_handles = {}, []
+        if self._source_handle is not None:
+            self._source_handle.remove()
+        self._handles, self._global_handles, self._source_handle = {}, [], None
         self.reset()
 
     def check_hooks(self) -> None:
         """Raises RuntimeError if hooks of others change gradients later, or an unfrozen parameter has no hook yet."""
         for index, param in enumerate(self._params):
             handle = self._handles.get(index)
+            if index in self._by_source and any(map(_is_foreign, (param._backward_hooks or {}).values())):
+                raise RuntimeError(
+                    f"{title_of(param)} has a hook, and its gradient is measured before hooks are called, of each rank "
+                    "by itself: what the hook changes would not be measured. Change gradients between the last "
+                    "backward pass and the step, or call optimizer.unhook()"
+                )
             if handle is not None and has_later_hook(param, handle):
                 raise RuntimeError(
                     f"{title_of(param)} has a hook that was registered after AdaScale's, and may change the gradient "
@@ -186,11 +208,41 @@ class LocalGradNorms:
             if index is not None and index not in self._handles:
                 self._on_grad(index, grad)
 
+    def _on_source_grad(self, param: Tensor, grad: Tensor, source: int) -> None:
+        """Called with the gradient of one rank's samples, ahead of that of all of them."""
+        index = self._indices.get(id(sharded_param_of(param)))
+        sample = None if index is None or index not in self._by_source else self._begin_gradient(index)
+        if index is None or sample is None:
+            return
+        if (sample, index, source) in self._sources:
+            raise RuntimeError(
+                f"{title_of(self._params[index])} has two gradients of the samples of one rank in one backward pass, "
+                "which come one by one, and AdaScale can't measure their sum. Call the model once for each "
+                "backward(), with one batch, and each layer of experts once; or call optimizer.unhook()"
+            )
+        self._sources.add((sample, index, source))
+        self._accumulator_on(grad.device).add(index, grad.detach())
+
     def _on_grad(self, index: int, grad: Tensor) -> None:
+        sample = self._begin_gradient(index)
+        if sample is None:
+            return
+        if (sample, index) in self._seen:
+            raise RuntimeError(
+                f"{title_of(self._params[index])} has two gradients in one backward pass, as in a reentrant checkpoint "
+                "that contains it twice. Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+                "scale_checkpoint.checkpoint_wrapper(module)"
+            )
+        self._seen.add((sample, index))
+        if index not in self._by_source:
+            self._count(index, grad.detach() if grad.requires_grad else grad)  # With `create_graph=True` it does.
+
+    def _begin_gradient(self, index: int) -> int | None:
+        """Begins the pass with its first gradient; returns of which sample this one is, None if it is not measured."""
         sample = 0
         if self.step is not None:
             if index in self._in_parts:
-                return
+                return None
             if self.step.sample is None:
                 raise RuntimeError(
                     f"{title_of(self._params[index])} has got a gradient between the backward passes of a pipeline's "
@@ -200,7 +252,7 @@ class LocalGradNorms:
             sample = self.step.sample
         elif not self.in_backward:
             if index in self._handles and compat.is_autograd_grad(self._params[index]):
-                return  # torch.autograd.grad adds to no gradient.
+                return None  # torch.autograd.grad adds to no gradient.
             if is_nested():
                 raise RuntimeError(
                     f"the first gradient of a backward pass, of {title_of(self._params[index])}, comes from inside of "
@@ -210,23 +262,21 @@ class LocalGradNorms:
                 )
             self._begin_pass()
             register_post_backward(self._end_pass, self._fail_pass)
-        if (sample, index) in self._seen:
-            raise RuntimeError(
-                f"{title_of(self._params[index])} has two gradients in one backward pass, as in a reentrant checkpoint "
-                "that contains it twice. Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-                "scale_checkpoint.checkpoint_wrapper(module)"
-            )
-        self._seen.add((sample, index))
-        self._count(index, grad.detach() if grad.requires_grad else grad)  # With `create_graph=True` it does.
+        return sample
 
     def _count(self, index: int, grad: Tensor) -> None:
         """Adds the square of a gradient of the pass that runs now."""
-        if grad.device not in self._of_pass:
-            self._of_pass[grad.device] = NormAccumulator(len(self._params), grad.device)
+        if self.step is not None:
+            self._check_samples()  # So the step fails on all ranks of the pipeline.
         if self.step is None:
-            self._of_pass[grad.device].set(index, grad)
+            self._accumulator_on(grad.device).set(index, grad)
         else:
-            self._of_pass[grad.device].add(index, grad)
+            self._accumulator_on(grad.device).add(index, grad)
+
+    def _accumulator_on(self, device: torch.device) -> NormAccumulator:
+        if device not in self._of_pass:
+            self._of_pass[device] = NormAccumulator(len(self._params), device)
+        return self._of_pass[device]
 
     def _begin_pass(self) -> None:
         try:
@@ -238,8 +288,10 @@ class LocalGradNorms:
             self.failed = True  # So that gradients may be cleared, in the middle of a step.
             raise
         self.failed = self.left_partial_grads = self.grads_restored = False
-        self.in_backward, self._seen, self.counted_elsewhere = True, set(), frozenset()
+        self.in_backward, self.counted_elsewhere = True, frozenset()
+        self._seen, self._sources = set(), set()
         self._task = compat.graph_task_id()
+        self._last_before = context_parallel_group.last_backward
         self.drop_pass()
 
     def _end_pass(self) -> None:
@@ -258,12 +310,32 @@ class LocalGradNorms:
             self.squared_norms[device] = squares if known is None else known + squares
 
     def _finish_pass(self, weights: Sequence[float] = (1.0,)) -> None:
-        self.in_backward, self.step = False, None
-        task, ranks = context_parallel_group.last_backward
-        if task == self._task:  # The forward alone stood in the block.
+        try:
+            self._check_samples()
+            self._check_sources()
+        except RuntimeError:
             self._fail_pass()
-            _refuse_parts(ranks)
+            raise
+        self.in_backward, self.step = False, None
         self._on_end(weights)
+
+    def _check_samples(self) -> None:
+        """Refuses a pass through parts of samples of which the forward alone stood in the block."""
+        last = context_parallel_group.last_backward
+        # Each micro-batch of a pipeline has a backward of its own.
+        if last.task == self._task if self.step is None else last is not self._last_before:
+            _refuse_parts(last.ranks)
+
+    def _check_sources(self) -> None:
+        """Refuses a gradient of the samples of several ranks where that of each by itself has not come."""
+        reported = {index for _, index, _ in self._sources}
+        for index in sorted({index for _, index in self._seen} & self._by_source - reported):
+            raise RuntimeError(
+                f"{title_of(self._params[index])} has got a gradient of the samples of several ranks, and not of each "
+                "by itself, as where the forward ran before AdaScale was built, or hook() was called, or where "
+                "experts are called without their layer. Build AdaScale(...) before the forward, call the layer, or "
+                "call optimizer.unhook()"
+            )
 
     def _fail_pass(self) -> None:
         self.in_backward, self.step = False, None

@@ -8,6 +8,8 @@ is right if what several ranks have alike is divided by their number.
     DDP over D ranks                1               1 / D              the average is on every rank
     FSDP over D ranks               1               1                  each has another piece of it
     FSDP over F, replicas of D/F    1               F / D
+    experts, divided over E ranks   1, of each of   E / D              others of these E have other experts
+    the same, FSDP over the D/E     the E sources   1
     tensor parallel, split over T   1               as above           each has other elements of both
     tensor parallel, replicated     1 / T           as above, / T
     the same, without `Shard`       1 / T           as above, / T      where other parameters are split over T ranks
@@ -32,6 +34,7 @@ from scale_adascale.measurement.local_grad_norms import NormAccumulator
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.hooks.autograd import lacks_autograd_hooks
 from scale_core.hooks.microbatch_grads import pipeline_ranks
+from scale_core.hooks.source_grads import source_group
 from scale_core.shard import Axis, Placement, shard_of, title_of
 
 
@@ -109,6 +112,7 @@ def norm_weights(param: Tensor, holder: Tensor, data: Group, model: Group, split
     ValueError for one that is split over ranks in neither group, or over `data` by a tensor parallel layer.
     """
     _check_gathered(param, data)
+    _check_sources(param, data)
     shard, share = shard_of(param), 1.0 / data.size
     local = 1.0 if shard is None or shard.counted else 0.0
     is_split = False
@@ -130,9 +134,23 @@ def norm_weights(param: Tensor, holder: Tensor, data: Group, model: Group, split
     return NormWeights(local, share)
 
 
+def _check_sources(param: Tensor, data: Group) -> None:
+    group = source_group(param)
+    if group is not None and not _is_within(group, data):
+        raise ValueError(
+            f"the gradient of {title_of(param)} is of the samples of the ranks {list(group.ranks)}, which divide "
+            f"experts and have other data, and process_group has {list(data.ranks)}. Pass AdaScale(..., process_group="
+            "the ranks of the data and expert axes together), or nothing where these are all ranks"
+        )
+
+
 def _check_gathered(param: Tensor, data: Group) -> None:
     # Ranks with other data may divide a parameter only if they put it together: otherwise they divide the model.
-    over = [axis.group for axis in _axes(param) if axis.placement is Placement.SHARD and _is_within(axis.group, data)]
+    over = [
+        axis.group
+        for axis in _axes(param)
+        if axis.placement is Placement.SHARD and axis.num_sources == 1 and _is_within(axis.group, data)
+    ]
     if len(over) < 2 and (not over or lacks_autograd_hooks(param)):
         return
     ranks = " and over ".join(str(list(group.ranks)) for group in over)
@@ -152,6 +170,12 @@ def _axes(param: Tensor) -> list[Axis]:
             raise ValueError(
                 f"{title_of(param)} is a partial sum over the ranks {list(axis.group.ranks)}, so no rank knows its "
                 "gradient. Reduce it in the backward pass, as scale-tp's layers do"
+            )
+        if 1 < axis.num_sources < axis.group.size:
+            raise ValueError(
+                f"{title_of(param)} is of experts whose hidden features are divided between ranks as well, over "
+                f"{list(axis.group.ranks)}, and AdaScale measures experts that are each on one rank: give MoE or "
+                'parallelize_experts a mesh of one dimension, mesh["expert"], or train without AdaScale'
             )
     return axes
 

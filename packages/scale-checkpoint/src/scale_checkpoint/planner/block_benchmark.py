@@ -72,8 +72,8 @@ def benchmark_blocks(
             with applied(block, how):
                 memory[name] = measure_memory(block, call, step.device)
         kind = repr(block_signature(block)), *memory.values()
-        runs = {name: partial(_seconds, block, call, step.device, how) for name, how in strategies.items()}
-        seconds = least_seconds(runs, 1 if kind in timed else repeats)
+        runs = {name: partial(_seconds, block, call, step, how) for name, how in strategies.items()}
+        seconds = least_seconds(runs, repeats if step.largest(kind not in timed) else 1)
         timed.add(kind)
         fetched = prefetched_bytes(memory[KEEP].saved_bytes, step.device)
         return {
@@ -107,9 +107,9 @@ def benchmark_blocks(
     return found
 
 
-def _seconds(block: nn.Module, call: BlockCall, device: torch.device, how: str | tuple[str, ...]) -> float:
+def _seconds(block: nn.Module, call: BlockCall, step: Step, how: str | tuple[str, ...]) -> float:
     with applied(block, how):
-        return measure_seconds(block, call, device)
+        return step.largest(measure_seconds(block, call, step.device))
 
 
 def measure_memory(block: nn.Module, call: BlockCall, device: torch.device) -> BlockMemory:

@@ -7,7 +7,6 @@ taken, and all other modules of the same classes, so that a middle block of its 
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import nn
 from scale_checkpoint.recompute.policy import SELECTIVE, resolve_policy
 from scale_checkpoint.recompute.recompute import get_forward, unwrap_forward, wrap_forward
 from scale_checkpoint.wrapper import apply_checkpointing
+from scale_core.arguments import did_you_mean
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -31,8 +31,8 @@ def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> dict[s
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in blocks:
         if name not in modules or not name:
-            near = difflib.get_close_matches(name, modules, n=3) or list(modules)[1:4]
-            raise ValueError(f"blocks are named by modules of the model, but {name!r} is none; near: {', '.join(near)}")
+            hint = did_you_mean(name, list(modules)[1:])
+            raise ValueError(f"blocks are named by modules of the model, but {name!r} is none; {hint}")
     chosen = {name: modules[name] for name in modules if name in set(blocks)}
     _check_disjoint(chosen)
     return chosen

@@ -16,10 +16,11 @@ from scale_checkpoint.planner.blocks import KEEP, Strategies, check_same_blocks,
 from scale_checkpoint.planner.chart import bar_chart, format_bytes, format_seconds, plot_timelines, strategy_table
 from scale_checkpoint.planner.profile import FORMAT, MemoryProfile, profile_memory, read_json
 from scale_checkpoint.planner.solver import UNLIMITED, fastest, minimum_peak
-from scale_checkpoint.planner.step import device_of
+from scale_checkpoint.planner.step import ALONE, device_of
 from scale_checkpoint.planner.timeline import Timeline, timeline
 from scale_checkpoint.wrapper import apply_checkpointing
 from scale_core.arguments import checked_arguments
+from scale_core.comm.group import GroupLike
 from scale_core.errors import ScaleError
 
 
@@ -121,6 +122,7 @@ def plan_memory(
     blocks: Sequence[str] | None = None,
     other_bytes: int = 0,
     profile: MemoryProfile | None = None,
+    process_group: GroupLike = ALONE,
 ) -> MemoryPlan:
     """Decides for each block what is done with its activations, so that a step is as fast as the budget lets it be.
 
@@ -137,6 +139,7 @@ def plan_memory(
         blocks: Names of modules that are to be planned; None finds them.
         other_bytes: What else lives on the device all the time, such as the optimizer's state.
         profile: What `profile_memory` has returned for this model.
+        process_group: Ranks that measure together, and get the same plan: see `profile_memory`.
 
     Raises:
         BudgetError: No plan fits; names the smallest budget that one fits.
@@ -144,7 +147,8 @@ def plan_memory(
             no gradient.
     """
     if profile is None:
-        profile = profile_memory(model, sample_input, loss=loss, strategies=strategies, blocks=blocks)
+        measured: Any = {"loss": loss, "strategies": strategies, "blocks": blocks, "process_group": process_group}
+        profile = profile_memory(model, sample_input, **measured)
     else:
         check_same_blocks(model, profile.blocks, profile.excluded)
     return best_plan(profile, budget_bytes, other_bytes=other_bytes)

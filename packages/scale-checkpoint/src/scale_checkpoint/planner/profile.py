@@ -29,10 +29,18 @@ from scale_checkpoint.planner.blocks import (
     resolve_strategies,
 )
 from scale_checkpoint.planner.cost_model import assemble, pool_seconds
-from scale_checkpoint.planner.step import Step, least_seconds, preserve_state, single_threaded
+from scale_checkpoint.planner.step import (
+    ALONE,
+    Step,
+    largest_over_ranks,
+    least_seconds,
+    preserve_state,
+    single_threaded,
+)
 from scale_checkpoint.planner.timeline import BoundaryTensor, Segment, StrategyCost
 from scale_checkpoint.planner.trace import StepTrace, trace_step
 from scale_core.arguments import checked_arguments
+from scale_core.comm.group import GroupLike, group_of
 
 FORMAT = 3
 
@@ -101,6 +109,7 @@ def profile_memory(
     strategies: Strategies | None = None,
     blocks: Sequence[str] | None = None,
     repeats: int = 5,
+    process_group: GroupLike = ALONE,
 ) -> MemoryProfile:
     """Measures the memory and the time of each block under each strategy.
 
@@ -117,6 +126,9 @@ def profile_memory(
         blocks: Names of modules that are to be planned; None finds them.
         repeats: How often each time is taken at least; the least counts, which other work disturbs least. Of blocks
             that are alike, in shapes and in memory, the first alone is timed so often.
+        process_group: The ranks whose models exchange data in their passes, as experts that ranks divide do: all of
+            them call it together, each with a batch of its own, and get one profile, of the largest bytes and seconds
+            of any. By default this rank alone; None is the default group.
 
     Raises:
         ValueError: `repeats` is less than 1, no blocks are found, a name is none of the model's, or the step has no
@@ -125,7 +137,7 @@ def profile_memory(
     if repeats < 1:
         raise ValueError(f"repeats: each time is taken at least once, but repeats={repeats} was given")
     found = find_blocks(model, blocks)
-    step = Step(model, sample_input, loss)
+    step = Step(model, sample_input, loss, group_of(process_group))
     resolved = resolve_strategies(strategies, step.device)
     with preserve_state(model), single_threaded(step.device):
         trace = _trace_recomputed_step(step, found)
@@ -135,7 +147,8 @@ def profile_memory(
         seconds = min(seconds, _recomputed_step_seconds(step, found, repeats))
     segments, tensors = assemble(trace, measured, step.bytes_before(), seconds)
     signatures = {name: block_signature(block) for name, block in found.items()}
-    return MemoryProfile(segments, tensors, signatures, resolved, step.device.type, excluded_modules(model, found))
+    own = MemoryProfile(segments, tensors, signatures, resolved, step.device.type, excluded_modules(model, found))
+    return own if step.group.size == 1 else MemoryProfile.from_json(largest_over_ranks(asdict(own), step.group))
 
 
 def _trace_recomputed_step(step: Step, blocks: Mapping[str, nn.Module]) -> StepTrace:

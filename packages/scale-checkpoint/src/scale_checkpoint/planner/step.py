@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,10 @@ from torch.nn.parameter import is_lazy
 from scale_checkpoint.live_memory import LiveMemory, storage_bytes
 from scale_checkpoint.tree import unique_tensors
 from scale_core.arguments import checked_arguments
+from scale_core.comm.collectives import exchange_text
+from scale_core.comm.group import Group
+
+ALONE = Group()
 
 SHORT_SECONDS = 0.05
 """What is done sooner is measured more often."""
@@ -23,8 +28,11 @@ SHORT_SECONDS = 0.05
 class Step:
     """Forward and backward of a model on one batch."""
 
-    def __init__(self, model: nn.Module, sample_input: Any, loss: Callable[[Any], Tensor] | None) -> None:
+    def __init__(
+        self, model: nn.Module, sample_input: Any, loss: Callable[[Any], Tensor] | None, group: Group = ALONE
+    ) -> None:
         _check_initialized(model)
+        self.group = group  # ranks that run the same steps at the same time
         self.model, self.device = model, device_of(model)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
@@ -42,7 +50,11 @@ class Step:
     def seconds(self) -> float:
         start = time_now(self.device)
         self.run()
-        return time_now(self.device) - start
+        return self.largest(time_now(self.device) - start)
+
+    def largest(self, value: float) -> float:
+        """Returns the largest of all ranks: what decides how often something runs has to be the same on these."""
+        return float(largest_over_ranks(value, self.group))
 
     def run(self) -> None:
         """Runs the step; gradients begin anew."""
@@ -58,6 +70,22 @@ class Step:
     def clear_grads(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
+
+
+def largest_over_ranks(value: Any, group: Group) -> Any:
+    """Returns numbers, in lists and dicts of one structure, each the largest of all ranks; all call it together."""
+    if group.size == 1:
+        return value
+    return _largest([json.loads(text) for text in exchange_text(json.dumps(value), group)])
+
+
+def _largest(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _largest([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return [_largest(each) for each in zip(*values, strict=True)]
+    return max(values) if isinstance(first, int | float) else first
 
 
 def _check_initialized(model: nn.Module) -> None:

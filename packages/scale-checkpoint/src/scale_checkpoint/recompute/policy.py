@@ -7,7 +7,6 @@ to the operators after it.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from scale_core.arguments import did_you_mean
 
 OperatorPolicy: TypeAlias = Callable[..., CheckpointPolicy | bool]
 """Called with a `torch.utils.checkpoint.SelectiveCheckpointContext`, the operator (an `OpOverload`) and its arguments;
@@ -139,9 +140,8 @@ def _pattern(name: str | OpOverload | OpOverloadPacket) -> str:
     except re.error as error:
         raise ValueError(f"keep: {name!r} is no regular expression: {error}") from error
     if not any(map(pattern.fullmatch, _all_names())):
-        near = difflib.get_close_matches(name, _all_names(), n=5)
-        found = f"near ones: {', '.join(map(repr, near))}" if near else "as torch.ops.aten has them, 'addmm' for one"
-        raise ValueError(f"keep: {name!r} is the name of no operator; {found}")
+        hint = did_you_mean(name, sorted(_all_names()))
+        raise ValueError(f"keep: {name!r} is the name of no operator in torch.ops.aten; {hint}")
     return name
 
 

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from scale_core.comm.group import Group
 from scale_core.compat import graph_task_id
 
+
+class PartsBackward(NamedTuple):
+    """A backward pass through parts of samples."""
+
+    task: int | None  # autograd's number of it
+    ranks: tuple[int, ...]  # that had the parts
+
+
 active_group: Group | None = None  # The ranks with parts of the same samples; None: each rank has whole ones.
-# The last backward pass that went through parts of samples, by autograd's number, and the ranks that had them.
-last_backward: tuple[int | None, tuple[int, ...]] = None, ()
+last_backward = PartsBackward(None, ())  # Each is a new object.
 
 
 @contextmanager
@@ -30,4 +38,4 @@ def set_context_parallel_group(group: Group) -> Iterator[None]:
 def note_backward(group: Group) -> None:
     """Called in a backward pass that goes through parts of samples, inside of the block or behind it."""
     global last_backward
-    last_backward = graph_task_id(), tuple(group.ranks)
+    last_backward = PartsBackward(graph_task_id(), tuple(group.ranks))

@@ -240,13 +240,14 @@ class Contract:
         if self._checking:
             self._compare(event, fingerprint_of(*event))
 
-    def sync_point(self, event: Event) -> None:
-        """Compares that all ranks are about to run `event`, outside of a pass, where messages carry no tags.
+    def sync_point(self, event: Event, *, always: bool = False) -> None:
+        """Compares that all ranks are about to run `event`, outside of a pass: always, or where messages have no tags.
 
         Raises:
             ScaleDistributedError: Another rank is about to run another event, or does not come.
+            StepError: Another rank has failed, and called `abort`.
         """
-        if not self.is_single_rank and self.group.backend != "gloo":
+        if not self.is_single_rank and (always or self.group.backend != "gloo"):
             self._compare(event, fingerprint_of("together", *event))
 
     def end_checked(self, *notes: int) -> list[list[int]]:
@@ -301,12 +302,11 @@ class Contract:
         return not self.is_single_rank and self.history.is_open and self.history.num_completed < _CHECKED_PASSES
 
     def abort(self, reason: str) -> str:
-        """Reports a failure of this rank at the next comparison; all ranks then abort the step.
+        """Reports a failure of this rank at the next comparison, that of the other ranks; all then abort the step.
 
         The transfers of the last event must have been started: the other ranks wait for them before they compare.
         Returns the message of the StepError that they raise; `reason` is this rank's error, not "".
         """
-        assert self.checks_every_event, "abort() needs a pass in which each event is compared"
         try:
             self._exchange_fingerprints("a failure", _FAILED, reason=reason)
         except StepError as error:

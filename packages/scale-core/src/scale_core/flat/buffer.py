@@ -33,6 +33,7 @@ from scale_core.flat.shard_storage import (
 )
 from scale_core.optim.step_checks import (
     invalidate_cache,
+    optimizer_steps,
     refuse_step_while_unreduced,
     register_unsharded,
     watch_optimizers,
@@ -184,23 +185,34 @@ class FlatBuffer(FlatReduced):
 
     # Gather and release.
 
-    def gather(self, tag: int = 0) -> None:
-        """Starts to fill the full buffer with every rank's shard; does nothing where it is filled or being filled."""
+    def allocate(self) -> None:
+        """Takes the memory of the full buffer, as the next gather does; `release` frees it."""
+        if self.is_aliased or self.full.untyped_storage().nbytes():
+            return
+        if self._is_pooled:
+            buffer_pool.allocate(self.full)
+        else:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+
+    def gather(self, tag: int = 0, *, copies_shard: bool = False) -> None:
+        """Starts to fill the full buffer with every rank's shard; does nothing where it is filled or being filled.
+
+        With `copies_shard` the shard may be written to before `wait_gathered`, and is sent as it is now.
+        """
         if self.state is not State.SHARDED:
             return
         if self.is_stale():
             self.part = None
         if self.part is None:
-            self._gathered_version = self.version
+            self._gathered_version, self._gathered_after = self.version, optimizer_steps.count
         if self.is_aliased:
             self.state = State.GATHERED
             return
         if self.layout.full_numel:
-            if self._is_pooled:
-                buffer_pool.allocate(self.full)
-            else:
-                self.full.untyped_storage().resize_(self.full.nbytes)
-            self._gathering = self._all_gather(tag)
+            self.allocate()
+            self._gathering = self._all_gather(tag, copies_shard)
+            if copies_shard:
+                self.wait_sent()
         self.state = State.GATHERING  # Only now: where there was no memory for it, it has not begun.
 
     def wait_gathered(self, limit_seconds: float | None = None) -> None:
@@ -270,10 +282,16 @@ class FlatBuffer(FlatReduced):
         if self._moves:
             self._sending.wait()
 
-    def is_stale(self) -> bool:
-        """Whether the shard was written to, as by an optimizer, since the full buffer was gathered."""
-        gathered = self.state is not State.SHARDED or self.part is not None
-        return gathered and self.version != self._gathered_version
+    def is_stale(self, *, by_writes_alone: bool = False) -> bool:
+        """Whether an optimizer has stepped, or the shard was written to, since the full buffer was gathered.
+
+        All ranks must find the same, or some would gather it again alone. So each step counts, whether or not it wrote
+        to what is here, unless `by_writes_alone`.
+        """
+        if self.state is State.SHARDED and self.part is None:
+            return False
+        stepped = optimizer_steps.count != self._gathered_after and self.trains
+        return (stepped and not by_writes_alone) or self.version != self._gathered_version
 
     # The end of what is under way.
 
@@ -382,7 +400,7 @@ class FlatBuffer(FlatReduced):
         self._unsharded_version = self.unsharded_params[0]._version
         self._init_gradients(self.unsharded_params)
         self.gradient.holds = self.gradient.holds and not self.is_aliased
-        self._gathered_version = self.version
+        self._gathered_version, self._gathered_after = self.version, optimizer_steps.count
         self.rename(self.names, self._unit, self._flat_name, self._counted_over)
         self.release()
         if self not in _live:
@@ -392,15 +410,15 @@ class FlatBuffer(FlatReduced):
         refuse_step_while_unreduced(self)
         watch_optimizers()
 
-    def _all_gather(self, tag: int) -> CollectiveWork:
+    def _all_gather(self, tag: int, copies_shard: bool) -> CollectiveWork:
         if self.part is not None and self.groups.part is not None:
             return all_gather(self.full, self.part, self.groups.part, tag=tag)
         if self.wire is not None and self.wire.gather is not None and self.groups.quantized_group.size > 1:
             return self._all_gather_quantized(self.wire.gather, tag)
         if self.gathers_float8:
-            return self._all_gather_float8(tag)
+            return self._all_gather_float8(tag, copies_shard)
         if not self._moves:
-            return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
+            return all_gather(self.full, self._sent_shard(self.full, copies_shard), self.group, tag=tag)
         with self._stream.run():  # The collective starts there, when the shard has arrived.
             return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
 
@@ -438,14 +456,14 @@ class FlatBuffer(FlatReduced):
 
         return work.then(gather_inside)
 
-    def _all_gather_float8(self, tag: int) -> CollectiveWork:
+    def _all_gather_float8(self, tag: int, copies_shard: bool) -> CollectiveWork:
         """As `_all_gather`, in fp8; the ranks first look for the largest magnitude of each parameter."""
         # In every gather: no rank can know alone whether the shard of another one was written to.
         sent, deferred, weights = self.full.view(torch.uint8), self.reduction.deferred, self.float8
         assert weights is not None
         own = self._part(sent, self.group)
         with self._stream.run():
-            local = self._local_shard()
+            local = self._local_shard(copies_shard)
             pieces = [local.narrow(0, span.shard_offset, span.numel) for span in self.spans]
             zero = torch.zeros((), device=local.device)
             amax = [torch.linalg.vector_norm(piece, torch.inf).float() if len(piece) else zero for piece in pieces]
@@ -469,10 +487,10 @@ class FlatBuffer(FlatReduced):
                 weight.cast(values, scale, own.narrow(0, span.shard_offset, span.numel))
         return own
 
-    def _local_shard(self) -> Tensor:
-        """The shard where it is computed with; to be called in the stream of its copies."""
+    def _local_shard(self, copied: bool = False) -> Tensor:
+        """The shard where it is computed with, or a copy of it; to be called in the stream of its copies."""
         if not self._moves:
-            return self.shard.data
+            return self.shard.data.clone() if copied else self.shard.data
         local = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
         self._sending.start(self.shard.data, local)
         return local
@@ -480,10 +498,10 @@ class FlatBuffer(FlatReduced):
     def _new_full(self, dtype: torch.dtype) -> Tensor:
         return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)
 
-    def _sent_shard(self, full: Tensor) -> Tensor:
-        """The shard in the dtype and on the device of `full`; in its own part of `full` if it must be converted."""
+    def _sent_shard(self, full: Tensor, copied: bool = False) -> Tensor:
+        """The shard in the dtype and on the device of `full`; in its part of `full` if it is converted or copied."""
         shard = self.shard.data
-        if shard.dtype == full.dtype and not self._moves:
+        if shard.dtype == full.dtype and not (self._moves or copied):
             return shard
         part = self._part(full, self.group)
         if self._moves:

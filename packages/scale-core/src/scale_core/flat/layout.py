@@ -22,13 +22,13 @@ See `packing` for how atoms are placed, and how much padding that costs at most.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from scale_core.arguments import did_you_mean
 from scale_core.flat.packing import Piece, pack
 
 AUTO_PADDING = 100
@@ -234,10 +234,9 @@ def _asked(
         raise ValueError(f"dimensions are 0 or longer, but {name!r} has the shape {shape}")
     wish: Any = atom(name, shape) if callable(atom) else atom
     if not isinstance(wish, BlockAtom) and wish not in ATOM_NAMES:
-        near = " or ".join(map(repr, difflib.get_close_matches(str(wish), ATOM_NAMES, n=2, cutoff=0.4)))
         raise (ValueError if isinstance(wish, str) else TypeError)(
-            f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or BlockAtom(k), but {name!r} got {wish!r}"
-            f"{f'; did you mean {near}?' if near else ''}"
+            f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or BlockAtom(k), but {name!r} got {wish!r}; "
+            f"{did_you_mean(str(wish), ATOM_NAMES)}"
         )
     return LayoutEntry(name, shape, 1, "element", 0), wish
 

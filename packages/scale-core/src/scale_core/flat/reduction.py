@@ -28,6 +28,7 @@ from scale_core.flat.shard_storage import DevicePolicy, FlatShard, NodeGroups, S
 from scale_core.hooks.autograd import call_local_grad_hooks, local_grad_hooks
 from scale_core.quantization.collectives import (
     DeferredError,
+    QuantizedMean,
     ReduceMessages,
     WireFormats,
     all_reduce_quantized,
@@ -411,33 +412,18 @@ class Reduction:
         messages = None
         if group is not self._group:
             messages, self._messages = self._messages, None
-        return reduce_scatter_quantized(
-            full,
-            group,
-            self._wire.reduce,
-            dtype=self._dtype,
-            divisor=divisor,
-            feedback=self.feedback[0] if self.feedback else None,
-            tag=tag,
-            deferred=self.deferred,
-            messages=messages,
-        )
+        how = QuantizedMean(group, self._wire.reduce, divisor, tag, self.deferred)
+        feedback = self.feedback[0] if self.feedback else None
+        return reduce_scatter_quantized(full, how, dtype=self._dtype, feedback=feedback, messages=messages)
 
     def _all_reduce(self, reduced: Tensor) -> CollectiveWork:
         copies = self._copies
         if self._wire.replicate is None or not reduced.numel():
             return all_reduce(reduced, self._replicas).then(lambda total: total.div_(copies))
         messages, self._messages = self._messages, None
-        return all_reduce_quantized(
-            reduced,
-            self._replicas,
-            self._wire.replicate,
-            divisor=copies,
-            feedback=(self.feedback[1], self.feedback[2]) if self.feedback else None,
-            tag=self._tag,
-            deferred=self.deferred,
-            messages=messages,
-        )
+        how = QuantizedMean(self._replicas, self._wire.replicate, copies, self._tag, self.deferred)
+        feedback = (self.feedback[1], self.feedback[2]) if self.feedback else None
+        return all_reduce_quantized(reduced, how, feedback=feedback, messages=messages)
 
     @staticmethod
     def _by_local_rank(gradient: Tensor, nodes: NodeGroups) -> Tensor:

@@ -230,6 +230,19 @@ def call_grad_published_hooks(params: Sequence[Tensor]) -> None:
             callback(params)
 
 
+def call_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> None:
+    """Calls what users have put on local shards by `register_post_accumulate_grad_hook`, which autograd never does.
+
+    Each is called once per pass that reduces, when the shard has its reduced gradient, as in FSDP2.
+    """
+    with torch.no_grad():
+        for param in params:
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+            if hooks and param.requires_grad and param.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(param)
+
+
 def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook

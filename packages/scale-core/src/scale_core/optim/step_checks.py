@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from scale_core.compat import graph_task_id
 from scale_core.optim.traits import known_bases
 from scale_core.shard import is_divided, shard_of
 
@@ -27,6 +29,20 @@ _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _stepped_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order, for the first to be named
 _for_all: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+@dataclass
+class OptimizerSteps:
+    """How many steps optimizers have taken on shards, outside of backward passes; equal on all ranks.
+
+    Whether a shard was written to is not: an optimizer may leave out what is empty on this rank, and one that writes to
+    `param.data` counts no versions.
+    """
+
+    count: int = 0
+
+
+optimizer_steps = OptimizerSteps()
 # Checked optimizers: the owners of the shards that they step on, by the number of parameters and the first one of each
 # group (one that steps on a part of its groups at a time has several).
 _checked: weakref.WeakKeyDictionary[
@@ -45,6 +61,15 @@ def register_unsharded(params: Iterable[Tensor], owner: Any) -> None:
     held = weakref.ref(owner)  # Which holds the copies itself, as a rule: they must not keep it alive.
     for index, param in enumerate(params):
         _copies[param] = held, index
+
+
+def sharded_param_of(param: Tensor) -> Tensor:
+    """Returns the local shard, as `parameters()` yields it, of an unsharded parameter; of any other tensor itself."""
+    if param not in _copies:
+        return param
+    held, index = _copies[param]
+    owner = held()
+    return param if owner is None else cast(Tensor, owner.sharded_param(index))
 
 
 def register_owner(
@@ -223,7 +248,8 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Counts a version for fused optimizers, which change parameters without one: gathered copies become stale."""
+    """Counts the step, and a version for fused optimizers, which change parameters without one."""
+    optimizer_steps.count += graph_task_id() == -1
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([param for param in group["params"] if shard_of(param) is not None])

@@ -22,13 +22,14 @@ infinity or a NaN becomes NaN as a whole, so checks for values that are not fini
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
+
+from scale_core.arguments import did_you_mean
 
 FormatName: TypeAlias = Literal["int8", "float8_e4m3", "int4"]
 
@@ -59,10 +60,9 @@ class BlockFormat:
     def __post_init__(self) -> None:
         names = get_args(FormatName)
         if self.dtype not in names:
-            near = difflib.get_close_matches(str(self.dtype), names, n=1, cutoff=0.4)
             raise ValueError(
-                f"expected a format of {', '.join(map(repr, names))}, got {self.dtype!r}"
-                f"{f': did you mean {near[0]!r}?' if near else ''}"
+                f"expected a format of {', '.join(map(repr, names))}, got {self.dtype!r}; "
+                f"{did_you_mean(str(self.dtype), names)}"
             )
         size: object = self.block_size
         if not isinstance(size, int) or size < 2 or size % 2:

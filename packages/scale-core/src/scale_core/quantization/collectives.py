@@ -118,120 +118,121 @@ class ReduceMessages:
         return cls(*(new_messages(group.size, num_elements, block_format, device) for _ in range(2)))
 
 
+@dataclass(frozen=True)
+class QuantizedMean:
+    """How summands of several ranks are averaged that are sent quantized.
+
+    Attributes:
+        group: The W ranks, at least two.
+        block_format: The format of the messages.
+        divisor: What the sum is divided by; None is W.
+        tag: As in `all_gather`; those of the second half of an all-reduce have the next one.
+        deferred: As in `all_gather_quantized`; where something has failed, the result is nothing to be read.
+    """
+
+    group: Group
+    block_format: BlockFormat
+    divisor: float | None = None
+    tag: int = UNTAGGED
+    deferred: DeferredError | None = None
+
+    def new_messages(self, num_elements: int, device: torch.device) -> ReduceMessages:
+        """Allocates memory for summands of [W, `num_elements`]."""
+        return ReduceMessages.new(self.group, num_elements, self.block_format, device)
+
+
 class _Summation:
     """This rank's part in one reduction: it sends what belongs to others, and adds up what they have sent."""
 
-    def __init__(
-        self,
-        values: Tensor,
-        group: Group,
-        block_format: BlockFormat,
-        divisor: float | None,
-        messages: ReduceMessages,
-    ) -> None:
-        self.values, self.group, self.block_format = values, group, block_format  # values: [W, n]
-        self.divisor, self.own = divisor or group.size, values[group.rank]
-        self.messages = messages
+    def __init__(self, values: Tensor, how: QuantizedMean, messages: ReduceMessages | None) -> None:
+        self.values, self.how, self.own = values, how, values[how.group.rank]  # values: [W, n]
+        self.messages = messages or how.new_messages(values.shape[1], values.device)
+        self.deferred = how.deferred or DeferredError()
 
-    def send(self, deferred: DeferredError, feedback: ErrorFeedback | None, tag: int) -> CollectiveWork:
+    def send(self, feedback: ErrorFeedback | None) -> CollectiveWork:
         """Starts to send this rank's messages; once those of others have come, `mean` adds up."""
         messages = self.messages
-        deferred.fill(messages.sent, lambda: self._quantize(feedback))
+        self.deferred.fill(messages.sent, lambda: self._quantize(feedback))
         self.values = self.own  # [n]; what was sent is free
-        return all_to_all(messages.received.view(-1), messages.sent.view(-1), self.group, tag=tag)
+        return all_to_all(messages.received.view(-1), messages.sent.view(-1), self.how.group, tag=self.how.tag)
 
     def _quantize(self, feedback: ErrorFeedback | None) -> Tensor:
-        values, rank, sent = self.values, self.group.rank, self.messages.sent
+        values, rank, sent = self.values, self.how.group.rank, self.messages.sent
         if feedback is not None:
             values = feedback.add_to(values)
-        quantize(values, self.block_format, out=sent)
+        quantize(values, self.how.block_format, out=sent)
         self.own = values[rank].float().clone()
         if feedback is not None:
-            arrives = dequantize(sent, values.shape[1], self.block_format)
+            arrives = dequantize(sent, values.shape[1], self.how.block_format)
             arrives[rank] = self.own
             feedback.keep(values, arrives)
         return sent
 
     def mean(self) -> Tensor:
         """Returns the average of this rank's part, fp32 [n], added up in rank order."""
-        total, received = torch.zeros_like(self.own), self.messages.received
-        for place in range(self.group.size):
-            is_own, one = place == self.group.rank, received[place : place + 1]
-            total += self.own if is_own else dequantize(one, len(total), self.block_format)[0]
-        return total.div_(self.divisor)
+        total, received, group = torch.zeros_like(self.own), self.messages.received, self.how.group
+        for place in range(group.size):
+            is_own, one = place == group.rank, received[place : place + 1]
+            total += self.own if is_own else dequantize(one, len(total), self.how.block_format)[0]
+        return total.div_(self.how.divisor or group.size)
+
+    def check(self) -> None:
+        """Raises what has failed, unless the caller does."""
+        if self.how.deferred is None:
+            self.deferred.check()
 
 
 def reduce_scatter_quantized(
     full: Tensor,
-    group: Group,
-    block_format: BlockFormat,
+    how: QuantizedMean,
     *,
     dtype: torch.dtype | None = None,
-    divisor: float | None = None,
     feedback: ErrorFeedback | None = None,
-    tag: int = UNTAGGED,
-    deferred: DeferredError | None = None,
     messages: ReduceMessages | None = None,
 ) -> CollectiveWork:
     """Starts to average every rank's `full`; each rank gets its own part of it, added up in rank order in fp32.
 
     Args:
         full: [W * n] of a floating-point dtype; belongs to the collective from now on.
-        group: The W ranks, at least two.
-        block_format: The format of the messages.
+        how: Between which ranks, and in which format.
         dtype: Of the result; None is that of `full`.
-        divisor: What the sum is divided by; None is W.
         feedback: Adds this rank's error of earlier calls, and keeps that of this one.
-        tag: As in `all_gather`.
-        deferred: As in `all_gather_quantized`; where something has failed, the result is nothing to be read.
         messages: Memory to use.
 
     Returns:
         A handle whose result is a tensor [n].
     """
-    values, mine = full.view(group.size, -1), deferred or DeferredError()
-    messages = messages or ReduceMessages.new(group, values.shape[1], block_format, full.device)
-    received, dtype = messages.received, dtype or full.dtype
-    summation = _Summation(values, group, block_format, divisor, messages)
+    dtype = dtype or full.dtype
+    summation = _Summation(full.view(how.group.size, -1), how, messages)
 
     def finish(_: Tensor) -> Tensor:
-        mean = mine.attempt(lambda: summation.mean().to(dtype))
-        if deferred is None:
-            mine.check()
-        return received if mean is None else mean
+        mean = summation.deferred.attempt(lambda: summation.mean().to(dtype))
+        summation.check()
+        return summation.messages.received if mean is None else mean
 
-    return summation.send(mine, feedback, tag).then(finish)
+    return summation.send(feedback).then(finish)
 
 
 def all_reduce_quantized(
     values: Tensor,
-    group: Group,
-    block_format: BlockFormat,
+    how: QuantizedMean,
     *,
-    divisor: float | None = None,
     feedback: tuple[ErrorFeedback, ErrorFeedback] | None = None,
-    tag: int = UNTAGGED,
-    deferred: DeferredError | None = None,
     messages: ReduceMessages | None = None,
 ) -> CollectiveWork:
     """Starts to average every rank's `values` [N] of a floating-point dtype; all get the same, in place.
 
     Args:
         values: [N].
-        group: The W ranks, at least two.
-        block_format: The format of the messages.
-        divisor: What the sum is divided by; None is W.
+        how: Between which ranks, and in which format.
         feedback: For the errors of this rank's summands, and of the part that it has averaged.
-        tag: As in `all_gather`; those of the second half have the next one.
-        deferred: As in `all_gather_quantized`.
         messages: Memory to use, for summands of [W, ceil(N / W)].
     """
-    numel, mine = part_size(len(values), group), deferred or DeferredError()
-    messages = messages or ReduceMessages.new(group, numel, block_format, values.device)
+    group, block_format, numel = how.group, how.block_format, part_size(len(values), how.group)
     padded = torch.nn.functional.pad(values, (0, numel * group.size - len(values)))
-    summation = _Summation(padded.view(group.size, -1), group, block_format, divisor, messages)
+    summation = _Summation(padded.view(group.size, -1), how, messages)
     reduce_error, gather_error = feedback or (None, None)
-    gathered, message = messages.received, messages.sent[0]
+    gathered, message = summation.messages.received, summation.messages.sent[0]
 
     def quantize_mean() -> Tensor:
         mean = summation.mean()
@@ -243,16 +244,17 @@ def all_reduce_quantized(
         return message
 
     def gather(_: Tensor) -> CollectiveWork:
-        mine.fill(message, quantize_mean)
-        return all_gather(gathered.view(-1), message, group, tag=tag + 1 if tag else tag).then(finish)
+        summation.deferred.fill(message, quantize_mean)
+        return all_gather(gathered.view(-1), message, group, tag=how.tag + 1 if how.tag else how.tag).then(finish)
 
     def finish(_: Tensor) -> Tensor:
-        mine.attempt(lambda: values.copy_(dequantize(gathered, numel, block_format).view(-1)[: len(values)]))
-        if deferred is None:
-            mine.check()
+        summation.deferred.attempt(
+            lambda: values.copy_(dequantize(gathered, numel, block_format).view(-1)[: len(values)])
+        )
+        summation.check()
         return values
 
-    return summation.send(mine, reduce_error, tag).then(gather)
+    return summation.send(reduce_error).then(gather)
 
 
 def part_size(num_elements: int, group: Group) -> int:

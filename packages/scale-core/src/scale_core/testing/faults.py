@@ -10,7 +10,6 @@ to happen is printed to stderr first. `scale_core.fault_points` lists the points
 
 from __future__ import annotations
 
-import difflib
 import errno
 import json
 import os
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from scale_core import fault_points
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, did_you_mean
 from scale_core.fault_points import POINTS, VARIABLE
 
 __all__ = [
@@ -90,10 +89,9 @@ class Fault:
         if self.action not in _ACTIONS:
             raise ValueError(f"expected action to be one of {', '.join(map(repr, _ACTIONS))}, got {self.action!r}")
         if self.point not in POINTS and not self.point.startswith("user."):
-            near = difflib.get_close_matches(self.point, POINTS, n=3, cutoff=0.4) or POINTS
             raise ValueError(
-                f"there is no point {self.point!r} in scale; near it: {', '.join(near)}. Points of a program's own "
-                'begin with "user."'
+                f'there is no point {self.point!r} in scale, and points of a program\'s own begin with "user."; '
+                f"{did_you_mean(self.point, POINTS)}"
             )
         if self.rank < 0 or self.seconds < 0:
             raise ValueError(f"ranks and seconds are not negative, got rank={self.rank}, seconds={self.seconds}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -142,8 +141,7 @@ class OSS(scale_oss.OSS):
                 loss = closure()
             closure = None
         self._take_local_grads()
-        # Where an optimizer of that very class was built, torch has wrapped its step to call hooks, as it has this one.
-        stepped = inspect.unwrap(scale_oss.OSS.step)(self, closure, **kwargs)
+        stepped = self._step(closure, kwargs)
         return stepped if loss is None else loss
 
     def _take_local_grads(self) -> None:

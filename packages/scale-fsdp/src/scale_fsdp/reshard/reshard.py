@@ -183,67 +183,60 @@ def reshard_to(
         ScaleDistributedError: A rank was lost meanwhile. The model is then resharded in part: load a checkpoint.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    union, units, paths = group_of(union_process_group), units_in(model), module_names(model)
-    buffers = [buffer for unit in units for buffer in unit.buffers]
+    union, units = group_of(union_process_group), units_in(model)
     attached = AttachedState(model, optimizers, ema)
-
-    def strategy_of(unit: Unit) -> bool | int | None:
-        return unit.options.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
-
-    def make_request() -> ReshardRequest:
-        check_idle(model, units)
-        for unit in units:
-            if (ranks := new_ranks(unit, process_group)) is not None:
-                ranks.check_reshard_after_forward(strategy_of(unit))
-                if unit.options.communication is not None:
-                    unit.options.communication.check(ranks)
-        new = new_ranks(units[0], process_group)
-        return ReshardRequest(
-            has_values=not any(buffer.is_meta for buffer in buffers),
-            keeps_group=process_group == "same",
-            old=units[0].options.mesh_info.whole.ranks,
-            ranks=() if new is None else new.whole.ranks,
-            num_replicas=0 if new is None else new.replicas.size,
-            strategy=reshard_after_forward,
-            model=[line for unit in units for line in _model_signature(unit, paths[id(unit.module)])],
-            layouts=[buffer.layout for buffer in buffers],
-            attached=attached.spec(buffers),
-            unit_numbers=[unit.serial for unit in units],
-        )
-
-    requests = CollectiveCall(union, "reshard_to", RuntimeError).all_ranks(make_request)
+    requests = CollectiveCall(union, "reshard_to", RuntimeError).all_ranks(
+        lambda: _make_request(model, units, attached, process_group, reshard_after_forward)
+    )
     check_requests(requests, union)
-    new = [new_ranks(unit, process_group) for unit in units]
-    same_shards = all(request.keeps_group and request.has_values for request in requests)
     run = _Reshard.of(requests, union, attached, limit_seconds)
+    new = [new_ranks(unit, process_group) for unit in units]
     for unit, ranks, number in zip(units, new, requests[run.source].unit_numbers, strict=True):
         unit.serial = number
         if ranks is not None:
-            strategy = strategy_of(unit)
+            strategy = _strategy_of(unit, reshard_after_forward)
             unit.options = replace(unit.options, mesh_info=ranks, reshard_after_forward=strategy)
             unit.reshard_after_forward = ranks.reshards_after_forward(strategy)
-        with run.contract.waiting(Event("resharding", unit.name)):
-            for buffer in unit.buffers:
-                if not same_shards:
-                    run.move_buffer(unit, buffer, ranks)
-                elif not buffer.is_meta and ranks is not None:
-                    buffer.release()
-                    buffer.groups = unit.options.buffer_groups()
-            if run.any_joins:
-                run.send_module_buffers(unit)
-        if ranks is None:
-            for _, module in (place for each in unit.modules for place in managed_modules(each)):
-                module._buffers.update({n: b.to("meta") for n, b in module._buffers.items() if b is not None})
-        unit.on_buffers_moved()
+        run.move_unit(unit, ranks)
     if run.any_joins and ema is not None:
-        with run.contract.waiting(Event("resharding", units[0].name)):
-            for name, average in ema.buffer_averages.items():
-                received = run.receive(average, units[0])
-                if run.joins:
-                    ema.buffer_averages[name] = received.to(ema.device)
+        run.send_averages(ema, units[0])
     rebind_params(units)
     if run.joins:
-        attached.load_spec(buffers, requests[run.source].attached)
+        attached.load_spec([buffer for unit in units for buffer in unit.buffers], requests[run.source].attached)
+
+
+def _strategy_of(unit: Unit, reshard_after_forward: bool | int | None) -> bool | int | None:
+    return unit.options.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+
+
+def _make_request(
+    model: nn.Module,
+    units: Sequence[Unit],
+    attached: AttachedState,
+    process_group: NewGroup,
+    reshard_after_forward: bool | int | None,
+) -> ReshardRequest:
+    """What this rank asks for, checked as far as it can be alone."""
+    check_idle(model, units)
+    for unit in units:
+        if (ranks := new_ranks(unit, process_group)) is not None:
+            ranks.check_reshard_after_forward(_strategy_of(unit, reshard_after_forward))
+            if unit.options.communication is not None:
+                unit.options.communication.check(ranks)
+    new, paths = new_ranks(units[0], process_group), module_names(model)
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    return ReshardRequest(
+        has_values=not any(buffer.is_meta for buffer in buffers),
+        keeps_group=process_group == "same",
+        old=units[0].options.mesh_info.whole.ranks,
+        ranks=() if new is None else new.whole.ranks,
+        num_replicas=0 if new is None else new.replicas.size,
+        strategy=reshard_after_forward,
+        model=[line for unit in units for line in _model_signature(unit, paths[id(unit.module)])],
+        layouts=[buffer.layout for buffer in buffers],
+        attached=attached.spec(buffers),
+        unit_numbers=[unit.serial for unit in units],
+    )
 
 
 @dataclass
@@ -252,6 +245,7 @@ class _Reshard:
 
     union: Group
     source: int  # the rank in `union` that broadcasts what its old ranks have gathered
+    keeps_shards: bool  # only the groups or when it is released change
     any_joins: bool  # some rank has no values yet
     joins: bool  # this one
     broadcasts: bool  # to ranks that join, or that did not share one model so far
@@ -271,6 +265,7 @@ class _Reshard:
         return cls(
             union=union,
             source=source,
+            keeps_shards=all(request.keeps_group and request.has_values for request in requests),
             any_joins=any_joins,
             joins=bool(own.ranks) and not own.has_values,
             broadcasts=any_joins or sum(request.has_values for request in requests) != len(first.old),
@@ -279,6 +274,22 @@ class _Reshard:
             attached=attached,
             contract=Contract(union, limit_seconds),
         )
+
+    def move_unit(self, unit: Unit, ranks: MeshInfo | None) -> None:
+        """Reshards a unit, whose options are the new ones; without new ranks it goes to meta."""
+        with self.contract.waiting(Event("resharding", unit.name)):
+            for buffer in unit.buffers:
+                if not self.keeps_shards:
+                    self.move_buffer(unit, buffer, ranks)
+                elif not buffer.is_meta and ranks is not None:
+                    buffer.release()
+                    buffer.groups = unit.options.buffer_groups()
+            if self.any_joins:
+                self.send_module_buffers(unit)
+        if ranks is None:
+            for _, module in (place for each in unit.modules for place in managed_modules(each)):
+                module._buffers.update({n: b.to("meta") for n, b in module._buffers.items() if b is not None})
+        unit.on_buffers_moved()
 
     def move_buffer(self, unit: Unit, buffer: FlatBuffer, ranks: MeshInfo | None) -> None:
         """Reshards the next flat buffer and its attached state; without new ranks it goes to meta."""
@@ -333,6 +344,14 @@ class _Reshard:
                     received = self.receive(tensor, unit)
                     if self.joins:
                         module._buffers[name] = received
+
+    def send_averages(self, ema: ShardedEMA, unit: Unit) -> None:
+        """Sends the averages of the modules' own buffers to ranks that join."""
+        with self.contract.waiting(Event("resharding", unit.name)):
+            for name, average in ema.buffer_averages.items():
+                received = self.receive(average, unit)
+                if self.joins:
+                    ema.buffer_averages[name] = received.to(ema.device)
 
     def receive(self, tensor: Tensor, unit: Unit) -> Tensor:
         """The source's tensor, of this rank's shape and dtype, where the unit computes."""

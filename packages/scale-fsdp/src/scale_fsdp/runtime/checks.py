@@ -76,10 +76,11 @@ def second_derivative(unit: Unit) -> RuntimeError:
 
 
 def hook_on_shard(buffer: FlatBuffer, index: int) -> RuntimeError:
-    """A hook on a shard would never be called."""
+    """A hook of `register_hook` on a shard would never be called: autograd computes gradients of full parameters."""
     return RuntimeError(
         f"a hook is registered on the local shard of '{buffer.names[index]}', and would never be called: see gradients "
-        "before they are reduced by scale_core.register_local_grad_hook(...), and after it in param.grad"
+        "before they are reduced by scale_core.register_local_grad_hook(...), and after it by "
+        "param.register_post_accumulate_grad_hook(...) or in param.grad"
     )
 
 

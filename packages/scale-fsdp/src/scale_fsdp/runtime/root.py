@@ -34,6 +34,7 @@ from scale_core.errors import StepError
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.hooks.autograd import (
     call_grad_published_hooks,
+    call_post_accumulate_grad_hooks,
     call_reduced_grad_hooks,
     grad_published_hooks,
     in_backward,
@@ -350,9 +351,12 @@ class Root(UnitContext):
     def _commit(self, statuses: Sequence[PassStatus], late: LateGradients) -> None:
         """The pass has gone well on every rank: publishes its gradients."""
         frozen: dict[FlatBuffer, list[int]] = {}
+        unused: set[ParamKey] = set()
+        late_buffers: set[tuple[int, int]] = set()
         if any(status.num_late for status in statuses):
             of_ranks = [LateGradients(*each) for each in all_gather_json(late, self.contract)]
-            for number, place in sorted({(number, place) for each in of_ranks for number, place in each.buffers}):
+            late_buffers = {(number, place) for each in of_ranks for number, place in each.buffers}
+            for number, place in sorted(late_buffers):
                 self.units[number].reduce([place])
             for key in (ParamKey(*key) for each in of_ranks for key in each.frozen):
                 frozen.setdefault(self.units[key.unit].buffers[key.buffer], []).append(key.param)
@@ -360,7 +364,8 @@ class Root(UnitContext):
         if all(status.num_unused for status in statuses):
             # Takes the zeros away from what no rank has used and what had no gradient before.
             keys_by_rank = all_gather_json(sorted(self._unused), self.contract)
-            for key in set.intersection(*({ParamKey(*key) for key in keys} for keys in keys_by_rank)):
+            unused = set.intersection(*({ParamKey(*key) for key in keys} for keys in keys_by_rank))
+            for key in unused:
                 buffer = self.units[key.unit].buffers[key.buffer]
                 if self._unused[key] and not buffer.flatten:
                     buffer.sharded_param(key.param).grad = None
@@ -368,6 +373,14 @@ class Root(UnitContext):
             buffers = [buffer for unit in self.units if self.reduces(unit) for buffer in unit.buffers]
             params = [param for buffer in buffers for param in buffer.sharded_params if param.grad is not None]
             call_grad_published_hooks([param for param in params if param not in self._published])
+        call_post_accumulate_grad_hooks(
+            param
+            for number, unit in enumerate(self.units)
+            for place, buffer in enumerate(unit.buffers)
+            if unit in self._reduced or (number, place) in late_buffers
+            for index, param in enumerate(buffer.sharded_params)
+            if buffer.flatten or ParamKey(number, place, index) not in unused
+        )
 
     def _commit_buffers(self, frozen: Mapping[FlatBuffer, Sequence[int]] = MappingProxyType({})) -> None:
         """Reduced gradients go to the shards' `grad`; others wait on. `frozen` as in `FlatBuffer.commit`."""

@@ -189,7 +189,7 @@ def follow_user_changes(units: Sequence[Unit]) -> None:
             for index, param in enumerate(buffer.sharded_params):
                 if param.untyped_storage() is not storage:
                     raise checks.data_replaced(unit, buffer, index)
-                if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+                if param._backward_hooks:
                     raise checks.hook_on_shard(buffer, index)
             for index, param in enumerate(buffer.unsharded_params):
                 if param.requires_grad and (number, index) not in unit.hooked:

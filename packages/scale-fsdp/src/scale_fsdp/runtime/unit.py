@@ -189,8 +189,9 @@ class Unit:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a shard was written to, as by an optimizer, since it was gathered."""
-        return any(buffer.is_stale() for buffer in self.buffers)
+        """Whether an optimizer has stepped, or a shard was written to, since it was gathered; the same on all ranks."""
+        # A backward that nothing shows to begin still reads what was gathered: a step of another model leaves it there.
+        return any(buffer.is_stale(by_writes_alone=self.backward_unobserved) for buffer in self.buffers)
 
     @property
     def trains(self) -> bool:
@@ -288,12 +289,12 @@ class Unit:
 
     # Gather and release.
 
-    def gather(self) -> None:
-        """Starts to gather all buffers that are not gathered yet."""
+    def gather(self, *, copies_shard: bool = False) -> None:
+        """Starts to gather all buffers that are not gathered yet; see `FlatBuffer.gather`."""
         for number, buffer in enumerate(self.buffers):
             if buffer.state is State.SHARDED:
                 with self.range("all_gather") if profiler_runs() else NO_RANGE:
-                    self._start("gather", number)
+                    self._start("gather", number, copies_shard=copies_shard)
 
     def wait_gathered(self) -> None:
         """Returns when all buffers can be read."""
@@ -419,9 +420,12 @@ class Unit:
             ):
                 self._start(phase, number)
 
-    def _start(self, phase: str, number: int) -> None:
+    def _start(self, phase: str, number: int, *, copies_shard: bool = False) -> None:
         transfer, buffer = self._transfer(phase, number), self.buffers[number]
-        (buffer.gather if phase == "gather" else buffer.reduce)(message_tag(transfer))
+        if phase == "gather":
+            buffer.gather(message_tag(transfer), copies_shard=copies_shard)
+        else:
+            buffer.reduce(message_tag(transfer))
         self.contract.history.log.append(LogEntry(transfer, is_transfer=True))
 
     def _transfer(self, phase: str, number: int) -> Event:

@@ -7,16 +7,15 @@ A policy is asked about one module at a time, changes nothing, and can be read, 
 
 from __future__ import annotations
 
-import difflib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import nn
 
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, did_you_mean
 
 # Modules that are never called, so that nothing would gather their parameters.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -124,7 +123,7 @@ class _ClassPolicy(Policy):
         if not any(self._matches(module) for module in root.modules()):
             present = sorted({type(module).__name__ for module in root.modules()})
             wanted = [wanted if isinstance(wanted, str) else wanted.__name__ for wanted in self.classes]
-            raise ValueError(f"class_policy: no module is a {' or '.join(wanted)}; {_closest_names(wanted, present)}")
+            raise ValueError(f"class_policy: no module is a {' or '.join(wanted)}; {did_you_mean(wanted[0], present)}")
 
     def _matches(self, module: nn.Module) -> bool:
         names = {cls.__name__ for cls in type(module).__mro__}
@@ -193,8 +192,8 @@ class _NamePolicy(Policy):
             matched = [name for name in modules if pattern.fullmatch(name)]
             if not matched:
                 plain = re.sub(r"\\d\+|\[[^]]*\][+*]?", "0", pattern.pattern).replace("\\", "")
-                near = _closest_names([plain], list(modules))
-                raise ValueError(f"name_policy: {pattern.pattern!r} matches the name of no module; {near}")
+                hint = did_you_mean(plain, list(modules)[1:])
+                raise ValueError(f"name_policy: {pattern.pattern!r} matches the name of no module; {hint}")
             if all(isinstance(modules[name], CONTAINERS) for name in matched):
                 held, inside = type(modules[matched[0]]).__name__, re.escape(matched[0]) + r"\.[^.]+"
                 raise ValueError(
@@ -230,10 +229,3 @@ def as_policy(policy: Policy | KeywordPolicy) -> Policy:
     if not callable(policy):
         raise TypeError(f"a policy is a Policy or a function of module=, recurse=, ..., but got {policy!r}")
     return _KeywordPolicyAdapter(policy)
-
-
-def _closest_names(wanted: Iterable[str], present: list[str]) -> str:
-    """For an error: names in the model, the closest to the wanted ones first."""
-    found = [name for want in wanted for name in difflib.get_close_matches(want, present, n=3)]
-    names = ", ".join(repr(name) for name in dict.fromkeys(found or present[:8]))
-    return f"near names in the model: {names}" if found else f"the model has {names}"

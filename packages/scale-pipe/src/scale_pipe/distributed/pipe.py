@@ -123,12 +123,7 @@ class DistributedPipe(StageModuleView):
         self._schedule = get_schedule(schedule, self.group.size, chunks, stages_per_rank)
         self._solve_pending = isinstance(schedule, str) and schedule.lower() == SOLVE
         self._steps_until_solve = _MEASURED_STEP
-        if memory_cap is not None and not self._solve_pending:
-            raise ValueError(
-                f'memory_cap={memory_cap} is for schedule="solve", and {self._schedule.name} does not look at it: take '
-                '"solve", or "v_half" or "v_min", which need less memory'
-            )
-        self._memory_cap = memory_cap
+        self._memory_cap = self._checked_memory_cap(memory_cap)
         stages = split_into_stages(module, self._schedule.num_stages, balance)
         placement = self._schedule.placement
         self._cross_stage, shared_names = find_connections(stages, placement)
@@ -139,12 +134,7 @@ class DistributedPipe(StageModuleView):
         lines = fingerprint_lines(self._schedule, stages, self._cross_stage)
         self._contract.check_equal("how the pipeline is built", list(lines))
         for index in placement.stages_of[self.group.rank]:
-            stage = stages[index]
-            if device is not None and not any(param.is_meta for param in stage.parameters()):
-                stage = stage.to(device)
-            if deferred_batch_norm:
-                stage = DeferredBatchNorm.convert_deferred_batch_norm(stage, self._schedule.num_micro_batches)
-            self._add_stage(index, stage)
+            self._add_stage(index, self._prepared(stages[index], device, deferred_batch_norm))
         self._runners: dict[int, Stage] = {}
         self._wrappers_changed = True
         self._pipeline_id = next_unique_id("DistributedPipe", self.group)
@@ -164,6 +154,22 @@ class DistributedPipe(StageModuleView):
                 *(self._schedule.num_stages, self.group.size, placement.stages_of, self._schedule.name, self.chunks),
                 *(len(shared), checkpoint),
             )
+
+    def _checked_memory_cap(self, memory_cap: float | Sequence[float] | None) -> float | Sequence[float] | None:
+        if memory_cap is not None and not self._solve_pending:
+            raise ValueError(
+                f'memory_cap={memory_cap} is for schedule="solve", and {self._schedule.name} does not look at it: take '
+                '"solve", or "v_half" or "v_min", which need less memory'
+            )
+        return memory_cap
+
+    def _prepared(self, stage: nn.Module, device: torch.device | str | int | None, deferred: bool) -> nn.Module:
+        """A stage of this rank on its device, with batch norms that update once per step where these are `deferred`."""
+        if device is not None and not any(param.is_meta for param in stage.parameters()):
+            stage = stage.to(device)
+        if deferred:
+            stage = DeferredBatchNorm.convert_deferred_batch_norm(stage, self._schedule.num_micro_batches)
+        return stage
 
     @property
     def schedule(self) -> Schedule:

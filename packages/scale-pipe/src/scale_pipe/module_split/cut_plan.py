@@ -16,12 +16,13 @@ that holds neither parameters nor saved buffers is *stateless*: it is on every s
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
+
+from scale_core.arguments import did_you_mean
 
 
 class _Item(NamedTuple):
@@ -131,8 +132,7 @@ def _check_cuts(
     for index, cut in enumerate(cuts):
         if cut not in names:
             same_depth = [name for name in names if name.count(".") == cut.count(".")]
-            near = difflib.get_close_matches(cut, same_depth, n=3, cutoff=0.5) or difflib.get_close_matches(cut, names)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names[:8])} ..."
+            hint = did_you_mean(cut, same_depth or names)
             raise ValueError(f"{type(model).__name__} has no module named {cut!r} to be cut at; {hint}")
         if type(items[positions[cut]].module) in (nn.ModuleList, nn.ModuleDict):
             inside = next((name for name in names if name.startswith(f"{cut}.")), None)
@@ -157,8 +157,7 @@ def _check_hold(
     given: dict[str, tuple[int, ...]] = {}
     for name, numbers in hold.items():
         if name not in positions or not name:
-            near = difflib.get_close_matches(name, positions, n=3, cutoff=0.5)
-            raise ValueError(f"hold names {name!r}, which the model does not have; near names: {near}")
+            raise ValueError(f"hold names {name!r}, which the model does not have; {did_you_mean(name, positions)}")
         many = list(numbers) if isinstance(numbers, Iterable) else [numbers]
         if not all(isinstance(number, int) for number in many):
             raise TypeError(f"hold[{name!r}] is the number of a stage, or a list of them, but is {numbers!r}")

@@ -7,7 +7,6 @@ have the model's names, a model on the meta device never becomes whole, and noth
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, did_you_mean
 from scale_core.hooks.module_parts import is_for_each_part
 from scale_pipe.module_split.collected_outputs import install_collectors
 from scale_pipe.module_split.cut_plan import CutPlan, plan_cuts
@@ -94,8 +93,8 @@ def _check_pass_on(model: nn.Module, names: Sequence[str]) -> None:
         return
     for name in names:
         if name not in parameters:
-            near = difflib.get_close_matches(name, parameters, n=3) or list(parameters)[1:]
-            raise ValueError(f"pass_on names {name!r}, but the forward of {type(model).__name__} takes {near}")
+            kind, hint = type(model).__name__, did_you_mean(name, list(parameters)[1:])
+            raise ValueError(f"pass_on names {name!r}, which the forward of {kind} does not take; {hint}")
 
 
 def _stage(model: nn.Module, forward: StageForward) -> nn.Module:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, did_you_mean
 from scale_tp.split import check_size
 
 SplitKind: TypeAlias = Literal["outputs", "inputs", "words", "width", "sequence", "nothing"]
@@ -180,8 +180,7 @@ def _style_of(key: str, value: object) -> Style:
             "the plan, so that all ranks compute that module alike"
         )
     if value not in STYLES:
-        near = difflib.get_close_matches(value, STYLES, n=3) or sorted(STYLES)
-        raise ValueError(f"the plan's {key!r}: unknown style {value!r}: expected one of {', '.join(near)}")
+        raise ValueError(f"the plan's {key!r}: unknown style {value!r}; {did_you_mean(value, sorted(STYLES))}")
     return STYLES[value]
 
 

@@ -143,21 +143,22 @@ def _mixture_problems(options: Options) -> Iterator[str]:
     yield from expert_problems(model.experts, model.top_k, parallel.expert_parallel, given)
     if not model.experts:
         return
-    flag = f"--experts {model.experts}"
-    if parallel.parallel == "pipe":
-        yield f"--parallel pipe: a model with {flag} is not divided into stages; take fsdp"
-    if parallel.tensor_parallel > 1:
-        yield f"--tensor-parallel {parallel.tensor_parallel}: with {flag} take --expert-parallel, which divides these"
-    if budget_bytes(parallel.checkpoint_activations) is not None:
+    if parallel.sequence_parallel and parallel.tensor_parallel > 1:
         yield (
-            f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on one rank, and {flag} "
-            "look at the tokens of all; take all or selective"
+            f"--sequence-parallel: ranks that divide layers route the same tokens to --experts {model.experts}, and so "
+            "have full sequences; leave it out"
         )
     if options.optimizer.adascale and parallel.expert_parallel > 1:
-        yield (
-            f"{ranks}: --adascale measures each rank's own gradients, and those of divided experts are of all ranks "
-            "at once; leave one of them out"
-        )
+        if parallel.tensor_parallel > 1:
+            yield (
+                f"{ranks}: --adascale measures experts that are each on one rank, and --tensor-parallel "
+                f"{parallel.tensor_parallel} divides each of them as well; take 1 for one of the two"
+            )
+        elif parallel.parallel == "pipe" and parallel.data_parallel == "ddp":
+            yield (
+                f"{ranks}: --adascale measures gradients that are averaged in the backward pass, and pipelines with "
+                "--data-parallel ddp average after it what is beside experts; take --data-parallel fsdp"
+            )
 
 
 def expert_problems(experts: int, top_k: int, expert_parallel: int, given: list[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -87,18 +88,35 @@ class TransformersSource:
 def build_on_meta(content: Mapping[str, Any]) -> nn.Module:
     """Returns the model of a config in fp32, on the meta device; an InputError where transformers is not installed."""
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise InputError("--model: transformers is not installed: pip install 'scale-train[transformers]'") from error
-    kind = content["model_type"]
+    what = f"--model: transformers cannot build a causal language model of {content['model_type']}"
     try:
-        config = AutoConfig.for_model(kind, **{name: value for name, value in content.items() if name != "model_type"})
+        config = transformers_config(content)
         make: Any = AutoModelForCausalLM.from_config  # not annotated
         with torch.device("meta"):
             model: nn.Module = make(config, dtype=torch.float32)
     except ValueError as error:
-        raise InputError(f"--model: transformers cannot build a causal language model of {kind}: {error}") from error
+        raise InputError(f"{what}: {_without_list(error)}") from error
     return model
+
+
+def transformers_config(content: Mapping[str, Any]) -> Any:
+    """Returns the config of transformers with this content; a ValueError in one line where it is none."""
+    from transformers import AutoConfig
+
+    values = {name: value for name, value in content.items() if name != "model_type"}
+    try:
+        return AutoConfig.for_model(content["model_type"], **values)
+    except Exception as error:  # What checks the fields has errors of its own, under no common one.
+        raise ValueError(_without_list(error)) from error
+
+
+def _without_list(error: Exception) -> str:
+    """What transformers says, in one line, without all the models that it knows."""
+    said = " ".join(str(error).split())
+    return re.split(r"\.? (?:Should contain one of|Model type should be one of)", said)[0]
 
 
 def config_facts(model: nn.Module) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -87,10 +88,20 @@ def _check(options: PlanOptions) -> None:
         if not 0 < rate < math.inf:
             raise InputError(f"{flag} {rate:g}: a number above 0 is needed")
     _check_experts(options)
+    if options.picture is not None:
+        _check_picture(options.picture)
     if not 0 <= options.margin < 1:
         raise InputError(f"--margin {options.margin:g}: a part from 0 to below 1 is needed")
     parse_bytes("--device-memory", options.device_memory)
     parse_bytes("--host-memory", options.host_memory)
+
+
+def _check_picture(path: Path) -> None:
+    """Refuses before the estimates, which take long, what can't be written after them."""
+    if path.suffix not in (".svg", ".png"):
+        raise InputError(f"--picture {path}: a name that ends in .svg or .png is needed")
+    if not path.parent.is_dir():
+        raise InputError(f"--picture {path}: there is no folder {path.parent}")
 
 
 def _check_experts(options: PlanOptions) -> None:

@@ -28,7 +28,8 @@ from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_numel
 from scale_core.simulate import Simulation, simulate
 from scale_core.tree import map_tensors, tensors_in
-from scale_fsdp import fully_shard_modules, plan_units
+from scale_fsdp import plan_units
+from scale_moe import Experts
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import split
 from scale_pipe.schedules.action import Kind
@@ -38,13 +39,19 @@ from scale_pipe.schedules.simulation import peak_live
 from scale_pipe.schedules.simulation import simulate as simulate_schedule
 from scale_tp import context_parallel, parallelize, position_ids, split_sequence
 from scale_train.errors import InputError
-from scale_train.model import ExpertGroups
 from scale_train.options import ParallelOptions
 from scale_train.plan.model import Built, PlannedModel
 from scale_train.plan.options import PlanOptions
 from scale_train.plan.step_time import StepWork, rates_of, step_seconds
 from scale_train.plan.strategies import Strategy
-from scale_train.training.parallelize import COMPUTE_DTYPES, MeshAxes, parallel_axes, shard_units, sharding_of
+from scale_train.training.parallelize import (
+    COMPUTE_DTYPES,
+    MeshAxes,
+    parallel_axes,
+    shard_stage,
+    shard_units,
+    sharding_of,
+)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -114,7 +121,7 @@ def least_bytes(strategy: Strategy, num_params: int) -> int:
             return 4 * num_params + 12 * num_params // data
         case "oss":
             return 8 * num_params + 8 * num_params // data
-    return 16 * num_params // (model * strategy.tensor_ranks)
+    return 16 * num_params // (model * strategy.tensor_ranks * strategy.expert_ranks)
 
 
 def estimate(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
@@ -134,7 +141,7 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
     dtype, asked = COMPUTE_DTYPES.get(options.precision), strategy.parallel_options(options.precision)
     with simulate(world_size=strategy.ranks, device="sim" if strategy.has_host_memory else "cpu") as simulation:
         with simulation.aside():
-            axes = parallel_axes(group_of(), asked)
+            axes = _axes(planned, asked)
         # On the host, where shards that are offloaded stay.
         model, loss = _build(planned, axes)
         _checkpoint(planned, strategy, model)
@@ -187,7 +194,11 @@ def _divided_sequence(axes: MeshAxes) -> Iterator[Callable[..., Tensor]]:
 
 
 def _build(planned: PlannedModel, axes: MeshAxes) -> Built:
-    return planned.build() if planned.build_over is None else planned.build_over(ExpertGroups(axes.expert, axes.data))
+    return planned.build() if planned.build_over is None else planned.build_over(axes.expert_groups)
+
+
+def _axes(planned: PlannedModel, asked: ParallelOptions) -> MeshAxes:
+    return parallel_axes(group_of(), asked, with_experts=planned.build_over is not None)
 
 
 def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
@@ -264,26 +275,41 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
     asked, size = strategy.parallel_options(options.precision), options.batch // strategy.data_ranks // strategy.chunks
     with simulate(world_size=strategy.ranks) as simulation:
         with simulation.aside():
-            axes = parallel_axes(group_of(), asked)
-        stage, passed = _stage(planned, strategy, axes.model, rank, (size, options.sequence))
+            axes = _axes(planned, asked)
+        model, stage, passed = _stage(planned, strategy, axes, rank, (size, options.sequence))
         if strategy.shards_stages:
-            fully_shard_modules(stage, planned.blocks(stage), mesh=axes.data.process_group, **sharding_of(asked))
+            shard_stage(stage, model, axes, asked)
+        del model  # The other stages.
         # Pipelines beside each other average whole stages by DistributedDataParallel, which keeps buckets as well.
-        has_buckets = strategy.data_ranks > 1 and not strategy.shards_stages
+        has_buckets = axes.wrapped.size > 1 and not strategy.shards_stages
         buckets = [torch.zeros_like(param) for param in stage.parameters()] if has_buckets else []
         for bucket in buckets:
             simulation.label(bucket, "reduction")
-        flops = _two_steps(_step_of_stage(stage, passed[rank], strategy, asked, rank), simulation)
+        step = _step_of_stage(stage, passed[rank], strategy, asked, rank, averages=has_buckets)
+        flops = _two_steps(step, simulation)
         params = sum(param.numel() for param in stage.parameters())
         found = _read(strategy, simulation, flops, params, axes)
+        reduced = 0 if strategy.shards_stages else _averaged_bytes(stage, axes)
     neighbors = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
     exchanged = strategy.chunks * sum(
         tensor.nbytes for given in neighbors for tensor in tensors_in(given) if tensor.is_floating_point()
     )
-    return _with_messages(found, exchanged, 4 * params if has_buckets else 0)
+    return _with_messages(found, exchanged, reduced)
 
 
-def _step_of_stage(stage: Any, given: Any, strategy: Strategy, asked: ParallelOptions, rank: int) -> Callable[[], None]:
+def _averaged_bytes(stage: nn.Module, axes: MeshAxes) -> int:
+    """What a rank sends where stages are whole: averages of all, and of what is not divided over the expert axis."""
+    all_bytes, of_experts = (
+        4 * sum(param.numel() for module in modules for param in module.parameters())
+        for modules in ([stage], [module for module in stage.modules() if isinstance(module, Experts)])
+    )
+    sums = ((axes.wrapped.size, all_bytes), (axes.expert.size, all_bytes - of_experts))
+    return sum(2 * (size - 1) * num_bytes // size for size, num_bytes in sums)
+
+
+def _step_of_stage(
+    stage: Any, given: Any, strategy: Strategy, asked: ParallelOptions, rank: int, *, averages: bool
+) -> Callable[[], None]:
     """Returns a step of a stage, with its optimizer: forwards and backwards of micro-batches of what it is given."""
     dtype = COMPUTE_DTYPES.get(asked.precision)
     actions = _schedule(strategy).compute_actions()[rank]
@@ -310,6 +336,8 @@ def _step_of_stage(stage: Any, given: Any, strategy: Strategy, asked: ParallelOp
             left -= 1
             with stage.no_sync() if strategy.shards_stages and left else nullcontext():
                 backward(action.micro_batch)
+        if averages:  # The message that has the gradients of all parameters.
+            torch.cat([param.grad.view(-1) for param in stage.parameters()])
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -317,10 +345,8 @@ def _step_of_stage(stage: Any, given: Any, strategy: Strategy, asked: ParallelOp
     return step
 
 
-def _with_messages(found: Estimate, exchanged: int, averaged: int) -> Estimate:
+def _with_messages(found: Estimate, exchanged: int, reduced: int) -> Estimate:
     """Returns a stage's estimate with the bytes that it exchanges with its neighbors, and those of its average."""
-    replicas = found.strategy.data_ranks
-    reduced = 2 * (replicas - 1) * averaged // replicas
     assert found.work is not None
     work = found.work._replace(
         overlapped_bytes=found.work.overlapped_bytes + exchanged,
@@ -338,40 +364,23 @@ def _schedule(strategy: Strategy) -> Schedule:
 
 
 def _stage(
-    planned: PlannedModel, strategy: Strategy, tensor: Group, rank: int, shape: tuple[int, int]
-) -> tuple[nn.Module, list[Any]]:
-    """The stage of a rank, with memory, and what each stage is given: tokens of the shape, then activations."""
-    # A model whose layers are divided has values, of which each rank keeps a part; another one gets them by stages.
-    with torch.device("meta") if tensor.size == 1 else nullcontext():
-        model, _ = planned.build()
+    planned: PlannedModel, strategy: Strategy, axes: MeshAxes, rank: int, shape: tuple[int, int]
+) -> tuple[Any, nn.Module, list[Any]]:
+    """The model, the stage of a rank, and what each stage is given: tokens of the shape, then activations."""
+    model, _ = _build(planned, axes)
     cuts = planned.cuts(model, strategy.model_ranks)
     if cuts is None:
         raise ValueError(f"nothing says where {planned.title} is cut into stages: see scale_pipe.split")
     _checkpoint(planned, strategy, model)
-    if tensor.size > 1:
-        parallelize(model, planned.tensor_plan, tensor, attention_rules=planned.attention_rules)
+    if axes.model.size > 1:
+        parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
     stages = split(model, cuts)
-    tokens = torch.zeros(shape, dtype=torch.int64, device="meta" if tensor.size == 1 else "cpu")
+    tokens = torch.zeros(shape, dtype=torch.int64)
     passed: list[Any] = [(tokens, tokens)]
     with torch.no_grad():
         for stage in stages[:-1]:
             passed.append((stage(*passed[-1]),))
-    if tensor.size == 1:
-        _materialize(stages[rank])
-    return stages[rank], passed
-
-
-def _materialize(stage: nn.Module) -> None:
-    """Gives the parameters and buffers of a stage on the meta device memory; a tied weight stays one tensor."""
-    made: dict[Tensor, Tensor] = {}
-    for module in stage.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                made.setdefault(param, nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad))
-                module.register_parameter(name, made[param])  # type: ignore[arg-type]  # made of parameters alone
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
+    return model, stages[rank], passed
 
 
 def _stage_input(tensor: Tensor) -> Tensor:
@@ -398,7 +407,8 @@ def _read(
     on_host = strategy.parallel == "fsdp-offload"
     inside = overlapped = after = 0
     for collective in simulation.collectives:
-        waits = collective.op == "all_to_all" and axes.context.size == 1  # Those of a ring run beside its attention.
+        in_ring = axes.context.size > 1 and collective.ranks == axes.context.ranks  # It runs beside its attention.
+        waits = collective.op == "all_to_all" and not in_ring
         if waits or (axes.model.size > 1 and collective.ranks == axes.model.ranks):
             inside += collective.bytes_sent
         elif collective.phase == "step":

@@ -17,11 +17,12 @@ from scale_fsdp.wrapping.policy import Policy
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.styles import Plan
 from scale_train.errors import InputError
+from scale_train.huggingface.model import transformers_config
 from scale_train.model import GPT, Block, ExpertGroups, ModelConfig
 from scale_train.options import ModelOptions, Options
 from scale_train.plan.options import PlanOptions
 from scale_train.resolve import model_config
-from scale_train.training.parallelize import ATTENTION_RULE, PLAN, stage_boundaries
+from scale_train.training.parallelize import ATTENTION_RULE, stage_boundaries, tensor_plan
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """Of a model, tokens `[batch, sequence]` and targets of the same shape, both int64: a scalar."""
@@ -91,7 +92,7 @@ def planned_model(options: PlanOptions) -> PlannedModel:
         title,
         build,
         lambda _: class_policy(Block),
-        PLAN,
+        tensor_plan(config),
         (ATTENTION_RULE,),
         size=options.size if options.vocabulary == ModelConfig.vocabulary else None,
         build_over=build if config.experts else None,
@@ -117,11 +118,11 @@ def _from_transformers(path: Path) -> PlannedModel:
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"--config {path}: no config of transformers: it has no model_type") from error
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise InputError("--config: transformers is not installed: pip install transformers") from error
     try:
-        config = AutoConfig.for_model(kind, **{name: value for name, value in content.items() if name != "model_type"})
+        config = transformers_config(content)
         config.use_cache = False
     except ValueError as error:
         raise InputError(f"--config {path}: {error}") from error

@@ -44,7 +44,15 @@ def judge(planned: PlannedModel, found: Estimate, options: PlanOptions) -> PlanR
     seconds = None if found.work is None else step_seconds(found.work, rates_of(options, strategy.ranks))
     cost = None if seconds is None else device_seconds(strategy.ranks, seconds, options)
     command = strategy.command(options, planned.size)
-    return PlanRow(found, not reason, reason, seconds, cost, command, strategy.python(options.precision))
+    return PlanRow(
+        found,
+        not reason,
+        reason,
+        seconds,
+        cost,
+        command,
+        strategy.python(options.precision, with_experts=options.experts > 0),
+    )
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,14 @@ class Strategy:
         return self.ranks // (self.model_ranks * self.tensor_ranks * self.context_ranks)
 
     @property
+    def expert_axes(self) -> dict[str, int]:
+        """The axes that ranks with experts stand in, by name, as `scale-train lm` has them."""
+        stages, model = (self.model_ranks, self.tensor_ranks) if self.parallel == "pipe" else (1, self.model_ranks)
+        replicas = self.ranks // (self.expert_ranks * stages * model)
+        divides = "tensor" if self.parallel == "pipe" else "model"
+        return {"replica": replicas, "expert": self.expert_ranks, "pipe": stages, divides: model}
+
+    @property
     def has_host_memory(self) -> bool:
         """Whether something of it is kept on the host."""
         return self.offload or self.parallel == "fsdp-offload"
@@ -133,8 +141,23 @@ class Strategy:
         words += ["--offload-activations"] if self.offload else []
         return " ".join(words)
 
-    def python(self, precision: str) -> list[str]:
-        """What to write around a model, line by line."""
+    def python(self, precision: str, *, with_experts: bool = False) -> list[str]:
+        """What to write around a model, with experts or without, line by line."""
+        lines = self._techniques(precision)
+        axes = {name: size for name, size in self.expert_axes.items() if size > 1 or name == "expert"}
+        divides = next((name for name in ("model", "tensor") if name in axes), "")
+        if with_experts and (self.expert_ranks > 1 or divides):
+            mesh = f"init_device_mesh(device.type, {tuple(axes.values())}, mesh_dim_names={tuple(axes)})"
+            both = "  # 'data' is replica and expert" * any("mesh['data']" in line for line in lines)
+            experts = f"mesh['expert', '{divides}']" if divides else "mesh['expert']"
+            lines = [
+                f"mesh = {mesh}{both}",
+                f"model = build()  # its layers with MoE(..., process_group={experts})",
+                *lines,
+            ]
+        return [*self._checkpointing(), *lines]
+
+    def _techniques(self, precision: str) -> list[str]:
         match self.parallel:
             case "none" | "ddp" | "oss" | "sharded-ddp":
                 lines = self._replicated(precision)
@@ -144,7 +167,7 @@ class Strategy:
                 lines = [_DIVIDED_LAYERS, _ADAMW, *_scaler(precision), *_autocast(precision)]
             case _:
                 lines = self._sharded(precision)
-        return [*self._checkpointing(), *lines]
+        return lines
 
     def _checkpointing(self) -> list[str]:
         kept = {"none": "offload" if self.offload else "", "all": "recompute", "selective": "selective"}
@@ -172,24 +195,22 @@ class Strategy:
         step = f"loss = pipe.step(tokens, targets{', loss_fn=scaler.scale' * (precision == 'fp16')})"
         if self.shards_stages:
             units = ", ".join(["stage", "scale_fsdp.class_policy(Block)", "mesh=mesh['data']", *_policy(precision)])
+            lines += self._sharded_experts(precision)
             lines += [f"for stage in pipe.stages.values(): scale_fsdp.fully_shard_modules({units})"]
         else:
-            replica = "DistributedDataParallel(pipe.stages[index], process_group=mesh['data'].get_group())"
-            lines += [f"for index in pipe.stages: pipe.stages[index] = {replica}"] * (self.data_ranks > 1)
+            axis, average = "data", "scale_moe.average_replicated_gradients(stage, mesh['expert'])"
+            if self.expert_ranks > 1:
+                axis, lines = "replica", [*lines, f"for stage in pipe.stages.values(): {average}"]
+            replica = f"DistributedDataParallel(pipe.stages[index], process_group=mesh['{axis}'].get_group())"
+            replicas = self.data_ranks // self.expert_ranks
+            lines += [f"for index in pipe.stages: pipe.stages[index] = {replica}"] * (replicas > 1)
         steps = [step] if self.shards_stages else _autocast(precision, step) or [step]
         return [*lines, _ADAMW.replace("model", "pipe"), *_scaler(precision), *steps]
 
     def _sharded(self, precision: str) -> list[str]:
         """fsdp, by itself or between ranks that divide layers, sequences or experts."""
         lines = [_DIVIDED_LAYERS] * (self.model_ranks > 1)
-        if self.expert_ranks > 1:
-            experts = ", ".join(["block.moe.experts", "mesh['replica']", *_policy(precision)])
-            sizes = f"({self.ranks // self.expert_ranks}, {self.expert_ranks})"
-            lines += [
-                f"mesh = init_device_mesh(device.type, {sizes}, mesh_dim_names=('replica', 'expert'))",
-                "model = build()  # its layers with MoE(..., process_group=mesh['expert'])",
-                f"for block in blocks: scale_fsdp.fully_shard({experts})",
-            ]
+        lines += self._sharded_experts(precision)
         # Where ranks divide sequences, the data axis has those of the context axis in it.
         mesh = ["mesh=mesh['data']"] * (self.model_ranks * self.context_ranks > 1)
         offload = ["offload_policy=CPUOffloadPolicy()"] * (self.parallel == "fsdp-offload")
@@ -204,6 +225,12 @@ class Strategy:
                 f"    {f'scaler.scale({loss})' if precision == 'fp16' else loss}.backward()",
             ]
         return lines
+
+    def _sharded_experts(self, precision: str) -> list[str]:
+        """Experts that ranks divide are sharded among those that have the same ones."""
+        replicas = "mesh['replica']" if self.expert_axes["replica"] > 1 else "scale_core.Group()"
+        experts = ", ".join(["block.moe.experts", replicas, *_policy(precision)])
+        return [f"for block in blocks: scale_fsdp.fully_shard({experts})"] * (self.expert_ranks > 1)
 
 
 _ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)"
@@ -271,6 +298,17 @@ def _all(options: PlanOptions, ranks: int, num_layers: int | None) -> Iterator[S
     for checkpoint in (kept[each] for each in ("keep", "selective", "all") if each in options.activations):
         for each in _techniques(options, ranks, num_layers):
             yield replace(each, checkpoint=checkpoint)
+            if divided := _with_divided_experts(each, options.expert_parallel):
+                yield replace(divided, checkpoint=checkpoint)
+
+
+def _with_divided_experts(strategy: Strategy, expert_ranks: int) -> Strategy | None:
+    """Returns the same with experts that so many ranks divide; None where that is not planned, or they can't."""
+    if expert_ranks == 1 or strategy.parallel not in ("fsdp", "tensor-parallel", "context-parallel", "pipe"):
+        return None
+    # The ranks of the context axis see other tokens, and divide experts as well.
+    axis = strategy.data_ranks * strategy.context_ranks
+    return None if axis % expert_ranks else replace(strategy, expert_ranks=expert_ranks)
 
 
 def _techniques(options: PlanOptions, ranks: int, num_layers: int | None) -> Iterator[Strategy]:
@@ -285,10 +323,6 @@ def _techniques(options: PlanOptions, ranks: int, num_layers: int | None) -> Ite
             if parallel == "fsdp-offload" and options.experts:
                 continue  # Grouped products have no kernel for what stands in for a device beside the host.
             yield Strategy(parallel, ranks)
-        if options.expert_parallel > 1:
-            yield Strategy("fsdp", ranks, expert_ranks=options.expert_parallel)
-    if options.experts:
-        return  # What divides layers, and cuts models, knows no experts here.
     inside = min(ranks_per_host(options, ranks), MAX_MODEL_RANKS)
     for model_ranks in sorted({2, inside}):
         if model_ranks > 1 and ranks % model_ranks == 0 and batch % (ranks // model_ranks) == 0:

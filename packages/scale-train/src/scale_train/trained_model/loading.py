@@ -76,6 +76,8 @@ def open_trained_model(path: Path) -> TrainedModel:
         if point is None or not point.name.removeprefix("step-").isdecimal():
             raise InputError(f"{path}: neither a run, nor a checkpoint (step-N), nor a folder with model.safetensors")
         return _of_checkpoint(point)
+    except InputError:
+        raise  # It names the path.
     except SnapshotError as error:
         raise InputError(f"{path}: {error.__cause__ or error}") from error
     except ValueError as error:

@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group
+from scale_core.hooks.autograd import in_backward
 from scale_moe import MoE
 
 
 class ExpertBalance:
-    """Counts where the tokens of this rank went since the last record."""
+    """Counts where the tokens of this rank went since the last record, and scales the load balancing losses.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = [module for module in model.modules() if isinstance(module, MoE)]
-        self._counts: Tensor | None = None  # [layers, E + 1] int64: choices of each expert, and those dropped
+    Both at each forward of a layer, so that the micro-batches of a pipeline are seen as well. What a backward pass
+    computes again is not counted again.
+    """
 
-    def scale_losses(self, scale: float) -> None:
-        """Before a micro-batch: by what the loss is multiplied, and so the load balancing losses of the layers."""
-        for layer in self._layers:
-            layer.aux_loss_scale = scale
+    def __init__(self, layers: Mapping[int, MoE], num_blocks: int) -> None:
+        """`layers` are those of this rank, by the number of their block in the whole model."""
+        self._scale, self._sequences = 1.0, 1
+        self._counts: Tensor | None = None  # [blocks, E + 1] int64: choices of each expert, and those dropped
+        for block, layer in layers.items():
+            if self._counts is None:
+                self._counts = torch.zeros(num_blocks, layer.num_experts + 1, dtype=torch.int64)
+            layer.register_forward_pre_hook(self._scale_loss)
+            layer.register_forward_hook(partial(self._count, block))
+
+    def scale_losses(self, scale: float, sequences: int) -> None:
+        """Before a step: what the loss of its batch is multiplied by, and how many sequences of it this rank has."""
+        self._scale, self._sequences = scale, sequences
+
+    def _scale_loss(self, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        """A micro-batch counts in the loss of the batch by its sequences, and so does its load balancing loss."""
+        assert isinstance(layer, MoE)
+        layer.aux_loss_scale = self._scale * len(inputs[0]) / self._sequences
 
     @torch.no_grad()
-    def count(self) -> None:
-        """After the forward pass of a micro-batch."""
-        rows = []
-        for layer in self._layers:
-            assert layer.tokens_per_expert is not None and layer.dropped is not None
-            rows.append(torch.cat([layer.tokens_per_expert, layer.dropped.view(1)]))
-        if rows:
-            counts = torch.stack(rows)
-            self._counts = counts if self._counts is None else self._counts + counts
+    def _count(self, block: int, layer: nn.Module, inputs: object, output: object) -> None:
+        assert isinstance(layer, MoE) and self._counts is not None
+        if not layer.training or in_backward():
+            return
+        assert layer.tokens_per_expert is not None and layer.dropped is not None
+        self._counts = self._counts.to(layer.dropped.device)
+        self._counts[block] += torch.cat([layer.tokens_per_expert, layer.dropped.view(1)])
 
     def stats(self, group: Group) -> dict[str, float]:
-        """Returns the fields of a `StepRecord` on experts, over all ranks, and begins anew; all ranks call it."""
-        counts, self._counts = self._counts, None
-        if counts is None:
+        """Returns the fields of a `StepRecord` on experts, over all ranks, and begins anew; all ranks call it.
+
+        Ranks with the same tokens, which divide layers, count these once each: in parts of all that is the same.
+        """
+        if self._counts is None:
             return {}
+        counts, self._counts = self._counts, torch.zeros_like(self._counts)
         all_reduce(counts.view(-1), group).wait()
         return balance_of(counts)
 

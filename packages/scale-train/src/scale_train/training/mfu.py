@@ -33,18 +33,28 @@ _PEAKS = {
     "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,  # nvidia.com/en-us/data-center/a100, SXM and PCIe
-    "A10": 125e12,  # a10-datasheet.pdf
+    # nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf: 125, with sparsity 250 TFLOPS
+    "A10": 125e12,
     "L40S": 362e12,  # nvidia.com/en-us/data-center/l40s
     "L4": 121e12,  # nvidia.com/en-us/data-center/l4: 242 TFLOPS with sparsity
-    # volta-v100-datasheet-update-us-1165301-r5.pdf
+    # images.nvidia.com/aem-dam/Solutions/Data-Center/l4/nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf, Appendix A:
+    # 165.2 TFLOPS with sums in fp32, 330.4 with sparsity
+    "RTX 4090 Laptop": None,
+    "RTX 4090 D": None,
+    "RTX 4090": 165e12,
+    # images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
     "V100S": 130e12,
     "V100-PCIE": 112e12,
     "V100": 125e12,
-    "T4": 65e12,  # t4-tensor-core-datasheet-951643.pdf
-    # amd.com, Instinct: a device of torch is half an MI250X
+    # nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
+    "T4": 65e12,
+    # rocm.docs.amd.com, conceptual/gpu-arch/mi300: 1,307.4 TFLOPS; the MI325X (amd.com, Instinct) has as many units
     "MI325X": 1307e12,
     "MI300X": 1307e12,
+    # rocm.docs.amd.com, conceptual/gpu-arch/mi250: 362.1 TFLOPS of the two devices of an MI250, with 104 units each; an
+    # MI250X has 110
     "MI250X": 191e12,
+    "MI250": 181e12,
 }
 _WITHOUT_BF16 = ("V100", "V100S", "T4")
 """These multiply matrices of fp16 alone."""

@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 
 from scale_checkpoint import BudgetError, MemoryPlan, apply_checkpointing, apply_plan, plan_memory
 from scale_checkpoint.wrapper import How
-from scale_core.comm.collectives import broadcast
+from scale_core.comm.collectives import all_reduce, broadcast
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.optim.grad_scaler import ShardedGradScaler
@@ -33,7 +33,8 @@ from scale_fsdp import (
     no_split_policy,
 )
 from scale_fsdp.wrapping.policy import Candidate, Policy
-from scale_moe import Experts, average_replicated_gradients
+from scale_moe import Experts, MoE, average_replicated_gradients
+from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
 from scale_tp import context_parallel, position_ids, record_sequence_lengths, split_sequence
@@ -44,21 +45,29 @@ from scale_tp.split import even_sizes
 from scale_train.configuration.derived import budget_bytes
 from scale_train.errors import InputError
 from scale_train.huggingface.model import TransformersSource
-from scale_train.model import GPT, IGNORED, Block
+from scale_train.model import GPT, IGNORED, Block, ExpertGroups
+from scale_train.model_config import ModelConfig
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 from scale_train.resolve import pipeline_shape
 from scale_train.training.reporters import ProgressCallback
 
-PLAN: Plan = {
-    "blocks.*.attention.qkv": Style("outputs", output="part", stacked=3),
-    "blocks.*.attention.out": "rowwise",
-    "blocks.*.feed_in": "colwise",
-    "blocks.*.feed_out": "rowwise",
-    r"blocks\.\d+\.(attention|feed)_norm": "replicate",
-}
-"""Tensor parallelism of the blocks: two all-reduces in the forward and two in the backward of each.
 
-The embedding of bytes is small, and is replicated."""
+def tensor_plan(config: ModelConfig) -> Plan:
+    """Tensor parallelism of the blocks: two all-reduces in the forward and two in the backward of each.
+
+    The embedding of bytes is small, and is replicated. Experts divide themselves (`ExpertGroups`); shared ones, which
+    all tokens pass, are layers like others.
+    """
+    plan: dict[str, str | Style] = {
+        "blocks.*.attention.qkv": Style("outputs", output="part", stacked=3),
+        "blocks.*.attention.out": "rowwise",
+        r"blocks\.\d+\.(attention|feed)_norm": "replicate",
+    }
+    if config.experts and not config.shared_experts:
+        return plan
+    layer = "blocks.*.moe.shared_expert" if config.experts else "blocks.*"
+    return plan | {f"{layer}.feed_in": "colwise", f"{layer}.feed_out": "rowwise"}
+
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,6 +83,7 @@ class MeshAxes(NamedTuple):
     stages: Group = Group()  # has the stages of one pipeline
     expert: Group = Group()  # divides experts; a part of the data axis
     expert_data: Group = Group()  # where experts are divided, has the same ones
+    expert_mesh: ExpertMesh | None = None  # (expert, model), where layers beside experts are divided
 
     @property
     def wrapped(self) -> Group:
@@ -82,6 +92,11 @@ class MeshAxes(NamedTuple):
         The rest is then averaged over the expert axis beforehand.
         """
         return self.data if self.expert.size == 1 else self.expert_data
+
+    @property
+    def expert_groups(self) -> ExpertGroups:
+        """What layers of experts are made with."""
+        return ExpertGroups(self.expert if self.expert_mesh is None else self.expert_mesh, self.data)
 
     @property
     def num_data(self) -> int:
@@ -120,18 +135,23 @@ def mesh_axes(group: Group, num_model: int, num_context: int = 1) -> MeshAxes:
     return MeshAxes(group_of(mesh["data"]), group_of(mesh["model"]))
 
 
-def parallel_axes(group: Group, options: ParallelOptions) -> MeshAxes:
-    """Returns the axes of this rank by the options; called on all ranks."""
+def parallel_axes(group: Group, options: ParallelOptions, *, with_experts: bool = False) -> MeshAxes:
+    """Returns the axes of this rank by the options, and those of experts, if there are any; called on all ranks."""
     if options.parallel == "pipe":
-        return pipeline_axes(group, options)
-    axes = mesh_axes(group, options.tensor_parallel, options.context_parallel)
-    data, num_expert = axes.data, options.expert_parallel
-    if num_expert == data.size:
-        return axes._replace(expert=data)
-    if num_expert == 1:
+        axes = pipeline_axes(group, options)
+    else:
+        axes = mesh_axes(group, options.tensor_parallel, options.context_parallel)
+    num_expert, num_model = options.expert_parallel, options.tensor_parallel
+    if not with_experts or num_expert == num_model == 1:
         return axes
-    mesh = _mesh(data, torch.tensor(data.ranks).view(-1, num_expert), ("expert_data", "expert"))
-    return axes._replace(**{name: group_of(mesh[name]) for name in ("expert_data", "expert")})
+    if num_expert == axes.data.size and num_model == 1:
+        return axes._replace(expert=axes.data)
+    ranks = torch.tensor(group.ranks).view(-1, num_expert, axes.stages.size, num_model)
+    mesh = _mesh(group, ranks, ("expert_data", "expert", "stages", "model"))
+    expert_data, expert = (group_of(mesh[name]) for name in ("expert_data", "expert"))
+    axes = axes._replace(expert=expert if expert.size > 1 else Group())
+    axes = axes._replace(expert_data=expert_data if expert_data.size > 1 else Group())
+    return axes if num_model == 1 else axes._replace(expert_mesh=resolve_expert_mesh(mesh["expert", "model"]))
 
 
 def pipeline_axes(group: Group, options: ParallelOptions) -> MeshAxes:
@@ -144,7 +164,7 @@ def pipeline_axes(group: Group, options: ParallelOptions) -> MeshAxes:
     else:
         mesh = _mesh(group, torch.tensor(group.ranks).view(*sizes.values()), tuple(sizes))
         axes |= {name: group_of(mesh[name]) for name, size in sizes.items() if size > 1}
-    return MeshAxes(**axes)
+    return MeshAxes(axes["data"], axes["model"], stages=axes["stages"])
 
 
 def _mesh(group: Group, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
@@ -161,7 +181,7 @@ def parallelize_blocks(
     if axes.model.size > 1:
         parallelize(
             model,
-            PLAN if isinstance(model, GPT) else None,
+            tensor_plan(model.config) if isinstance(model, GPT) else None,
             axes.model,
             sequence_parallel=sequence_parallel,
             overlap_pieces=overlap_pieces,
@@ -183,6 +203,7 @@ class PipelineEngine(nn.Module):
         self.config, self.device, self.group = model.config, device, axes.stages
         self._divides_sequence = axes.model if options.sequence_parallel else Group()
         stages_per_rank = pipeline_shape(options, axes.num_data * axes.stages.size * axes.model.size).stages_per_rank
+        self._experts = axes.expert if options.data_parallel == "ddp" else Group()
         self.shapes = {name: list(full_shape(param)) for name, param in model.named_parameters()}
         # In a checkpoint a tied parameter is there once.
         first = {param: name for name, param in model.named_parameters()}
@@ -195,21 +216,37 @@ class PipelineEngine(nn.Module):
             process_group=self.group,
             device=device,
         )
-        _materialize(model, self.pipe.stages.values(), device)
-        for index, stage in self.pipe.stages.items() if axes.data.size > 1 else ():
-            if options.data_parallel == "fsdp":
-                units = _StageUnits((model.embedding, model.head))
-                fully_shard_modules(stage, units, mesh=axes.data.process_group, **sharding_of(options))
-            else:
-                self.pipe.stages[index] = DistributedDataParallel(stage, process_group=axes.data.process_group)
+        materialize_stages(model, self.pipe.stages.values(), device)
+        for index, stage in self.pipe.stages.items():
+            if options.data_parallel == "fsdp" and axes.data.size > 1:
+                shard_stage(stage, model, axes, options)
+            elif options.data_parallel == "ddp" and axes.wrapped.size > 1:
+                self.pipe.stages[index] = DistributedDataParallel(stage, process_group=axes.wrapped.process_group)
 
     def step(self, tokens: Tensor, targets: Tensor, scaler: ShardedGradScaler) -> Tensor:
-        """Adds the gradients of a batch's mean loss, scaled, to this rank's parameters; returns the loss, a scalar."""
+        """Computes the gradients of a batch's mean loss, scaled, where there are none yet; returns the loss, a scalar.
+
+        They are those of this rank's parameters, averaged over all pipelines.
+        """
         self._record_lengths(tokens)
         batch = tokens.to(self.device), targets.to(self.device)
-        if not scaler.is_enabled():
-            return self.pipe.step(*batch)
-        return self.pipe.step(*batch, loss_fn=scaler.scale) / scaler.get_scale()
+        if scaler.is_enabled():
+            loss = self.pipe.step(*batch, loss_fn=scaler.scale) / scaler.get_scale()
+        else:
+            loss = self.pipe.step(*batch)
+        self._average_replicated_gradients()
+        return loss
+
+    @torch.no_grad()
+    def _average_replicated_gradients(self) -> None:
+        """Averages gradients of what is not divided over the expert axis: once in a step, not in each micro-batch."""
+        if self._experts.size == 1:
+            return
+        experts = {param for stage in self.pipe.stages.values() for param in _expert_params(stage)}
+        for param in self.pipe.parameters():
+            if param.grad is not None and param not in experts:
+                all_reduce(param.grad.view(-1), self._experts).wait()
+                param.grad.div_(self._experts.size)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum"] = "mean"
@@ -241,7 +278,13 @@ class PipelineEngine(nn.Module):
             yield f"{prefix}.{self._saved_names[name]}".lstrip("."), param
 
 
-def _materialize(model: GPT, stages: Iterable[nn.Module], device: torch.device) -> None:
+def _expert_params(module: nn.Module) -> Iterator[nn.Parameter]:
+    for each in module.modules():
+        if isinstance(each, Experts):
+            yield from each.parameters()
+
+
+def materialize_stages(model: GPT, stages: Iterable[nn.Module], device: torch.device) -> None:
     """Allocates and initializes stages of a model on the meta device; a tied weight stays one tensor."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in (module for stage in stages for module in stage.modules()):
@@ -249,7 +292,7 @@ def _materialize(model: GPT, stages: Iterable[nn.Module], device: torch.device) 
         for name, param in on_meta:
             if param not in made:
                 made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
-            module._parameters[name] = made[param]
+            module.register_parameter(name, made[param])  # Of experts, it stays a shard.
         if on_meta:
             model.init_weights(module)
 
@@ -266,6 +309,11 @@ class _StageUnits(Policy):
     def selects(self, candidate: Candidate) -> bool:
         is_one = isinstance(candidate.module, Block) or any(candidate.module is each for each in self.layers_of_tokens)
         return is_one and candidate.num_params > 0  # Of what other stages have there are placeholders.
+
+
+def shard_stage(stage: nn.Module, model: GPT, axes: MeshAxes, options: ParallelOptions) -> None:
+    """Shards a stage of a model among pipelines beside each other, in place."""
+    shard_units(stage, _StageUnits((model.embedding, model.head)), axes, **sharding_of(options))
 
 
 def sharding_of(options: ParallelOptions) -> dict[str, Any]:
@@ -287,7 +335,7 @@ def shard_units(
     if axes.expert.size > 1:
         for experts in [module for module in model.modules() if isinstance(module, Experts)]:
             fully_shard(experts, axes.expert_data, **how)
-    fully_shard_modules(model, units, progress=progress, mesh=axes.data.process_group, **how)
+    fully_shard_modules(model, units, progress=progress, mesh=axes.data, **how)
 
 
 def stage_boundaries(num_blocks: int, num_stages: int) -> list[str]:
@@ -319,22 +367,28 @@ def checkpoint_blocks(model: nn.Module, choice: str, *, offload: bool) -> None:
             apply_checkpointing(block, hows[choice], offload_inputs=offload)
 
 
-def plan_blocks(model: GPT, options: Options, group: Group) -> None:
-    """With a budget, plans what each block keeps: measured on rank 0, the same on all ranks; an InputError on all."""
+def plan_blocks(model: GPT, options: Options, axes: MeshAxes, group: Group) -> None:
+    """With a budget, plans what each block keeps, the same on all ranks; an InputError on all.
+
+    It is measured on rank 0; with experts, whose layers exchange tokens, on all ranks together: tokens are drawn, since
+    equal ones would all go to the same experts.
+    """
     budget = budget_bytes(options.parallel.checkpoint_activations)
     if budget is None:
         return
-    device = model.embedding.weight.device
-    sequences = max(1, options.data.batch // (group.size * options.parallel.accumulate))
-    tokens = torch.zeros(sequences, options.data.sequence, dtype=torch.int64, device=device)
+    sequences = max(1, options.data.batch // (axes.num_data * options.parallel.accumulate))
+    generator = torch.Generator().manual_seed(group.rank)
+    drawn = torch.randint(model.config.vocabulary, (sequences, options.data.sequence), generator=generator)
+    tokens = drawn.to(model.embedding.weight.device)
+    together = axes.data if model.config.experts else Group()
     # fp32 master weights are the model's own; Adam keeps two more numbers for each, sharded or not.
     shared = options.parallel.parallel in ("oss", "sharded-ddp")
-    adam_bytes = sum(8 * param.numel() for param in model.parameters()) // (group.size if shared else 1)
+    adam_bytes = sum(8 * param.numel() for param in model.parameters()) // (axes.wrapped.size if shared else 1)
     plan: MemoryPlan | None = None
     problem = ""
-    if group.rank == 0:
+    if group.rank == 0 or together.size > 1:
         try:
-            plan = plan_memory(model, (tokens, tokens), budget, other_bytes=adam_bytes)
+            plan = plan_memory(model, (tokens, tokens), budget, other_bytes=adam_bytes, process_group=together)
         except BudgetError as error:
             problem = (
                 f"no plan fits: a step, with Adam's state, takes at least {error.minimum_bytes} bytes; write "
@@ -356,6 +410,17 @@ class Engine:
     options: ParallelOptions
     device: torch.device
     axes: MeshAxes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole model; 0 for a model of transformers."""
+        return self.raw_model.config.layers if isinstance(self.raw_model, GPT | PipelineEngine) else 0
+
+    def expert_layers(self) -> dict[int, MoE]:
+        """The layers of experts that this rank has, by the number of their block."""
+        stages = [self.raw_model] if self.pipeline is None else list(self.pipeline.pipe.stages.values())
+        named = [each for stage in stages for each in stage.named_modules() if isinstance(each[1], MoE)]
+        return {int(name.removesuffix(".moe").rpartition(".")[2]): layer for name, layer in named}
 
     @property
     def pipeline(self) -> PipelineEngine | None:

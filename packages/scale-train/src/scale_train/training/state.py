@@ -18,7 +18,7 @@ from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.snapshot import AsyncSave
 from scale_train.data import Sampler, Text
 from scale_train.huggingface.model import TransformersSource
-from scale_train.model import GPT, ExpertGroups
+from scale_train.model import GPT
 from scale_train.options import Options
 from scale_train.resolve import model_config, resolve_device
 from scale_train.training.adascale import with_adascale
@@ -150,7 +150,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.microbatch_timer = MicrobatchTimer(self.engine.device)
-        self.balance = ExpertBalance(self.engine.raw_model)
+        self.balance = ExpertBalance(self.engine.expert_layers(), self.engine.num_blocks)
 
     @property
     def schedule_step(self) -> int:
@@ -182,7 +182,7 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
     sharded = options.parallel.parallel == "fsdp"
     tensor_parallel = options.parallel.tensor_parallel > 1  # shards a full model
     on_meta = options.parallel.parallel in ("fsdp", "pipe") and not tensor_parallel
-    axes = parallel_axes(group, options.parallel)
+    axes = parallel_axes(group, options.parallel, with_experts=options.model.experts > 0)
     source = None if options.model.model is None else TransformersSource(options.model.model, options.run.seed)
     model: nn.Module
     if source is not None:
@@ -191,9 +191,9 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
             source.fill(model, device)
     else:
         with torch.device("meta") if on_meta else nullcontext():
-            gpt = model = GPT(model_config(options), ExpertGroups(axes.expert, axes.data))
+            gpt = model = GPT(model_config(options), axes.expert_groups)
         if not on_meta:
-            plan_blocks(gpt.to(device), options, group)
+            plan_blocks(gpt.to(device), options, axes, group)
     with initialization_bar(
         shown=sharded and group.rank == 0 and uses_progress_bar(options.run.log_format)
     ) as progress:

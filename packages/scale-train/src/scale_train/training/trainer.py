@@ -75,15 +75,15 @@ def train_step(training: TrainState) -> None:
 def forward_backward(training: TrainState) -> Tensor:
     """Computes gradients of the global batch's mean loss; returns this rank's part of the loss, a scalar."""
     data, engine, axes = training.options.data, training.engine, training.engine.axes
+    parallel, starts = training.options.parallel, training.sampler.starts(data.batch)
+    accumulate = parallel.accumulate if engine.pipeline is None else parallel.chunks
+    micro_batches = slice_of_rank(starts, axes.data_rank, axes.num_data, accumulate)
+    training.balance.scale_losses(training.scaler.get_scale(), data.batch // axes.num_data)
     if engine.pipeline is not None:
-        (starts,) = slice_of_rank(training.sampler.starts(data.batch), axes.data_rank, axes.num_data, 1)
         with engine.autocast():
-            batch = windows_at(training.text.train, starts, data.sequence)
+            batch = windows_at(training.text.train, torch.cat(micro_batches), data.sequence)
             return engine.pipeline.step(*batch, training.scaler)
-    accumulate = training.options.parallel.accumulate
-    micro_batches = slice_of_rank(training.sampler.starts(data.batch), axes.data_rank, axes.num_data, accumulate)
     total = torch.zeros((), device=engine.device)
-    training.balance.scale_losses(training.scaler.get_scale() / accumulate)
     for index, starts in enumerate(micro_batches):
         if training.options.optimizer.adascale:
             training.microbatch_timer.record_start(index)
@@ -91,7 +91,6 @@ def forward_backward(training: TrainState) -> Tensor:
         with engine.gradient_sync(last=index == accumulate - 1), engine.attention():
             with engine.autocast():
                 loss = engine.loss(*batch, "mean", positions)
-            training.balance.count()
             training.scaler.scale(loss / accumulate).backward()
         total += loss.detach() / accumulate
     return total

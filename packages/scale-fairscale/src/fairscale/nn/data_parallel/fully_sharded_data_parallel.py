@@ -2,97 +2,37 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import scale_fsdp
 from fairscale._warnings import warn_argument, warn_once
 from fairscale.nn.data_parallel.consolidate_shard_weights import consolidate_shard_weights
+from fairscale.nn.data_parallel.fsdp_arguments import WrapperArguments
+from fairscale.nn.data_parallel.fsdp_attributes import WrapperAttributes
 from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number, shard_by_number
+from fairscale.nn.data_parallel.initial_weights import InitialWeights, compare_weights, digests_of_params
 from fairscale.nn.data_parallel.param_metadata import param_metadata
-from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
-from scale_core.consistency.contract import Contract
-from scale_core.consistency.divergence import digests_of
-from scale_core.shard import unit_shard_of
+from fairscale.nn.data_parallel.training_state import (
+    NotTheRootError,
+    ProcessGroupName,
+    TrainingState,
+    TrainingStateError,
+)
 from scale_core.state.torch_state_dict import SHARDS
-from scale_fsdp.runtime.param_registry import managed_params
-from scale_fsdp.runtime.unit import Unit, unit_of, units_in
+from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.state_dict.local import shard_metadata
 
 # How each module was wrapped.
 _OPTIONS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
-# Arguments that tuned FairScale's own machinery: their default there, and what holds here.
-_WITHOUT_EFFECT = {
-    "process_group_reduce_scatter": (None, "all collectives go over process_group"),
-    "disable_reshard_on_root": (True, "the unit that the model is entered by keeps its parameters"),
-    "bucket_cap_mb": (25, "each unit's gradients are reduced together"),
-    "no_broadcast_optim_state": (False, "gather_full_optim_state_dict gathers what each rank has"),
-    "clear_autocast_cache": (False, "weights are cast by the unit, and not by autocast"),
-    "verbose": (False, "scale_fsdp.describe(model) tells what is where"),
-    "gradient_predivide_factor": (
-        None,
-        "gradients are summed and then divided, in fp32 with fp32_reduce_scatter=True or on gloo",
-    ),
-}
 
-
-class TrainingState(enum.Enum):
-    """What a wrapper is doing."""
-
-    IDLE = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD_PRE = enum.auto()
-    BACKWARD_POST = enum.auto()
-    SUMMON_FULL_PARAMS = enum.auto()
-
-
-class ProcessGroupName(enum.StrEnum):
-    """Names of groups, which FairScale's users pass in the place of a second group."""
-
-    default = "default"
-    reduce_scatter = "reduce_scatter"
-
-
-class TrainingStateError(ValueError, RuntimeError):
-    """A method was called amid a pass; a ValueError as in FairScale, and a RuntimeError as in scale-fsdp."""
-
-
-class NotTheRootError(AssertionError, ValueError):
-    """A method of the outermost wrapper was called on one inside; an AssertionError as in FairScale."""
-
-
-@dataclass
-class _Weights:
-    """What a wrapper was given, to be compared between the ranks.
-
-    Attributes:
-        digests: A name and a number for each parameter's values.
-        versions: Of the shards, as they were made.
-    """
-
-    digests: list[str]
-    versions: list[int]
-
-    @classmethod
-    def of(cls, digests: list[str], unit: Unit) -> _Weights:
-        """As they are now."""
-        return cls(digests, unit.shard_versions)
-
-    def lines(self, unit: Unit) -> list[str]:
-        """What must be equal; weights that were written to since, as by loading, are equal on all ranks already."""
-        return self.digests if unit.shard_versions == self.versions else ["written to since"]
-
-
-class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
+class FullyShardedDataParallel(WrapperAttributes):
     """Shards a module in place and wraps it, as FairScale's class of this name.
 
     In new code: `scale_fsdp.fully_shard(module, ...)`, or `scale_fsdp.FullyShardedDataParallel`.
@@ -161,48 +101,18 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ) -> None:
-        _warn_of_arguments(locals())
-        move_params_to_cpu = move_params_to_cpu or cpu_offload
-        computed_in = compute_dtype if mixed_precision else None  # Else it says only what outer wrappers cast to.
-        if force_input_to_fp32 and not mixed_precision:
-            computed_in = torch.float32
-        computes_in = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
-        weights = _weights_of(module)
-        options = {
-            "process_group": getattr(process_group, "tracked_group", process_group),
-            "reshard_after_forward": reshard_after_forward,
-            "mixed_precision": mixed_precision,
-            "flatten_parameters": flatten_parameters,
-            "move_params_to_cpu": move_params_to_cpu,
-            "move_grads_to_cpu": move_grads_to_cpu,
-            "compute_device": compute_device,
-            "state_dict_device": state_dict_device,
-            "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
-            "compute_dtype": computed_in,
-            "buffer_dtype": buffer_dtype or (computes_in if mixed_precision else None),
-            "fp32_reduce_scatter": fp32_reduce_scatter,
-            "sync_module_states": False,
-        }
+        arguments = WrapperArguments.of(locals())
+        digests, options = digests_of_params(module), arguments.options()
         if isinstance(module, scale_fsdp.FSDPModule) and _OPTIONS.get(module) == options:
             super().__init__(module)  # Wrapped anew as it was, as for evaluation: its unit stays.
         else:
             super().__init__(module, **cast(Any, options))
             _OPTIONS[module] = options
-        self._weights: _Weights | None = _Weights.of(weights, self._unit)
-        self._mixed_precision = mixed_precision
-        # What programs read, as FairScale derives it.
-        self.fp32_reduce_scatter = bool(fp32_reduce_scatter)
-        self.compute_dtype = computes_in
-        self.buffer_dtype = buffer_dtype or computes_in
-        self.move_params_to_cpu = move_params_to_cpu
-        self.move_grads_to_cpu = move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
+        self._weights: InitialWeights | None = InitialWeights.of(digests, self._unit)
         self.bucket_cap_mb = bucket_cap_mb
         self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
-        self.force_input_to_fp32 = force_input_to_fp32
-        self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
         self.allow_reset_parameters = allow_reset_parameters
-        self.uncollected_opt_state: dict[int, Any] = {}
-        object.__setattr__(self, "_inner", _Inner(self))
+        self._set_attributes(arguments)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -211,113 +121,16 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
         return super().forward(*args, **kwargs)
 
     def _compare_weights(self) -> None:
-        """Compares what all ranks were built with, once, before the model first runs.
-
-        As in FairScale nothing is sent while a model is wrapped, so that ranks may wrap its parts in different orders,
-        as Tango does. There, ranks that were seeded differently trained on parts of different weights.
-        """
-        ranks = self._options.mesh_info.whole
+        ranks = self._options.mesh_info.whole.ranks
         lines: list[str] = []
         for name, each in self.named_modules():
             if isinstance(each, FullyShardedDataParallel) and each._weights is not None:
-                if each._options.mesh_info.whole.ranks == ranks.ranks:
+                if each._options.mesh_info.whole.ranks == ranks:
                     lines += [f"{name} {line}" for line in each._weights.lines(each._unit)]
                 each._weights = None
-        Contract(ranks, self._options.limit_seconds).check_equal(
-            "the weights that ranks were built with (write torch.manual_seed(seed), with one seed on all ranks, before "
-            "the model is built; scale_fsdp.fully_shard sends rank 0's)",
-            lines,
-        )
+        compare_weights(lines, self._options)
 
-    # The module inside, and what programs read of a wrapper.
-
-    @property
-    def mixed_precision(self) -> bool:
-        """As given."""
-        return self._mixed_precision
-
-    @property
-    def module(self) -> FlattenParamsWrapper:  # type: ignore[override]  # the base registers it
-        """The wrapper inside, as in FairScale; its `.module` is the module that was given."""
-        found: FlattenParamsWrapper = self._inner
-        return found
-
-    @property
-    def _fsdp_wrapped_module(self) -> FlattenParamsWrapper:
-        """`.module`, by the name that is in the names of parameters."""
-        return self.module
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters; while they are flat, the names have the wrappers in them, as in FairScale.
-
-        As in `_fsdp_wrapped_module._fpw_module.0._fsdp_wrapped_module.flat_param_0`. Those of a state dict, of full
-        parameters and of a model that is not flattened are the plain module's.
-        """
-        named = super().named_parameters(prefix, recurse, remove_duplicate)
-        if not self.flatten_parameters or self._unit.in_summon:
-            yield from named
-            return
-        wrappers = {name for name, each in self.named_modules() if isinstance(each, FullyShardedDataParallel)}
-        start = f"{prefix}." if prefix else ""
-        for name, param in named:
-            yield start + _name_through_wrappers(name.removeprefix(start), wrappers), param
-
-    @property
-    def process_group_reduce_scatter(self) -> Any:
-        """The group of all collectives, `process_group`."""
-        return self.process_group
-
-    @property
-    def cpu_offload(self) -> bool:
-        """The older name of `move_params_to_cpu`."""
-        return self.move_params_to_cpu
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where the module computes."""
-        return next((buffer.compute_device for buffer in self._unit.buffers), torch.device("cpu"))
-
-    @property
-    def state_dict_device(self) -> torch.device:
-        """Where `state_dict()` puts its tensors."""
-        return self._options.state_dict_config.device or self.compute_device
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """This wrapper's own parameters: flat ones, or local shards; not those of wrappers inside."""
-        return list(dict.fromkeys(param for buffer in self._unit.buffers for param in buffer.sharded_params))
-
-    @property
-    def params_with_grad(self) -> list[nn.Parameter]:
-        """All parameters, of wrappers inside too, that have a gradient."""
-        return [param for param in self.parameters() if param.grad is not None]
-
-    def non_shared_params(self) -> list[nn.Parameter]:
-        """This wrapper's own parameters, but for those that a wrapper around has as well."""
-        return self.params
-
-    @property
-    def has_full_params(self) -> bool:
-        """Whether the parameters are gathered now."""
-        return bool(self._unit.gathered) or self._unit.in_summon
-
-    @property
-    def training_state(self) -> TrainingState:
-        """What the wrapper is doing."""
-        unit = self._unit
-        if unit.in_summon:
-            return TrainingState.SUMMON_FULL_PARAMS
-        if unit.in_backward:
-            return TrainingState.BACKWARD_PRE
-        return TrainingState.FORWARD if unit.use_count else TrainingState.IDLE
-
-    @property
-    def _is_root(self) -> bool | None:
-        """Whether the model is entered by this wrapper; None before the first forward pass."""
-        root = self._unit.root
-        return None if root is None else getattr(root, "outermost", None) is self._unit
+    # Methods of FairScale's own.
 
     @property
     def _fsdp_instances(self) -> list[FullyShardedDataParallel]:
@@ -470,70 +283,11 @@ class FullyShardedDataParallel(scale_fsdp.FullyShardedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        object.__setattr__(self, "_inner", _Inner(self))
-
-    @property
-    def _unit(self) -> Unit:
-        unit = unit_of(self.sharded_module)
-        assert unit is not None
-        return unit
+        self._set_inner()
 
     def _check_outermost(self, text: str) -> None:
         if self._is_root is False:
             raise NotTheRootError(f"{text}: this is a unit inside a sharded model, '{self._unit.name}'")
-
-
-class _Inner(FlattenParamsWrapper):
-    """What FairScale has between a wrapper and the module: shows its flat parameters, and is no step itself."""
-
-    def __init__(self, wrapper: FullyShardedDataParallel) -> None:
-        nn.Module.__init__(self)
-        self._modules["_fpw_module"] = wrapper.sharded_module
-        self.flat_param_names = [f"flat_param_{number}" for number, _ in enumerate(wrapper._unit.buffers)]
-        self.is_flattened_here = wrapper.flatten_parameters
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that was given."""
-        return cast(nn.Module, self._modules["_fpw_module"])
-
-    @property
-    def flat_params(self) -> list[nn.Parameter]:  # type: ignore[override]  # an attribute there
-        """The flat parameters, this rank's shards of them."""
-        unit = unit_of(self.module)
-        assert unit is not None
-        return [buffer.sharded_params[0] for buffer in unit.buffers] if self.is_flattened_here else []
-
-    @property
-    def num_params_managed(self) -> int:  # type: ignore[override]  # an attribute there
-        """How many parameters are in the flat ones."""
-        unit = unit_of(self.module)
-        assert unit is not None
-        return sum(len(buffer.names) for buffer in unit.buffers) if self.is_flattened_here else 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module."""
-        return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return nn.Module.__getattr__(self, name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the module."""
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
@@ -590,54 +344,6 @@ def auto_wrap_bn(
         return module
     with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
         return auto_wrap(module)
-
-
-def _warn_of_arguments(given: Mapping[str, Any]) -> None:
-    """Warns of the arguments that have no effect, or another name.
-
-    Raises:
-        TypeError: `process_group_reduce_scatter` is no group.
-    """
-    group = given["process_group_reduce_scatter"]
-    if group is not None and not _is_group(group):
-        raise TypeError(
-            f"unsupported type for reduce_scatter process group: {type(group).__name__}; "
-            "leave process_group_reduce_scatter out: all collectives go over process_group"
-        )
-    for name, (default, now) in _WITHOUT_EFFECT.items():
-        if given[name] != default and not isinstance(given[name], ProcessGroupName):
-            warn_argument("FullyShardedDataParallel", name, f"has no effect, leave it out: {now}")
-    if given["cpu_offload"]:
-        warn_argument("FullyShardedDataParallel", "cpu_offload", "write move_params_to_cpu=True")
-
-
-def _weights_of(module: nn.Module) -> list[str]:
-    """A line for each parameter that is about to be sharded, equal where its values are; none in one process."""
-    held = [
-        (place.name, place.param)
-        for place in (managed_params(module) if dist.is_initialized() else ())
-        if not place.param.is_meta and unit_shard_of(place.param) is None
-    ]
-    digests = digests_of([param for _, param in held])
-    return [f"{name}: {digest}" for (name, _), digest in zip(held, digests, strict=True)]
-
-
-def _name_through_wrappers(name: str, wrappers: Container[str]) -> str:
-    """The name of a parameter with the wrappers on the way to it, whose plain names are given."""
-    parts: list[str] = []
-    plain = name.split(".")
-    for depth, part in enumerate(plain):
-        if ".".join(plain[:depth]) in wrappers:
-            is_flat = depth == len(plain) - 1 and part.startswith("flat_param_")
-            parts += ["_fsdp_wrapped_module"] if is_flat else ["_fsdp_wrapped_module", "_fpw_module"]
-        parts.append(part)
-    return ".".join(parts)
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, dist.ProcessGroup | ProcessGroupName) or (
-        hasattr(value, "rank") and hasattr(value, "size")
-    )
 
 
 __all__ = [

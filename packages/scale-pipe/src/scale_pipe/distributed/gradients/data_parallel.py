@@ -24,7 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.comm.group import Group, group_of
+from scale_core.flat.packing import group_in_buckets
 from scale_core.shard import Placement, Ranges, shard_of, unit_shard_of
+
+BUCKET_BYTES = 25 << 20
+"""As much is averaged at a time, in a copy beside the gradients; that of `DistributedDataParallel`."""
 
 
 class ReduceMode(Enum):
@@ -170,11 +174,14 @@ def _reduces_on_call(wrapper: nn.Module, param: nn.Parameter) -> bool:
 
 
 def _all_reduce_mean(params: list[nn.Parameter], group: Group, limit_seconds: float | None) -> None:
+    """Averages the gradients of parameters of one dtype and device, bucket by bucket."""
     for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
     grads: list[Tensor] = [param.grad for param in params if param.grad is not None]
-    flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(group.size)
-    all_reduce(flat, group).wait(limit_seconds)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+    for indices in group_in_buckets([grad.numel() for grad in grads], BUCKET_BYTES // grads[0].itemsize):
+        bucket = [grads[index] for index in indices]
+        flat = torch.cat([grad.reshape(-1) for grad in bucket]).div_(group.size)
+        all_reduce(flat, group).wait(limit_seconds)
+        for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))

@@ -1,0 +1,133 @@
+"""What programs read of FairScale's wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import scale_fsdp
+from fairscale.nn.data_parallel.fsdp_arguments import WrapperArguments
+from fairscale.nn.data_parallel.inner_wrapper import InnerWrapper, name_through_wrappers
+from fairscale.nn.data_parallel.training_state import TrainingState
+from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
+from scale_fsdp.runtime.unit import Unit, unit_of
+
+
+class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
+    """The attributes of FairScale's wrapper, on scale-fsdp's."""
+
+    _inner: InnerWrapper
+
+    def _set_attributes(self, given: WrapperArguments) -> None:
+        """Sets those that FairScale derives from its arguments."""
+        self._mixed_precision = given.mixed_precision
+        self.fp32_reduce_scatter = bool(given.fp32_reduce_scatter)
+        self.compute_dtype = given.computes_in
+        self.buffer_dtype = given.buffer_dtype or given.computes_in
+        self.move_params_to_cpu = given.is_offloaded
+        self.move_grads_to_cpu = given.is_offloaded if given.move_grads_to_cpu is None else given.move_grads_to_cpu
+        self.force_input_to_fp32 = given.force_input_to_fp32
+        self.state_dict_on_rank_0_only = given.state_dict_on_rank_0_only
+        self.uncollected_opt_state: dict[int, Any] = {}
+        self._set_inner()
+
+    def _set_inner(self) -> None:
+        inner = InnerWrapper(self.sharded_module, is_flattened=self.flatten_parameters)
+        object.__setattr__(self, "_inner", inner)
+
+    @property
+    def _unit(self) -> Unit:
+        unit = unit_of(self.sharded_module)
+        assert unit is not None
+        return unit
+
+    @property
+    def mixed_precision(self) -> bool:
+        """As given."""
+        return self._mixed_precision
+
+    @property
+    def module(self) -> FlattenParamsWrapper:  # type: ignore[override]  # the base registers it
+        """The wrapper inside, as in FairScale; its `.module` is the module that was given."""
+        found: FlattenParamsWrapper = self._inner
+        return found
+
+    @property
+    def _fsdp_wrapped_module(self) -> FlattenParamsWrapper:
+        """`.module`, by the name that is in the names of parameters."""
+        return self.module
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters; while they are flat, the names have the wrappers in them, as in FairScale.
+
+        As in `_fsdp_wrapped_module._fpw_module.0._fsdp_wrapped_module.flat_param_0`. Those of a state dict, of full
+        parameters and of a model that is not flattened are the plain module's.
+        """
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        if not self.flatten_parameters or self._unit.in_summon:
+            yield from named
+            return
+        wrappers = {name for name, each in self.named_modules() if isinstance(each, WrapperAttributes)}
+        start = f"{prefix}." if prefix else ""
+        for name, param in named:
+            yield start + name_through_wrappers(name.removeprefix(start), wrappers), param
+
+    @property
+    def process_group_reduce_scatter(self) -> Any:
+        """The group of all collectives, `process_group`."""
+        return self.process_group
+
+    @property
+    def cpu_offload(self) -> bool:
+        """The older name of `move_params_to_cpu`."""
+        return self.move_params_to_cpu
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the module computes."""
+        return next((buffer.compute_device for buffer in self._unit.buffers), torch.device("cpu"))
+
+    @property
+    def state_dict_device(self) -> torch.device:
+        """Where `state_dict()` puts its tensors."""
+        return self._options.state_dict_config.device or self.compute_device
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This wrapper's own parameters: flat ones, or local shards; not those of wrappers inside."""
+        return list(dict.fromkeys(param for buffer in self._unit.buffers for param in buffer.sharded_params))
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """All parameters, of wrappers inside too, that have a gradient."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """This wrapper's own parameters, but for those that a wrapper around has as well."""
+        return self.params
+
+    @property
+    def has_full_params(self) -> bool:
+        """Whether the parameters are gathered now."""
+        return bool(self._unit.gathered) or self._unit.in_summon
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the wrapper is doing."""
+        unit = self._unit
+        if unit.in_summon:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if unit.in_backward:
+            return TrainingState.BACKWARD_PRE
+        return TrainingState.FORWARD if unit.use_count else TrainingState.IDLE
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether the model is entered by this wrapper; None before the first forward pass."""
+        root = self._unit.root
+        return None if root is None else getattr(root, "outermost", None) is self._unit

@@ -1,0 +1,431 @@
+"""AdaScale over experts that its ranks divide: the gain is that of one process with the batches of all ranks.
+
+The reference is the undivided model, which computes the gradient of each micro-batch of each rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers.models.gpt_oss.modeling_gpt_oss
+import transformers.models.mixtral.modeling_mixtral  # noqa: F401  # For the server that ranks are forked from
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scale_adascale import AdaScale
+from scale_adascale.estimates import Average
+from scale_adascale.gain import bounded, gain, moments
+from scale_checkpoint import checkpoint_wrapper
+from scale_core import ShardedGradScaler
+from scale_core.comm.group import Group
+from scale_core.hooks.source_grads import has_source_grad_hooks
+from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
+from scale_moe import MoE, average_replicated_gradients, parallelize_experts
+from scale_oss import OSS, ShardedDataParallel
+from scale_pipe import DistributedPipe
+
+DIM, STEPS = 6, 5
+LR, EPS = 0.1, 1e-2
+
+
+class Block(nn.Module):
+    def __init__(self, num_experts: int, routing: Any, **options: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.moe = MoE(DIM, 8, num_experts, routing, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(self.norm(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.moe = block.moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+class Net(nn.Module):
+    """Two layers of experts between layers that all ranks have."""
+
+    def __init__(
+        self,
+        num_experts: int = 3,
+        routing: Any = 2,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block(num_experts, routing, **options) for _ in range(2))
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    """Batches of other sizes for each seed."""
+    x = torch.randn(3 + seed % 3, DIM, generator=torch.Generator().manual_seed(seed))
+    return (model(x) - 1.5).square().mean()
+
+
+def transformer(name: str) -> Any:
+    """Mixtral has no biases, GPT-OSS has."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 5}
+    more: dict[str, Any] = {"head_dim": 4, "layer_types": ["full_attention"] * 2} if name == "gpt_oss" else {}
+    config = AutoConfig.for_model(name, **sizes, **heads, max_position_embeddings=32, eos_token_id=None, **more)
+    model = AutoModelForCausalLM.from_config(config)
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(-0.4, 0.4)
+    return model
+
+
+def token_loss(model: nn.Module, seed: int) -> Tensor:
+    ids = torch.randint(32, (2, 4), generator=torch.Generator().manual_seed(seed))
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+class Plain:
+    """One process, which computes the gradient of each micro-batch alone."""
+
+    def __init__(self, model: nn.Module, scale: int, loss: Callable[[nn.Module, int], Tensor], *, adam: bool) -> None:
+        self.model, self.scale, self.loss, self.adam = model, scale, loss, adam
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.Adam(self.params, lr=LR, eps=EPS) if adam else torch.optim.SGD(self.params, lr=LR)
+        self.average = Average()
+
+    def step(self, seeds: list[int]) -> list[float]:
+        """Returns the gain, and the moving averages of the variance and of the squared gradient."""
+        rows = [torch.autograd.grad(self.loss(self.model, seed), self.params, allow_unused=True) for seed in seeds]
+        if self.adam and self.average.count and not hasattr(self, "has_moments"):
+            self.average, self.has_moments = Average(), True
+        local = total = 0.0
+        for index, param in enumerate(self.params):
+            grads = [torch.zeros_like(param) if row[index] is None else row[index] for row in rows]
+            each = torch.stack([grad.double() for grad in grads])
+            local += each.square().sum().item() / self._divisor(param)
+            total += each.mean(0).square().sum().item() / self._divisor(param)
+            param.grad = each.mean(0).float()
+        sample = bounded(moments(local, total, len(seeds), self.scale))
+        self.average = self.average.updated(sample, 1 - self.scale / 1000, debias=True)
+        found = gain(self.average.moments, self.scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = LR * found ** (0.5 if self.adam else 1)
+        self.optimizer.step()
+        return [found, *self.average.moments]
+
+    def _divisor(self, param: Tensor) -> float:
+        state = self.optimizer.state.get(param)
+        if not state:
+            return 1.0
+        mean = state["exp_avg_sq"].double().mean() / (1 - 0.999 ** state["step"].double())
+        return float(mean.sqrt() + EPS) ** 2
+
+
+def compare(
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    plain: nn.Module,
+    loss: Callable[[nn.Module, int], Tensor] = loss_of,
+    passes: int = 1,
+    scaler: Any = None,
+) -> None:
+    """Gain, variance and squared gradient of five steps."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    adam = isinstance(getattr(inner, "optim", inner), torch.optim.Adam)
+    expected = Plain(plain, world * passes, loss, adam=adam)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=passes, grad_scaler=scaler)
+    gains = []
+    for step in range(STEPS):
+        seeds = [100 * step + number for number in range(world * passes)]
+        for number, seed in enumerate(seeds[rank * passes : (rank + 1) * passes]):
+            waits = number < passes - 1 and hasattr(model, "no_sync") and step % 2
+            with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+                value = loss(model, seed) / passes
+                (value if scaler is None else scaler.scale(value)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        known, estimates = expected.step(seeds), optimizer._state.estimates.total()
+        assert optimizer.gain() == pytest.approx(known[0], rel=1e-6), f"step {step}"
+        assert list(estimates) == pytest.approx(known[1:], rel=1e-5), f"step {step}"
+        gains.append(optimizer.gain())
+        optimizer.zero_grad()
+    assert len(set(gains)) == STEPS and max(gains) > 1.01  # It is no bound that they have in common.
+    optimizer.unhook()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=LR, eps=EPS)
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """Recomputed by torch's checkpoint in the first block, and by scale-checkpoint in the second."""
+    model.blocks[0], model.blocks[1] = Checkpointed(model.blocks[0]), checkpoint_wrapper(model.blocks[1])
+    return model
+
+
+def mesh_of(replicas: int) -> DeviceMesh:
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "expert"))
+
+
+def net_on(mesh: DeviceMesh, *args: Any) -> Net:
+    return Net(*args, process_group=mesh["expert"], batch_process_group=dist.group.WORLD)
+
+
+def plain_net(*args: Any) -> Net:
+    return Net(*args, process_group=Group(), batch_process_group=Group())
+
+
+def one_axis(build: Callable[[nn.Module], torch.optim.Optimizer], passes: int, *args: Any) -> None:
+    """No replicas: each rank has experts of its own. Three of them do not divide, and one of four ranks has none."""
+    model = net_on(mesh_of(1), *args)
+    average_replicated_gradients(model)
+    compare(model, build(model), plain_net(*args), passes=passes)
+
+
+def all_tokens_to_one_expert() -> None:
+    """Experts 1 and 2 get none, on all ranks but the first there is nothing to do."""
+    models = [net_on(mesh_of(1)), plain_net()]
+    for model in models:
+        for block in model.blocks:
+            block.moe.route = partial(to_first, block.moe.route)  # type: ignore[method-assign]
+    average_replicated_gradients(models[0])
+    compare(models[0], sgd(models[0]), models[1])
+
+
+def to_first(route: Callable[[Tensor], Any], scores: Tensor) -> Any:
+    routing = route(scores)
+    return routing._replace(expert_index=torch.where(routing.expert_index == routing.expert_index[:, :1], 0, -1))
+
+
+def recomputed() -> None:
+    for passes in (1, 2):
+        model = checkpointed(net_on(mesh_of(1)))
+        average_replicated_gradients(model)
+        compare(model, sgd(model), plain_net(), passes=passes)
+
+
+def beside_ddp(passes: int) -> None:
+    mesh = mesh_of(2)
+    model = net_on(mesh)
+    average_replicated_gradients(model, mesh["expert"])
+    wrapped = DistributedDataParallel(model, process_group=mesh["replica"].get_group())
+    compare(wrapped, adam(model), plain_net(), passes=passes)
+
+
+def beside_oss(passes: int) -> None:
+    mesh = mesh_of(2)
+    model = net_on(mesh)
+    average_replicated_gradients(model, mesh["expert"])
+    replicas = mesh["replica"].get_group()
+    optimizer = OSS(model.parameters(), torch.optim.Adam, lr=LR, eps=EPS, process_group=replicas)
+    wrapped = ShardedDataParallel(model, optimizer, process_group=replicas)
+    compare(wrapped, optimizer, plain_net(), passes=passes)
+
+
+def under_fully_shard(replicas: int, passes: int, scaled: bool = False, recompute: bool = False) -> None:
+    mesh = mesh_of(replicas)
+    model = net_on(mesh)
+    if recompute:
+        checkpointed(model)
+    for block in model.blocks:
+        fully_shard(block.moe.experts, mesh["replica"])
+        fully_shard(block)
+    fully_shard(model)
+    scaler = ShardedGradScaler(init_scale=256.0) if scaled else None
+    compare(model, adam(model), plain_net(), passes=passes, scaler=scaler)
+
+
+def of_transformers(name: str, passes: int, replicas: int = 1, shard: bool = False) -> None:
+    mesh, model = mesh_of(replicas), transformer(name)
+    parallelize_experts(model, mesh["expert"])
+    if shard:
+        for layer in model.model.layers:
+            fully_shard(layer.mlp.experts, mesh["replica"])
+        fully_shard(model)
+        wrapped = model
+    else:
+        average_replicated_gradients(model, mesh["expert"])
+        replica = mesh["replica"].get_group()
+        wrapped = model if replicas == 1 else DistributedDataParallel(model, process_group=replica)
+    compare(wrapped, sgd(model), transformer(name), token_loss, passes)
+
+
+def wrong_use_of_divided_experts() -> None:
+    model = net_on(mesh_of(1))
+    average_replicated_gradients(model)
+    value = loss_of(model, 0)
+    optimizer = AdaScale(sgd(model))
+    with pytest.raises(RuntimeError, match=r"of several ranks, and not of each by itself, as where the forward"):
+        value.backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"two gradients of the samples of one rank in one backward pass"):
+        (loss_of(model, 0) + loss_of(model, 1)).backward()
+    optimizer.zero_grad()
+    handle = model.blocks[0].moe.experts.down_proj.register_hook(doubled)
+    with pytest.raises(RuntimeError, match=r"has a hook, and its gradient is measured before hooks are called"):
+        loss_of(model, 0).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    optimizer.unhook()
+    assert not has_source_grad_hooks()
+
+
+def doubled(grad: Tensor) -> Tensor:
+    return 2 * grad
+
+
+def what_is_not_of_the_step_counts_as_nothing() -> None:
+    """Evaluation, `torch.autograd.grad`, and experts to an AdaScale of others; averages begin after both were built."""
+    model, plain = net_on(mesh_of(1)), plain_net()
+    others = AdaScale(torch.optim.SGD([*model.up.parameters(), *model.head.parameters()], lr=LR))
+    optimizer = AdaScale(sgd(model))
+    average_replicated_gradients(model)
+    with torch.no_grad():
+        loss_of(model, 5)
+    torch.autograd.grad(loss_of(model, 5), list(model.parameters()))
+    loss_of(model, dist.get_rank()).backward()
+    expected = Plain(plain, 2, loss_of, adam=False).step([0, 1])
+    assert optimizer.gain() == pytest.approx(expected[0], rel=1e-6)
+    assert 1 < others.gain() != optimizer.gain()
+    optimizer.unhook()
+    others.unhook()
+
+
+def frozen_experts(passes: int) -> None:
+    models = [net_on(mesh_of(1)), plain_net()]
+    for model in models:
+        for block in model.blocks:
+            block.moe.experts.down_proj.requires_grad_(False)
+    average_replicated_gradients(models[0])
+    compare(models[0], sgd(models[0]), models[1], passes=passes)
+
+
+def groups_that_do_not_fit() -> None:
+    mesh = mesh_of(2)
+    model = net_on(mesh)
+    average_replicated_gradients(model, mesh["expert"])
+    with pytest.raises(
+        ValueError, match=r"of the samples of the ranks \[.*\], which divide experts and have other data"
+    ):
+        AdaScale(sgd(model), process_group=mesh["replica"])
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "tensor"))
+    model = Net(process_group=both, batch_process_group=dist.group.WORLD)
+    for group in (None, both["expert"]):
+        with pytest.raises(ValueError, match=r"hidden features are divided between ranks as well.*mesh\[.expert.\]"):
+            AdaScale(sgd(model), process_group=group)
+
+
+def stages(group: Any) -> nn.Sequential:
+    """Experts in the first stage of two, and in the middle ones of four; fp64."""
+    torch.manual_seed(0)
+    options = {"process_group": group, "batch_process_group": group}
+    layers = [Block(3, 2, **options), nn.Linear(DIM, DIM), nn.Tanh(), Block(3, 2, **options)]
+    return nn.Sequential(*layers, nn.Linear(DIM, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3)).double()
+
+
+def chunks_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x, target = (torch.randn(8, width, generator=generator, dtype=torch.float64) for width in (DIM, 3))
+    return x, target - 1.5
+
+
+def inside_a_pipeline(schedule: str, num_stages: int) -> None:
+    """Each of four micro-batches of each of two ranks is a sample."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "expert"))
+    balance = [8 // num_stages] * num_stages
+    pipe = DistributedPipe(stages(mesh["expert"]), schedule, balance=balance, chunks=4, process_group=mesh["stage"])
+    average_replicated_gradients(pipe, mesh["expert"])
+    groups: Any = {"process_group": mesh["expert"], "model_parallel_group": mesh["stage"]}
+    optimizer = AdaScale(torch.optim.SGD(pipe.parameters(), lr=LR), num_gradients_to_accumulate=4, **groups)
+    plain = stages(Group())
+    alone: Any = {"num_gradients_to_accumulate": 8, "process_group": Group()}
+    expected = AdaScale(torch.optim.SGD(plain.parameters(), lr=LR), **alone)
+    for step in range(3):
+        for rank in range(2):
+            for x, target in zip(*(each.chunk(4) for each in chunks_of(step, rank)), strict=True):
+                (F.mse_loss(plain(x), target) / 8).backward()
+        x, target = chunks_of(step, mesh["expert"].get_local_rank())
+        pipe.step(x, target=target, loss_fn=F.mse_loss)
+        assert optimizer.gain() == pytest.approx(expected.gain(), rel=1e-9), f"{schedule}, step {step}"
+        assert optimizer.gain() > 1.01
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    optimizer.unhook()
+    expected.unhook()
+
+
+def two_ranks() -> None:
+    wrong_use_of_divided_experts()
+    what_is_not_of_the_step_counts_as_nothing()
+    frozen_experts(2)
+    one_axis(sgd, 1)
+    one_axis(adam, 3)
+    all_tokens_to_one_expert()
+    recomputed()
+    of_transformers("mixtral", 1)
+    of_transformers("gpt_oss", 2)
+    under_fully_shard(1, 2)
+
+
+def four_ranks() -> None:
+    groups_that_do_not_fit()
+    one_axis(adam, 2)
+    beside_ddp(1)
+    beside_ddp(2)
+    beside_oss(1)
+    beside_oss(2)
+    under_fully_shard(2, 1)
+    under_fully_shard(2, 2)
+    under_fully_shard(2, 2, recompute=True)
+    under_fully_shard(2, 1, scaled=True)
+    of_transformers("gpt_oss", 1, replicas=2)
+    of_transformers("gpt_oss", 2, replicas=2, shard=True)
+    inside_a_pipeline("1f1b", 2)
+    inside_a_pipeline("zb_v", 4)
+
+
+@pytest.mark.composition("scale-adascale", "scale-moe")
+@pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-moe")
+def test_experts_that_two_ranks_divide() -> None:
+    run_ranks(two_ranks, 2)
+
+
+@pytest.mark.composition("scale-adascale", "scale-moe", "DistributedDataParallel")
+@pytest.mark.composition("scale-adascale", "scale-moe", "ShardedDataParallel")
+@pytest.mark.composition("scale-adascale", "scale-moe", "scale-fsdp")
+@pytest.mark.composition("scale-adascale", "scale-pipe", "scale-moe")
+def test_experts_that_four_ranks_divide_or_replicate() -> None:
+    run_ranks(four_ranks, 4)
