@@ -1,8 +1,8 @@
 """Parameters and gradients in 8 or 4 bits on the wire: bytes and CPU time of a step, and the loss that comes of it.
 
-    python benchmarks/fewer_bytes.py                        # 2 ranks; an hour and a half of two cores
+    python benchmarks/fewer_bytes.py                        # 2 ranks; an hour of two cores
     python benchmarks/fewer_bytes.py --smoke                # tiny sizes, few steps: that it runs
-    python benchmarks/fewer_bytes.py --date 2026-11-28      # also writes results/2026-11-27-fewer_bytes.*
+    python benchmarks/fewer_bytes.py --date 2026-11-28      # also writes results/2026-11-28-fewer_bytes.*
 
 The model, the text, the order of the data, AdamW and the learning rate are those of `scale-train lm`; each block is a
 unit of `fully_shard(..., communication=...)`, the rest another one. gloo, one thread per rank.
@@ -14,9 +14,8 @@ the shard's own bytes for the rest. What the kernel counts beyond that is gloo's
 is that of both ranks over that of fp32, each the median over all steps, and in brackets the lowest and the highest
 ratio of one turn; here no network is waited for, so it is all cost.
 
-Losses: nats per byte, the mean of the last 20 steps, and of the held-out text at the end. The last table has the sizes
-of `scale-train lm` without options and one seed; the one before is smaller, with three seeds for the initial values and
-the order of the data: the mean, and in brackets the lowest and the highest.
+Losses: nats per byte, the mean of the last 20 steps, and of the held-out text at the end; of three seeds for the
+initial values and the order of the data the mean, and in brackets the lowest and the highest.
 
 Simulated: rank 0 of 64 and 512 in nodes of 8, forward and backward of four blocks as wide as those of GPT-3 6.7B.
 "sent" is all bytes of a step, "between nodes" the part of them that goes to ranks of other nodes, where each rank sends
@@ -278,10 +277,9 @@ def main() -> int:
         ]
     else:
         makers = [
-            partial(a_step, Run(4, 128, 4, 64, 8, 8), WAYS, 8),
+            partial(a_step, Run(4, 128, 4, 64, 8, 16), WAYS, 20),
             partial(at_scale, [64, 512], SIMULATED_WAYS, ModelConfig(4, 4096, 32), 2048),
             partial(losses, Run(2, 64, 4, 64, 16, 400), WAYS, [0, 1, 2]),
-            partial(losses, Run(4, 128, 4, 128, 32, 400), WAYS, [0]),
         ]
     parts: list[Part] = []
     for make in makers:
