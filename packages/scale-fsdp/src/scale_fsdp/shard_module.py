@@ -117,8 +117,8 @@ def fully_shard(
             to send. None is yes, but for the unit that is called first, whose backward comes first. An integer leaves
             the parameters sharded over that many neighboring ranks, as those of one node, among which the backward
             then gathers.
-        mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`. Each unit casts the floating-point inputs of each of its
-            modules to its `param_dtype`, unless it says `cast_forward_inputs=False`.
+        mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`. Each unit casts the floating-point inputs of each of
+            its modules to its `param_dtype`, unless it says `cast_forward_inputs=False`.
         offload_policy: `torch.distributed.fsdp.CPUOffloadPolicy()` keeps the shards, the gradients and so the
             optimizer's state and its step on the host: `torch.optim.Adam` with `fused=True` is quick there.
         ignored_params: Parameters that stay unsharded on each rank; their gradients are not averaged.
