@@ -1,6 +1,8 @@
 """Which dtypes a unit computes and reduces in; that the numbers are right is `test_transparency.py`'s."""
 
 import copy
+import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,15 +23,16 @@ def precision_of(**arguments):
 
 
 def test_true_is_half_precision_for_parameters_and_reduction_and_leaves_buffers_alone():
-    assert precision_of(mixed_precision=True) == UnitPrecision(param_dtype=FP16, reduce_dtype=FP16)
-    assert precision_of(mixed_precision=False) == UnitPrecision()
+    assert precision_of(mixed_precision=True) == UnitPrecision(FP16, FP16, cast_forward_inputs="root")
+    assert precision_of(mixed_precision=False) == UnitPrecision(cast_forward_inputs="root")
 
 
 def test_fairscales_arguments_mean_what_they_meant():
-    assert precision_of(mixed_precision=True, fp32_reduce_scatter=True) == UnitPrecision(FP16, FP32)
-    assert precision_of(mixed_precision=True, compute_dtype=BF16) == UnitPrecision(BF16, BF16)
-    assert precision_of(mixed_precision=True, buffer_dtype=FP32) == UnitPrecision(FP16, FP16, buffer_dtype=FP32)
-    assert precision_of(compute_dtype=BF16) == UnitPrecision(BF16)
+    means = functools.partial(UnitPrecision, cast_forward_inputs="root")
+    assert precision_of(mixed_precision=True, fp32_reduce_scatter=True) == means(FP16, FP32)
+    assert precision_of(mixed_precision=True, compute_dtype=BF16) == means(BF16, BF16)
+    assert precision_of(mixed_precision=True, buffer_dtype=FP32) == means(FP16, FP16, buffer_dtype=FP32)
+    assert precision_of(compute_dtype=BF16) == means(BF16)
     assert precision_of(mixed_precision=True, fp32_reduce_scatter=False) == precision_of(mixed_precision=True)
 
 
@@ -174,7 +177,33 @@ def test_units_that_return_another_dtype_may_stand_one_after_another():
 
 def test_the_wrapper_takes_the_same_arguments():
     model = FullyShardedDataParallel(nn.Linear(2, 2), mixed_precision=True, fp32_reduce_scatter=True)
-    assert unit_of(model.module).precision == UnitPrecision(FP16, FP32)
+    assert unit_of(model.module).precision == UnitPrecision(FP16, FP32, cast_forward_inputs="root")
+
+
+class HandsOnFp32(nn.Module):
+    """Hands fp32 to a nested module, as the position embeddings of many models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.seen = x.dtype
+        return self.inner(x.float())
+
+
+def test_fairscales_arguments_cast_at_the_root_alone_and_a_policy_at_each_unit():
+    for arguments, casts in (
+        ({"compute_dtype": BF16}, False),
+        ({"mixed_precision": MixedPrecisionPolicy(BF16)}, True),
+        ({"mixed_precision": MixedPrecisionPolicy(BF16, cast_forward_inputs=False)}, False),
+    ):
+        model = HandsOnFp32()
+        model.inner = FullyShardedDataParallel(model.inner, **arguments)
+        model = FullyShardedDataParallel(model, **arguments)
+        with nullcontext() if casts else pytest.raises(RuntimeError, match="same dtype"):
+            assert model(noise(2, 3)).dtype == BF16
+        assert model.seen == (FP32 if arguments.get("mixed_precision") and not casts else BF16)
 
 
 class Scaled(nn.Module):

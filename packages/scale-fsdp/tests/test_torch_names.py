@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core.comm.group import group_of
+from scale_core.shard import shard_of
 from scale_core.testing import run_ranks
 from scale_fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, UnshardHandle, fully_shard
 from scale_fsdp.runtime.unit import unit_of, units_in
@@ -136,6 +137,65 @@ def test_so_does_one_in_bf16_to_the_bit() -> None:
         assert all(torch.equal(our_state[name], whole) for name, whole in their_state.items())
 
 
+class HandsOnFp32(nn.Module):
+    """Hands tensors in fp32 to modules in it, by position and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.block = nn.Linear(4, 4), nn.Linear(4, 4), Shifted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.arange(4.0) / 3
+        return self.block(self.second(self.first(x.float()).float()), shift=angles.cos())
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+        return self.linear(x * shift) + shift
+
+
+def hand_on_fp32(api: Any, grouped: bool) -> list[tuple[Tensor, dict[nn.Parameter, Tensor]]]:
+    """The outputs of two steps, and the gradients: of FSDP2 whole, of ours the local shards."""
+    torch.manual_seed(0)
+    model = HandsOnFp32()
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    pair = [model.first, model.second]
+    for unit in ([pair] if grouped else pair) + [model.block, model]:
+        api.fully_shard(unit, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    for step in range(2):
+        out = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + group_of().rank)))
+        out.float().square().sum().backward()
+        steps.append((out.detach(), {param: norm_of(param.grad) for param in model.parameters()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def differences_from_fsdp2(grouped: bool) -> list[str]:
+    apis = map(importlib.import_module, ("torch.distributed.fsdp", "scale_fsdp"))
+    theirs, ours = (hand_on_fp32(api, grouped) for api in apis)
+    wrong = []
+    for step, ((their_out, their_grads), (out, grads)) in enumerate(zip(theirs, ours, strict=True)):
+        if out.dtype != torch.bfloat16 or not torch.equal(out, their_out):
+            wrong.append(f"step {step}: output {out} instead of {their_out}")
+        for whole, (param, grad) in zip(their_grads.values(), grads.items(), strict=True):
+            shard = shard_of(param)
+            if not torch.equal(whole.flatten()[shard.start : shard.stop], grad.flatten()):
+                wrong.append(f"step {step}: gradient of {shard.name}")
+    return wrong
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_each_unit_casts_what_a_module_hands_to_it_in_fp32_as_fsdp2_to_the_bit(grouped: bool) -> None:
+    assert run_ranks(differences_from_fsdp2, 2, grouped) == [[], []]
+
+
 class AppState(Stateful):
     """What the recipes for torch.distributed.checkpoint give it: both states, under the names of the model."""
 
@@ -223,7 +283,6 @@ def test_recipes_of_distributed_checkpoint_save_and_load_by_either_import_what_e
         ("move_grads_to_cpu", "FullyShardedDataParallel"),
         ("state_dict_device", "full_state_dict"),
         ("state_dict_on_rank_0_only", "full_state_dict"),
-        ("dp_mesh_dims", "mesh="),
     ],
 )
 def test_another_library_s_name_of_an_argument_says_what_to_write(argument: str, line: str) -> None:
@@ -231,6 +290,14 @@ def test_another_library_s_name_of_an_argument_says_what_to_write(argument: str,
     with pytest.raises(TypeError, match=f"fully_shard: there is no argument {argument}=; write .*{line}"):
         fully_shard(layer, **{argument: None})
     assert type(layer) is nn.Linear
+
+
+def test_dp_mesh_dims_may_be_none_as_in_fsdp2_and_nothing_else() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"expected dp_mesh_dims to be None, got 'dp'; write mesh= .*mesh\["):
+        fully_shard(layer, dp_mesh_dims="dp")
+    assert type(layer) is nn.Linear
+    assert isinstance(fully_shard(layer, dp_mesh_dims=None), FSDPModule)
 
 
 def steps_in_backward(flatten: bool, in_hooks: bool) -> list[Any]:
@@ -467,7 +534,6 @@ def test_gradients_are_divided_by_the_factor_that_was_set() -> None:
 
 
 DIFFERENCES = Path(__file__).parents[3] / "docs/guides/fsdp2-differences.md"
-REFUSED_ARGUMENTS = {"dp_mesh_dims"}  # with what to write, tested above
 
 
 def test_whatever_fsdp2_has_is_here_with_its_arguments_and_in_the_table_of_differences() -> None:
@@ -487,7 +553,7 @@ def test_whatever_fsdp2_has_is_here_with_its_arguments_and_in_the_table_of_diffe
         elif inspect.isfunction(their):
             taken = inspect.signature(our).parameters
             for argument, parameter in inspect.signature(their).parameters.items():
-                if "kwargs" in taken or argument in REFUSED_ARGUMENTS:
+                if "kwargs" in taken:
                     continue
                 if argument not in taken or taken[argument].kind < parameter.kind < taken[argument].KEYWORD_ONLY:
                     wrong.append(f"{name} does not take {argument}=")

@@ -166,6 +166,16 @@ def test_what_has_no_shape_or_no_size_is_refused_by_name() -> None:
         OSS(layers().parameters(), torch.optim.SGD, lr=0.1, bucket_numel=0)
 
 
+def test_parameters_in_a_sparse_layout_are_refused_by_name() -> None:
+    dense, sparse = nn.Parameter(torch.ones(1)), nn.Parameter(torch.eye(2).to_sparse())
+    with pytest.raises(ValueError, match=r"expected dense parameters, got 'w' in torch\.sparse_coo: .*to_dense\(\)"):
+        OSS([("v", dense), ("w", sparse)], torch.optim.SGD, lr=0.1)
+    optimizer = OSS([dense], torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="expected dense parameters"):
+        optimizer.add_param_group({"params": [sparse]})
+    assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
+
+
 def test_a_copy_that_would_update_nothing_is_refused() -> None:
     model = layers()
     optimizer = OSS(model.parameters(), torch.optim.Adam)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,18 +31,18 @@ class UnitPrecision:
     things as they are.
 
     Attributes:
-        param_dtype: Of the gathered parameters, of the floating-point inputs of the outermost unit, and so of the
-            computation.
+        param_dtype: Of the gathered parameters, of the module's floating-point inputs, and so of the computation.
         reduce_dtype: Of the gradients on their way between ranks; None is `param_dtype`.
         output_dtype: Of the module's floating-point outputs.
-        cast_forward_inputs: Whether inputs are cast to `param_dtype`.
+        cast_forward_inputs: Whether inputs are cast to `param_dtype`; "root" is where the model is entered alone, as
+            FairScale did, unless its units have several dtypes.
         buffer_dtype: Of the module's floating-point buffers.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
+    cast_forward_inputs: bool | Literal["root"] = True
     buffer_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:

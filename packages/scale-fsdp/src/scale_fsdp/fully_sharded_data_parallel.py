@@ -151,7 +151,10 @@ def _precision_of(
     buffer_dtype: torch.dtype | None,
     fp32_reduce_scatter: bool | None,
 ) -> UnitPrecision:
-    """The dtypes behind FairScale's arguments; `mixed_precision=True` is fp16 parameters and reduction."""
+    """The dtypes behind FairScale's arguments; `mixed_precision=True` is fp16 parameters and reduction.
+
+    FairScale cast inputs at the root alone; a policy says itself whether its unit casts them.
+    """
     if not isinstance(mixed_precision, bool):
         if compute_dtype is not None or fp32_reduce_scatter is not None:
             raise ValueError(
@@ -162,9 +165,10 @@ def _precision_of(
     if not mixed_precision:
         if fp32_reduce_scatter:
             raise ValueError("fp32_reduce_scatter requires mixed_precision=True: without it gradients keep their dtype")
-        return UnitPrecision(compute_dtype, buffer_dtype=buffer_dtype)
+        return UnitPrecision(compute_dtype, cast_forward_inputs="root", buffer_dtype=buffer_dtype)
     param_dtype = compute_dtype or torch.float16
-    return UnitPrecision(param_dtype, torch.float32 if fp32_reduce_scatter else param_dtype, buffer_dtype=buffer_dtype)
+    reduce_dtype = torch.float32 if fp32_reduce_scatter else param_dtype
+    return UnitPrecision(param_dtype, reduce_dtype, cast_forward_inputs="root", buffer_dtype=buffer_dtype)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -178,7 +182,8 @@ class FullyShardedDataParallel(nn.Module):
             argument.
         process_group: The ranks to shard over: a process group or a DeviceMesh, as `mesh` of `fully_shard`.
         reshard_after_forward: As for `fully_shard`; the unit that is called first stays gathered.
-        mixed_precision: torch's `MixedPrecisionPolicy`; True is fp16 parameters and reduction.
+        mixed_precision: torch's `MixedPrecisionPolicy`; True is fp16 parameters and reduction, and casts inputs where
+            the model is entered alone.
         flatten_parameters: As for `fully_shard`.
         **kwargs: `move_params_to_cpu`, `move_grads_to_cpu`, `compute_dtype`, `fp32_reduce_scatter`,
             `state_dict_device` and `state_dict_on_rank_0_only` as in FairScale, and the arguments of `fully_shard` that

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
-@checked_arguments(own="module reshard_after_forward error_if_nonfinite init communication")
+@checked_arguments(own="module reshard_after_forward dp_mesh_dims error_if_nonfinite init communication")
 @renamed_arguments(
     process_group="mesh=, which takes a DeviceMesh or a process group",
     mixed_precision="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
@@ -65,7 +65,6 @@ M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
     move_grads_to_cpu="offload_policy=CPUOffloadPolicy(), or FullyShardedDataParallel(module, move_grads_to_cpu=...)",
     state_dict_device="full_state_dict(model, device=...) where the state is taken",
     state_dict_on_rank_0_only="full_state_dict(model, rank_0_only=True) where the state is taken",
-    dp_mesh_dims='mesh= with the data parallel dimensions alone, such as mesh=mesh["replicate", "shard"]',
 )
 def fully_shard(
     module: M,
@@ -76,6 +75,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
+    dp_mesh_dims: object = None,
     flatten_parameters: bool = False,
     atom: AtomChoice = "auto",
     buffer_dtype: torch.dtype | None = None,
@@ -103,8 +103,8 @@ def fully_shard(
         >>> model(torch.randn(3, 4)).sum().backward()
         >>> optimizer.step()
 
-    The first arguments are those of `torch.distributed.fsdp.fully_shard`, whose `dp_mesh_dims` is refused; those from
-    `flatten_parameters` on are scale-fsdp's own.
+    The first arguments are those of `torch.distributed.fsdp.fully_shard`; those from `flatten_parameters` on are
+    scale-fsdp's own.
 
     Args:
         module: The module; must not be a unit yet. A list of modules becomes one unit, which is gathered when the first
@@ -117,13 +117,14 @@ def fully_shard(
             to send. None is yes, but for the unit that is called first, whose backward comes first. An integer leaves
             the parameters sharded over that many neighboring ranks, as those of one node, among which the backward
             then gathers.
-        mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`. Where all units have one `param_dtype`, inputs are
-            cast where the model is entered alone.
+        mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`. Each unit casts the floating-point inputs of each of
+            its modules to its `param_dtype`, unless it says `cast_forward_inputs=False`.
         offload_policy: `torch.distributed.fsdp.CPUOffloadPolicy()` keeps the shards, the gradients and so the
             optimizer's state and its step on the host: `torch.optim.Adam` with `fused=True` is quick there.
         ignored_params: Parameters that stay unsharded on each rank; their gradients are not averaged.
         shard_placement_fn: FSDP2's choice of the dimension that a parameter is cut along, `Shard(dim)` or None. It has
             no effect, and warns: the unit's one buffer is cut between rows or elements. No result depends on it.
+        dp_mesh_dims: None alone, FSDP2's default; `mesh` has the dimensions of data parallelism and no others.
         flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
             one local shard per parameter.
         atom: What must not be cut between two ranks: "auto", "element", "row", "parameter", `BlockAtom(k)`, or a
@@ -157,6 +158,11 @@ def fully_shard(
             parameter of its own.
         ContractError: The ranks are about to shard different modules.
     """
+    if dp_mesh_dims is not None:
+        raise TypeError(
+            f"fully_shard: expected dp_mesh_dims to be None, got {dp_mesh_dims!r}; write mesh= with the data parallel "
+            'dimensions alone, such as mesh=mesh["replicate", "shard"]'
+        )
     given: Any = module
     is_list = isinstance(given, list | tuple)
     modules = check_modules(given if is_list else [given], flatten_parameters)

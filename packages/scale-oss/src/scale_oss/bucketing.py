@@ -231,6 +231,11 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iter
                     f"OSS: '{param_name(group, number, index)}' has no shape yet. Run the model once, model(batch), "
                     "and build OSS(...) then"
                 )
+            if param.layout is not torch.strided:
+                raise ValueError(
+                    f"OSS: expected dense parameters, got '{param_name(group, number, index)}' in {param.layout}: give "
+                    "it param.to_dense(), or leave it to an optimizer of its own. Gradients may be sparse"
+                )
             shard = unit_shard_of(param)
             shape = f"{tuple(param.shape)}" if shard is None else f"shard of {shard.shape}"
             yield f"{param_name(group, number, index)} {shape} {param.dtype} trains={param.requires_grad}"

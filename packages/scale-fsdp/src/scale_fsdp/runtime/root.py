@@ -215,7 +215,10 @@ class Root(UnitContext):
         return [unit for unit in self.units if not (self.keeps_after_backward(unit) or unit.backward_unobserved)]
 
     def casts_inputs_of(self, unit: Unit) -> bool:
-        """Whether floating-point inputs take the unit's dtype: at the entry, and at every unit if dtypes vary."""
+        """Whether floating-point inputs take the unit's dtype."""
+        casts = unit.precision.cast_forward_inputs
+        if casts != "root":
+            return casts
         return unit is self.entry_unit or unit is self.outermost or not self._computes_in_one_dtype
 
     def reduces(self, unit: Unit) -> bool:

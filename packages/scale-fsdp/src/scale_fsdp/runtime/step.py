@@ -47,7 +47,7 @@ def pre_forward(
         recomputing = root.in_backward
         root.unshard(unit, "recomputation" if recomputing else "forward")
         dtype = unit.precision.param_dtype
-        if dtype is not None and unit.precision.cast_forward_inputs and root.casts_inputs_of(unit):
+        if dtype is not None and root.casts_inputs_of(unit):
             args, kwargs = cast_floating((args, kwargs), dtype)
         if torch.is_grad_enabled() and not (recomputing and unit.pending_backwards):
             (args, kwargs), _ = after_backward((args, kwargs), functools.partial(post_backward, unit))
