@@ -49,7 +49,7 @@ class OptimizerSteps:
     def add(self, params: Iterable[Tensor]) -> None:
         """Counts a step on these parameters, once for each group of ranks; those that are no shards are left out."""
         shards = [shard for param in params if (shard := shard_of(param)) is not None]
-        for ranks in {shard.axes[0].group.ranks for shard in shards if shard.axes}:
+        for ranks in {axis.group.ranks for shard in shards for axis in shard.axes}:
             self._counts[ranks] = self._counts.get(ranks, 0) + 1
 
 
