@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scale_core.comm.collectives import subgroup_of
 from scale_core.comm.group import group_of
 from scale_core.errors import StepError
 from scale_core.flat.buffer import FlatBuffer, State
@@ -135,6 +136,67 @@ def stepped_after_unshard(by_data: bool, keeps: bool) -> list[bool]:
             equal.append(torch.equal(model(x), plain(x)))
     assert model[1].weight.numel() == (group_of().rank == 0) or keeps
     return equal
+
+
+def stepped_in_hooks(by_data: bool) -> list[bool]:
+    """A kept full parameter is gathered anew after optimizers have stepped in hooks on shards."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, limit_seconds=10.0)
+    fully_shard(model, limit_seconds=10.0)
+    model.set_reshard_after_backward(False)
+    for each in (plain, model):
+        optimizers = {param: SGDOfItsOwn([param], by_data=by_data) for param in each.parameters()}
+
+        def step(param: Tensor, optimizers: dict[Tensor, SGDOfItsOwn] = optimizers) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in each.parameters():
+            param.register_post_accumulate_grad_hook(step)
+    x, equal = torch.ones(2, 4), []
+    for _ in range(3):
+        for each in (plain, model):
+            each(x).square().mean().backward()
+        with torch.no_grad():
+            equal.append(torch.equal(model(x), plain(x)))
+    return equal
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_what_is_kept_is_gathered_anew_after_steps_in_hooks_on_shards(by_data: bool) -> None:
+    assert run_ranks(stepped_in_hooks, 2, by_data) == [[True] * 3] * 2
+
+
+def another_model_stepped(size: int) -> list[float]:
+    """Ranks 0 and 1 train another model beside one of all ranks that is kept unsharded."""
+    torch.manual_seed(0)
+    everyone = group_of()
+    actor = fully_shard(nn.Linear(4, 4, bias=False), limit_seconds=10.0)
+    few = subgroup_of(everyone, range(size))
+    x = torch.ones(2, 4)
+    optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+    found = []
+    for _ in range(2):
+        actor.unshard()
+        if everyone.rank < size:
+            critic = fully_shard(nn.Linear(4, 2), few, limit_seconds=10.0)
+            critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+            critic(x).square().mean().backward()
+            critic_optimizer.step()
+        loss = actor(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_steps_on_a_model_of_some_ranks_leave_one_of_all_ranks_gathered() -> None:
+    first, *others = run_ranks(another_model_stepped, 3, 2)
+    assert first[0] > first[1]
+    assert all(other == first for other in others)
 
 
 def unshard_without_memory(inside: bool) -> str:

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_core import DivergenceError, ShardedGradScaler, check_replicas
 from scale_core.comm.collectives import all_reduce
-from scale_core.comm.group import Group
+from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork
+from scale_core.hooks.autograd import mark_without_autograd_hooks
 from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
@@ -498,3 +499,21 @@ def test_copies_of_a_tied_weight_that_come_apart_are_found() -> None:
     for text in run_ranks(tied_copies_that_come_apart, 2):
         assert "step 2: 1 of 1 tensors" in text
         assert f"'0.weight' [{WORDS}, 8]: each of the ranks 0, 1 has values of its own" in text
+
+
+def hook_on_a_tied_shard() -> str:
+    pipe = DistributedPipe(tied_model(), "1f1b", balance=[2, 3], chunks=2)
+    weight = dict(pipe.named_parameters())["0.weight" if group_of().rank == 0 else "4.weight"]
+    mark_without_autograd_hooks([weight])  # As shards are.
+    weight.register_post_accumulate_grad_hook(lambda param: None)
+    x, target = words(4)
+    try:
+        pipe.step(x, target=target, loss_fn=nn.functional.cross_entropy)
+    except StageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_hook_on_a_shard_of_a_tied_weight_is_refused() -> None:
+    for text in run_ranks(hook_on_a_tied_shard, 2):
+        assert "weight is one parameter with that of another stage, and its shard has a hook" in text

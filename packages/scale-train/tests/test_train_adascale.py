@@ -3,11 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from scale_adascale import AdaScale, suggest_batch_size
 from scale_adascale.gain import Moments, bounded, gain
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
 from scale_train.data import read_text, windows_at
 from scale_train.errors import InputError
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
@@ -207,3 +209,33 @@ def test_what_adascale_keeps_in_parameter_groups_is_no_option_of_the_command_lin
     plain, _ = start(options_for(text, adascale=False))
     options, own = ({key for group in each.optimizer.param_groups for key in group} for each in (training, plain))
     assert options - own == {"adascale", "adascale_run"}
+
+
+def raised_with_a_hook_on_a_shard() -> list[str]:
+    """A hook that scales a reduced gradient, which AdaScale has measured before it."""
+    model = fully_shard(nn.Linear(3, 2))
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(4, 3) + group_of().rank
+
+    def scale(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    found = []
+    handle = model.weight.register_post_accumulate_grad_hook(scale)
+    for _ in range(2):
+        try:
+            model(x).square().mean().backward()
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+        handle.remove()
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_hook_on_a_shard_that_may_change_measured_gradients_is_refused():
+    for refused, without in run_ranks(raised_with_a_hook_on_a_shard, 2):
+        assert "'weight' has a hook of register_post_accumulate_grad_hook()" in refused
+        assert "param.register_hook" not in refused  # Which is refused on shards.
+        assert not without

@@ -162,11 +162,13 @@ class LocalGradNorms:
                     "that was measured. Register it before AdaScale(...) is built, or call optimizer.zero_grad() "
                     "after registering it, so that AdaScale measures what it returns"
                 )
-            if handle is not None and has_post_accumulate_hook(param):
+            is_measured = handle is not None or (param.requires_grad and lacks_autograd_hooks(param))
+            if is_measured and has_post_accumulate_hook(param):
                 raise RuntimeError(
                     f"{title_of(param)} has a hook of register_post_accumulate_grad_hook(), which may change gradients "
-                    "after AdaScale has measured them. Change them by param.register_hook(hook) before AdaScale(...) "
-                    "is built, or between the last backward pass and the step; or call optimizer.unhook()"
+                    "after AdaScale has measured them. Change them "
+                    + ("by param.register_hook(hook) before AdaScale(...) is built, or " if handle is not None else "")
+                    + "between the last backward pass and the step; or call optimizer.unhook()"
                 )
             if handle is None and param.requires_grad and not lacks_autograd_hooks(param):
                 raise RuntimeError(

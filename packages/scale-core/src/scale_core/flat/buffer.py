@@ -204,7 +204,7 @@ class FlatBuffer(FlatReduced):
         if self.is_stale():
             self.part = None
         if self.part is None:
-            self._gathered_version, self._gathered_after = self.version, optimizer_steps.count
+            self._gathered_version, self._gathered_after = self.version, optimizer_steps.of(self.group)
         if self.is_aliased:
             self.state = State.GATHERED
             return
@@ -285,12 +285,12 @@ class FlatBuffer(FlatReduced):
     def is_stale(self, *, by_writes_alone: bool = False) -> bool:
         """Whether an optimizer has stepped, or the shard was written to, since the full buffer was gathered.
 
-        All ranks must find the same, or some would gather it again alone. So each step counts, whether or not it wrote
-        to what is here, unless `by_writes_alone`.
+        All ranks must find the same, or some would gather it again alone. So each step on shards of these ranks counts,
+        whether or not it wrote to what is here, unless `by_writes_alone`.
         """
         if self.state is State.SHARDED and self.part is None:
             return False
-        stepped = optimizer_steps.count != self._gathered_after and self.trains
+        stepped = optimizer_steps.of(self.group) != self._gathered_after and self.trains
         return (stepped and not by_writes_alone) or self.version != self._gathered_version
 
     # The end of what is under way.
@@ -400,7 +400,7 @@ class FlatBuffer(FlatReduced):
         self._unsharded_version = self.unsharded_params[0]._version
         self._init_gradients(self.unsharded_params)
         self.gradient.holds = self.gradient.holds and not self.is_aliased
-        self._gathered_version, self._gathered_after = self.version, optimizer_steps.count
+        self._gathered_version, self._gathered_after = self.version, optimizer_steps.of(self.group)
         self.rename(self.names, self._unit, self._flat_name, self._counted_over)
         self.release()
         if self not in _live:

@@ -230,17 +230,21 @@ def call_grad_published_hooks(params: Sequence[Tensor]) -> None:
             callback(params)
 
 
-def call_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> None:
+def call_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
     """Calls what users have put on local shards by `register_post_accumulate_grad_hook`, which autograd never does.
 
-    Each is called once per pass that reduces, when the shard has its reduced gradient, as in FSDP2.
+    Each is called once per pass that reduces, when the shard has its reduced gradient, as in FSDP2. Returns whether any
+    was called.
     """
+    called = False
     with torch.no_grad():
         for param in params:
             hooks = getattr(param, "_post_accumulate_grad_hooks", None)
             if hooks and param.requires_grad and param.grad is not None:
+                called = True
                 for hook in list(hooks.values()):
                     hook(param)
+    return called
 
 
 def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from scale_core.comm.group import Group
 from scale_core.compat import graph_task_id
 from scale_core.optim.traits import known_bases
 from scale_core.shard import is_divided, shard_of
@@ -31,15 +31,26 @@ _waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # 
 _for_all: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-@dataclass
 class OptimizerSteps:
-    """How many steps optimizers have taken on shards, outside of backward passes; equal on all ranks.
+    """How many steps optimizers have taken on shards, by the ranks that share these; equal on all of them.
 
     Whether a shard was written to is not: an optimizer may leave out what is empty on this rank, and one that writes to
-    `param.data` counts no versions.
+    `param.data` counts no versions. Nor is the number of all steps of a process, which may train other models as well.
+    Steps in backward passes count where they end, if hooks of users may have taken them.
     """
 
-    count: int = 0
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, ...], int] = {}
+
+    def of(self, group: Group) -> int:
+        """The number of steps on shards that these ranks share."""
+        return self._counts.get(group.ranks, 0)
+
+    def add(self, params: Iterable[Tensor]) -> None:
+        """Counts a step on these parameters, once for each group of ranks; those that are no shards are left out."""
+        shards = [shard for param in params if (shard := shard_of(param)) is not None]
+        for ranks in {axis.group.ranks for shard in shards for axis in shard.axes}:
+            self._counts[ranks] = self._counts.get(ranks, 0) + 1
 
 
 optimizer_steps = OptimizerSteps()
@@ -249,7 +260,8 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Counts the step, and a version for fused optimizers, which change parameters without one."""
-    optimizer_steps.count += graph_task_id() == -1
+    if graph_task_id() == -1:
+        optimizer_steps.add(_params(optimizer))
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([param for param in group["params"] if shard_of(param) is not None])

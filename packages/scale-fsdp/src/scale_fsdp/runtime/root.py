@@ -40,6 +40,7 @@ from scale_core.hooks.autograd import (
     in_backward,
     is_consumed_in_backward,
 )
+from scale_core.optim.step_checks import optimizer_steps
 from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
 from scale_fsdp.runtime.recovery import PassStatus, abort_message, abort_on_all_ranks, can_abort, raise_aborted
@@ -376,14 +377,16 @@ class Root(UnitContext):
             buffers = [buffer for unit in self.units if self.reduces(unit) for buffer in unit.buffers]
             params = [param for buffer in buffers for param in buffer.sharded_params if param.grad is not None]
             call_grad_published_hooks([param for param in params if param not in self._published])
-        call_post_accumulate_grad_hooks(
+        reduced = [
             param
             for number, unit in enumerate(self.units)
             for place, buffer in enumerate(unit.buffers)
             if unit in self._reduced or (number, place) in late_buffers
             for index, param in enumerate(buffer.sharded_params)
             if buffer.flatten or ParamKey(number, place, index) not in unused
-        )
+        ]
+        if call_post_accumulate_grad_hooks(reduced):  # They may have stepped, on all that was reduced.
+            optimizer_steps.add(reduced)
 
     def _commit_buffers(self, frozen: Mapping[FlatBuffer, Sequence[int]] = MappingProxyType({})) -> None:
         """Reduced gradients go to the shards' `grad`; others wait on. `frozen` as in `FlatBuffer.commit`."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.collectives import all_reduce, exchange
+from scale_core.hooks.autograd import lacks_autograd_hooks
 from scale_core.shard import Ranges
 from scale_pipe.distributed.gradients.data_parallel import GradientState, ReduceMode, gradient_state
 from scale_pipe.distributed.module_view import StageModuleView, module_fqns, original_fqn
@@ -72,7 +73,7 @@ class SharedParams:
         self.refresh(pipe)
 
     def refresh(self, pipe: StageModuleView) -> None:
-        """Finds this rank's copies as they are now. Raises ValueError if a wrapper hides one, or reduces it itself."""
+        """Finds this rank's copies as they are now. Raises ValueError if a wrapper hides one or a hook is on it."""
         params = dict(pipe.named_parameters(remove_duplicate=False)) if self._places else {}
         found = {}
         for name, (fqn, stage, stages) in self._places.items():
@@ -86,6 +87,12 @@ class SharedParams:
                     "backward, but a wrapper around it hides it, or reduces its gradient in a way of its own. Use "
                     "fully_shard or FullyShardedDataParallel without flatten_parameters, ShardedDataParallel, or "
                     "torch's DistributedDataParallel; or wrap the modules beside it alone"
+                )
+            if lacks_autograd_hooks(param) and getattr(param, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"{fqn} is one parameter with that of another stage, and its shard has a hook of "
+                    "register_post_accumulate_grad_hook(), which is called before the gradients of stages are summed: "
+                    "remove the hook, and use param.grad after step()"
                 )
             found[name] = _Copy(param, state, stage, stages)
         self._copies = found
