@@ -3,7 +3,6 @@
     python benchmarks/experts.py                        # worlds 2 and 4; some minutes of two cores
     python benchmarks/experts.py --turns 9
     python benchmarks/experts.py --simulate             # the simulation alone: 64 and 512 ranks; some minutes as well
-    python benchmarks/experts.py --adascale             # the cost of measuring by AdaScale alone
     python benchmarks/experts.py --smoke                # tiny sizes, one turn: that it runs
     python benchmarks/experts.py --date 2026-11-28      # also writes results/2026-11-28-experts.*
 
@@ -17,8 +16,6 @@ process with all tokens. "sent" is what one rank writes to its sockets in a step
 its own, counted by the kernel; "floor" is 4 * k * dim * itemsize * (W - 1) / W: there and back, in both directions, for
 choices that are evenly spread (of this batch a few more stay at home).
 "imbalance" is the most rows that a rank computes with, over the mean.
-
-By AdaScale: CPU of all ranks for the divided layer while AdaScale measures, over that after `unhook()`, by turn.
 
 Simulated: rank 0 of 64 and 512, the second step, one sequence of 4096 tokens on each rank, blocks recomputed, bf16
 with fp32 shards and AdamW. Mixtral 8x7B in its own sizes, and a model with the sizes of DeepSeek-V3: 256 experts of
@@ -52,14 +49,13 @@ from measure import Spent, spending
 from report import Table, save
 from torch import Tensor, nn
 
-from scale_adascale import AdaScale
 from scale_checkpoint import apply_checkpointing
 from scale_core.comm.group import Group
 from scale_core.shard import full_numel
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import MixedPrecisionPolicy, fully_shard
-from scale_moe import MoE, average_replicated_gradients
+from scale_moe import MoE
 
 GIB = 1 << 30
 
@@ -247,24 +243,6 @@ def on_ranks(sizes: Sizes, turns: int) -> dict[str, Divided]:
     return found
 
 
-def measured_on_ranks(sizes: Sizes, turns: int) -> tuple[list[float], list[float]]:
-    """CPU seconds of a rank by turn: while AdaScale measures, and without."""
-    torch.set_num_threads(1)
-    layer = build(sizes)
-    average_replicated_gradients(layer)
-    optimizer = AdaScale(torch.optim.SGD(layer.parameters(), lr=0.1))
-    x = tokens(sizes).chunk(layer.group.size)[layer.group.rank]
-    measured, plain = [], []
-    for _ in range(turns + 1):
-        measured.append(seconds(layer, x))
-        optimizer.zero_grad()
-        optimizer.unhook()
-        plain.append(seconds(layer, x))
-        optimizer.zero_grad()
-        optimizer.hook()
-    return measured[1:], plain[1:]
-
-
 class Attention(nn.Module):
     """Causal attention; queries, keys and values through fewer features where `latent` says of how many (DeepSeek)."""
 
@@ -443,16 +421,6 @@ def divided(sizes: Sizes, turns: int, worlds: list[int]) -> Part:
     return Table("Divided", heads, rows), figures
 
 
-def measured(sizes: Sizes, turns: int, worlds: list[int]) -> Part:
-    figures = []
-    for world in worlds:
-        with_adascale, without = zip(*run_ranks(measured_on_ranks, world, sizes, turns), strict=True)
-        totals = [[sum(ranks) for ranks in zip(*each, strict=True)] for each in (with_adascale, without)]
-        figures.append({"world": world, "ratio": median(a / b for a, b in zip(*totals, strict=True))})
-    rows = [[str(each["world"]), f"{each['ratio']:.2f}"] for each in figures]
-    return Table("Measured by AdaScale", ["ranks", "CPU over that without"], rows), figures
-
-
 def at_scale(cases: list[tuple[Model, int, int]]) -> Part:
     with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         books = list(pool.map(simulated, *zip(*cases, strict=True)))
@@ -480,17 +448,14 @@ def main() -> int:
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one turn")
     parser.add_argument("--simulate", action="store_true", help="the simulation alone")
-    parser.add_argument("--adascale", action="store_true", help="the cost of measuring by AdaScale alone")
     parser.add_argument("--date", help="write results under this date")
     options = parser.parse_args()
     sizes = Sizes(16, 32, 4, 2, 64) if options.smoke else Sizes()
     tiny = Model("tiny", 2, 16, 2, 1, 8, 4, 8, 2, 32, 64, (8, 8), 16, 1, 32, num_tokens=32)
     cases = [(tiny, 8, 1), (tiny, 8, 4)] if options.smoke else CASES
     parts = []
-    turns, worlds = (1, [2]) if options.smoke else (options.turns, options.worlds)
-    if options.adascale or options.smoke:
-        parts += [measured(sizes, turns, worlds)]
-    if not options.simulate and not options.adascale:
+    if not options.simulate:
+        turns, worlds = (1, [2]) if options.smoke else (options.turns, options.worlds)
         # torch builds DeepSpeed's kernels; a build that was cut off leaves a lock in ~/.cache/torch_extensions, and all
         # later ones wait for it without end.
         with tempfile.TemporaryDirectory() as folder:
@@ -502,7 +467,7 @@ def main() -> int:
     for table in tables:
         print(table.markdown())
     if options.date:
-        name = "experts_at_scale" if options.simulate else "experts_adascale" if options.adascale else "experts"
+        name = "experts_at_scale" if options.simulate else "experts"
         save(name, options.date, __doc__ or "", tables, [figure for _, figures in parts for figure in figures])
     return 0
 

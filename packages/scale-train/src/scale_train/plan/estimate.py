@@ -366,7 +366,7 @@ def _schedule(strategy: Strategy) -> Schedule:
 class _BuiltStage(NamedTuple):
     """The full model, the stage of a rank, and what each stage is given: tokens and targets, then activations."""
 
-    model: nn.Module
+    model: Any  # a GPT where stages are sharded
     stage: nn.Module
     inputs: list[tuple[Tensor, ...]]
 
