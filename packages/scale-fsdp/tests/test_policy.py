@@ -75,6 +75,8 @@ def test_a_pattern_or_class_that_matches_nothing_is_an_error_with_near_names():
     model = Model()
     with pytest.raises(ValueError, match=r"'layer\\\\.\\\\d\+' matches the name of no.*did you mean .*'layers.0'"):
         plan_units(model, name_policy(r"layers\.\d+", r"layer\.\d+"))
+    with pytest.raises(ValueError, match="no module is a Foo or Blok; did you mean 'Block'"):
+        plan_units(model, class_policy("Foo", "Blok"))
     with pytest.raises(ValueError, match="no module is a Blok; did you mean 'Block'"):
         plan_units(model, class_policy("Blok"))
     with pytest.raises(

@@ -389,11 +389,10 @@ def test_a_choice_of_the_dimension_to_cut_changes_nothing_and_one_of_other_ranks
         fully_shard(plain, shard_placement_fn=seen.append, ignored_params={plain.bias})
     assert len(seen) == 1 and seen[0].ndim == 2
     fully_shard(nn.Linear(2, 2), shard_placement_fn=None)
-    for returned in (object(), Shard(1)):  # A ShardPlacementResult has ranks of its own.
-        plain = nn.Linear(2, 2)
-        with pytest.raises(ValueError, match=r"shard_placement_fn: .* 'bias'"):
-            fully_shard(plain, shard_placement_fn=lambda p, returned=returned: returned if p.ndim == 1 else None)
-        assert type(plain) is nn.Linear
+    plain, result = nn.Linear(2, 2), object()  # A ShardPlacementResult has ranks of its own.
+    with pytest.raises(ValueError, match=r"shard_placement_fn: .* 'bias'"):
+        fully_shard(plain, shard_placement_fn=lambda param: result if param.ndim == 1 else None)
+    assert type(plain) is nn.Linear
 
 
 def test_arguments_of_the_wrong_kind_are_refused() -> None:

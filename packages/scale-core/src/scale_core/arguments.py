@@ -63,18 +63,27 @@ def checked_arguments(function: Any = None, *, own: str = "") -> Any:
     return function
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """For an error: the names that are most like a wrong one; where none is, the first of all.
+def did_you_mean(wrong: str | Iterable[str], names: Iterable[str], otherwise: str | None = None) -> str:
+    """For an error: the names that are most like a wrong one, or like one of several.
+
+    Where none is like it, `otherwise`; by default the first eight of all names.
 
     >>> did_you_mean("rows", ["element", "row"])
     "did you mean 'row'?"
     >>> did_you_mean("xyz", ["element", "row"])
     "there are 'element', 'row'"
+    >>> did_you_mean("xyz", [])
+    'there are none'
     """
     every = list(dict.fromkeys(names))
-    near = difflib.get_close_matches(name, every, n=3, cutoff=0.5)
+    given = [wrong] if isinstance(wrong, str) else wrong
+    near = dict.fromkeys(name for each in given for name in difflib.get_close_matches(each, every, n=3, cutoff=0.5))
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
+    if otherwise is not None:
+        return otherwise
+    if not every:
+        return "there are none"
     return f"there are {', '.join(map(repr, every[:8]))}{' ...' if len(every) > 8 else ''}"
 
 

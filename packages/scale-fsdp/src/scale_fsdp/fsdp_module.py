@@ -158,7 +158,9 @@ class FSDPModule(ConversionMethods):
         for each in units:
             if not each.use_count and each.is_stale:
                 each.release()  # An optimizer has stepped since it was gathered.
-        _allocate(unit, [buffer for each in units for buffer in each.buffers if buffer.state is State.SHARDED])
+        _allocate_on_all_ranks(
+            unit, [buffer for each in units for buffer in each.buffers if buffer.state is State.SHARDED]
+        )
         unit.kept_unsharded = True
         for each in units:
             each.gather(copies_shard=async_op)
@@ -385,8 +387,8 @@ for _name, _how in _REFUSED.items():
     setattr(FSDPModule, _name, _refused_method(_name, _how))
 
 
-def _allocate(unit: Unit, buffers: Sequence[FlatBuffer]) -> None:
-    """Takes the memory of an unshard; where a rank has none, all raise before one waits for what it can't send."""
+def _allocate_on_all_ranks(unit: Unit, buffers: Sequence[FlatBuffer]) -> None:
+    """Allocates the buffers of an unshard. If that fails on one rank, all raise before any waits for its shard."""
     if not buffers:
         return
     root = root_of(unit)

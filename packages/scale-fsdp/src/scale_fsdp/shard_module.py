@@ -167,9 +167,9 @@ def fully_shard(
     is_list = isinstance(given, list | tuple)
     modules = check_modules(given if is_list else [given], flatten_parameters)
     check_init(init)
-    left = ignored_params or set()
+    ignored = ignored_params or set()
     if shard_placement_fn is not None:
-        check_shard_placements(modules, shard_placement_fn, left)
+        check_shard_placements(modules, shard_placement_fn, ignored)
     mesh_info = resolve_mesh_info(mesh)
     options = UnitOptions(
         mesh_info,
@@ -183,7 +183,7 @@ def fully_shard(
         check_replicas_every=check_replicas_every,
         communication=communication,
     )
-    shard_modules(modules, options, init, sync=sync_module_states, ignored=left)
+    shard_modules(modules, options, init, sync=sync_module_states, ignored=ignored)
     if shard_placement_fn is not None:
         warnings.warn(
             "shard_placement_fn has no effect here: parameters of a unit stand one after another in one buffer, which "
@@ -225,20 +225,15 @@ def check_shard_placements(
     """
     from torch.distributed.tensor import Shard  # Not needed by any step.
 
-    left = {id(param) for param in ignored}
+    ignored_ids = {id(param) for param in ignored}
     for info in (place for module in modules for place in managed_params(module, "")):
-        placement = None if id(info.param) in left else shard_placement_fn(info.param)
+        placement = None if id(info.param) in ignored_ids else shard_placement_fn(info.param)
         if placement is None:
             continue
         if not isinstance(placement, Shard):
             raise ValueError(
                 f"shard_placement_fn: expected Shard(dim) or None for '{info.name}', got {placement!r}: shard the "
                 "module of a parameter that has ranks of its own by itself, fully_shard(module, mesh=...)"
-            )
-        if not -info.param.ndim <= placement.dim < max(info.param.ndim, 1):
-            raise ValueError(
-                f"shard_placement_fn: {placement!r} for '{info.name}', which has {info.param.ndim} dimensions: return "
-                "None, or Shard of one of them"
             )
 
 

@@ -192,9 +192,14 @@ def check_hidden_dim(what: str, hidden_dim: int, mesh: ExpertMesh) -> None:
         )
 
 
-def gradients_wanted_by_rank(plan: DispatchPlan) -> bool:
-    """Whether gradients are measured by rank, as AdaScale does it: experts get rows by rank then, not by expert."""
-    return plan.group.size > 1 and has_source_grad_hooks() and torch.is_grad_enabled()
+def with_order_of_rows(plan: DispatchPlan) -> tuple[DispatchPlan, Sequence[Sequence[int]] | None]:
+    """Returns the plan to dispatch with, and the `received_counts` for `compute_experts`.
+
+    Where gradients are measured by rank, as AdaScale does it, rows stand by rank; otherwise by expert, with None.
+    """
+    if plan.group.size > 1 and has_source_grad_hooks() and torch.is_grad_enabled():
+        return plan.by_rank(), plan.received_counts
+    return plan, None
 
 
 def compute_experts(
@@ -219,14 +224,10 @@ def compute_experts(
 
     if received_counts is None:
         return compute(rows, counts, param)
-    sizes = [sum(received) for received in received_counts]
-    parts = rows.split(sizes)
-    return torch.cat(
-        [
-            compute(parts[rank], received_counts[rank], partial(param, rank=rank))
-            for rank in [rank for rank, size in enumerate(sizes) if size] or [0]
-        ]
-    )
+    parts = rows.split([sum(received) for received in received_counts])
+    # Where no rank has sent rows, the parameters still have to be in the graph: rank 0 stands for all.
+    sources = [source for source, part in enumerate(parts) if len(part)] or [0]
+    return torch.cat([compute(parts[each], received_counts[each], partial(param, rank=each)) for each in sources])
 
 
 def divide_gradient(param: Any, num_ranks: int) -> Tensor:

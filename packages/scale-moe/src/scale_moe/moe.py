@@ -19,7 +19,7 @@ from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.hooks.autograd import in_backward
-from scale_moe.experts import Activation, Experts, gradients_wanted_by_rank
+from scale_moe.experts import Activation, Experts, with_order_of_rows
 from scale_moe.mappings import copy_to_expert_tensor_parallel_region, reduce_from_expert_tensor_parallel_region
 from scale_moe.mesh_info import ExpertMeshLike, resolve_expert_mesh
 from scale_moe.routing import (
@@ -344,11 +344,8 @@ def _through_experts(experts: Experts, tokens: Tensor, routing: Routing, name: s
     checks: Any = {"router": router, "tensor_parallel_group": tensor}
     plan = plan_dispatch(tokens, routing.expert_index, routing.weight, *where, **checks)
     tokens, weight = (copy_to_expert_tensor_parallel_region(each, tensor, name) for each in (tokens, routing.weight))
-    if gradients_wanted_by_rank(plan):
-        plan = plan.by_rank()
-        rows: Tensor = experts(dispatch(tokens, plan), plan.counts, plan.received_counts)
-    else:
-        rows = experts(dispatch(tokens, plan), plan.counts)
+    plan, received_counts = with_order_of_rows(plan)
+    rows: Tensor = experts(dispatch(tokens, plan), plan.counts, received_counts)
     return reduce_from_expert_tensor_parallel_region(combine(rows, weight, plan), tensor, name)
 
 

@@ -31,7 +31,7 @@ from scale_moe.experts import (
     ParamByName,
     check_hidden_dim,
     compute_experts,
-    gradients_wanted_by_rank,
+    with_order_of_rows,
 )
 from scale_moe.mappings import copy_to_expert_tensor_parallel_region, reduce_from_expert_tensor_parallel_region
 from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
@@ -104,11 +104,9 @@ class ParallelExperts(ShardedModule):
         tokens, weights = (
             copy_to_expert_tensor_parallel_region(each, tensor, name) for each in (hidden_states, top_k_weights)
         )
-        is_by_rank = gradients_wanted_by_rank(plan)
-        plan = plan.by_rank() if is_by_rank else plan
-        rows, received = dispatch(tokens, plan), plan.received_counts if is_by_rank else None
-        compute = partial(self._compute, weights.dtype)
-        output = compute_experts(self, compute, rows, plan.counts, self.mesh.expert.size, received)
+        plan, received_counts = with_order_of_rows(plan)
+        rows, compute = dispatch(tokens, plan), partial(self._compute, weights.dtype)
+        output = compute_experts(self, compute, rows, plan.counts, self.mesh.expert.size, received_counts)
         return reduce_from_expert_tensor_parallel_region(combine(output, weights, plan), tensor, name)
 
     def _compute(self, dtype: torch.dtype, rows: Tensor, counts: Sequence[int], param: ParamByName) -> Tensor:

@@ -119,13 +119,16 @@ class LocalGradNorms:
         if len(before) != len(self._params):
             self.squared_norms, self._of_pass = {}, {}
         for index, param in enumerate(self._params):
-            is_new = id(param) not in self._indices
+            # A hook that averages and was registered after this one runs after it, and does not change what it sees.
+            # So the source is read where the parameter is new, or its hook is put last.
+            reads_source = id(param) not in self._indices
             self._indices[id(param)] = index
             if index in self._handles and has_later_hook(param, self._handles[index]):
                 self._handles.pop(index).remove()
             if param.requires_grad and index not in self._handles and not lacks_autograd_hooks(param):
-                self._handles[index], is_new = param.register_hook(weak_hook(self._on_grad, index)), True
-            if is_new and source_group(param) is not None:  # What averages it from now on is behind the hook.
+                self._handles[index] = param.register_hook(weak_hook(self._on_grad, index))
+                reads_source = True
+            if reads_source and source_group(param) is not None:
                 self._by_source.add(index)
         if self._by_source and self._source_handle is None:
             self._source_handle = register_source_grad_hook(weak_hook(self._on_source_grad))
@@ -213,8 +216,10 @@ class LocalGradNorms:
     def _on_source_grad(self, param: Tensor, grad: Tensor, source: int) -> None:
         """Called with the gradient of one rank's samples, ahead of that of all of them."""
         index = self._indices.get(id(sharded_param_of(param)))
-        sample = None if index is None or index not in self._by_source else self._begin_gradient(index)
-        if index is None or sample is None:
+        if index is None or index not in self._by_source:
+            return
+        sample = self._begin_gradient(index)
+        if sample is None:
             return
         if (sample, index, source) in self._sources:
             raise RuntimeError(
@@ -268,11 +273,10 @@ class LocalGradNorms:
 
     def _count(self, index: int, grad: Tensor) -> None:
         """Adds the square of a gradient of the pass that runs now."""
-        if self.step is not None:
-            self._check_samples()  # So the step fails on all ranks of the pipeline.
         if self.step is None:
             self._accumulator_on(grad.device).set(index, grad)
         else:
+            self._check_samples()  # So the step fails on all ranks of the pipeline.
             self._accumulator_on(grad.device).add(index, grad)
 
     def _accumulator_on(self, device: torch.device) -> NormAccumulator:

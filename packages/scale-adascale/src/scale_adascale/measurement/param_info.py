@@ -8,13 +8,15 @@ is right if what several ranks have alike is divided by their number.
     DDP over D ranks                1               1 / D              the average is on every rank
     FSDP over D ranks               1               1                  each has another piece of it
     FSDP over F, replicas of D/F    1               F / D
-    experts, divided over E ranks   1, of each of   E / D              others of these E have other experts
-    the same, FSDP over the D/E     the E sources   1
+    experts, divided over E ranks   1 per source    E / D              each of these E ranks has other experts
+    the same, FSDP over the D/E     1 per source    1
     tensor parallel, split over T   1               as above           each has other elements of both
     tensor parallel, replicated     1 / T           as above, / T
     the same, without `Shard`       1 / T           as above, / T      where other parameters are split over T ranks
     a copy of what others have      0               0                  `Shard.counted` is False
     a stage of a pipeline           1               as above           no other stage has it
+
+The sources of an expert are the E ranks with whose tokens it computes: the gradient of each is measured by itself.
 """
 
 from __future__ import annotations

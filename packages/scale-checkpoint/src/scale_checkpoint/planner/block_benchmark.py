@@ -73,7 +73,7 @@ def benchmark_blocks(
                 memory[name] = measure_memory(block, call, step.device)
         kind = repr(block_signature(block)), *memory.values()
         runs = {name: partial(_seconds, block, call, step, how) for name, how in strategies.items()}
-        seconds = least_seconds(runs, repeats if step.largest(kind not in timed) else 1)
+        seconds = least_seconds(runs, repeats if step.any_(kind not in timed) else 1)
         timed.add(kind)
         fetched = prefetched_bytes(memory[KEEP].saved_bytes, step.device)
         return {

@@ -147,8 +147,9 @@ def plan_memory(
             no gradient.
     """
     if profile is None:
-        measured: Any = {"loss": loss, "strategies": strategies, "blocks": blocks, "process_group": process_group}
-        profile = profile_memory(model, sample_input, **measured)
+        profile = profile_memory(
+            model, sample_input, loss=loss, strategies=strategies, blocks=blocks, process_group=process_group
+        )
     else:
         check_same_blocks(model, profile.blocks, profile.excluded)
     return best_plan(profile, budget_bytes, other_bytes=other_bytes)

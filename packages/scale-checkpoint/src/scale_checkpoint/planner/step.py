@@ -52,6 +52,10 @@ class Step:
         self.run()
         return self.largest(time_now(self.device) - start)
 
+    def any_(self, flag: bool) -> bool:
+        """Whether it is true on any of the ranks."""
+        return bool(largest_over_ranks(flag, self.group))
+
     def largest(self, value: float) -> float:
         """Returns the largest of all ranks: what decides how often something runs has to be the same on these."""
         return float(largest_over_ranks(value, self.group))

@@ -302,10 +302,15 @@ class Contract:
         return not self.is_single_rank and self.history.is_open and self.history.num_completed < _CHECKED_PASSES
 
     def abort(self, reason: str) -> str:
-        """Reports a failure of this rank at the next comparison, that of the other ranks; all then abort the step.
+        """Reports an error of this rank to the others when they next compare events, so that all ranks abort the step.
 
-        The transfers of the last event must have been started: the other ranks wait for them before they compare.
-        Returns the message of the StepError that they raise; `reason` is this rank's error, not "".
+        The transfers of this rank's last event must have been started: the others wait for them before they compare.
+
+        Args:
+            reason: The error as text, not empty.
+
+        Returns:
+            The message of the StepError that the other ranks raise.
         """
         try:
             self._exchange_fingerprints("a failure", _FAILED, reason=reason)

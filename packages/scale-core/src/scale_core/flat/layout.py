@@ -234,9 +234,10 @@ def _asked(
         raise ValueError(f"dimensions are 0 or longer, but {name!r} has the shape {shape}")
     wish: Any = atom(name, shape) if callable(atom) else atom
     if not isinstance(wish, BlockAtom) and wish not in ATOM_NAMES:
+        hint = did_you_mean(str(wish), ATOM_NAMES, "")
         raise (ValueError if isinstance(wish, str) else TypeError)(
-            f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or BlockAtom(k), but {name!r} got {wish!r}; "
-            f"{did_you_mean(str(wish), ATOM_NAMES)}"
+            f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or BlockAtom(k), but {name!r} got {wish!r}"
+            f"{hint and f'; {hint}'}"
         )
     return LayoutEntry(name, shape, 1, "element", 0), wish
 

@@ -60,9 +60,9 @@ class BlockFormat:
     def __post_init__(self) -> None:
         names = get_args(FormatName)
         if self.dtype not in names:
+            hint = did_you_mean(str(self.dtype), names, "")
             raise ValueError(
-                f"expected a format of {', '.join(map(repr, names))}, got {self.dtype!r}; "
-                f"{did_you_mean(str(self.dtype), names)}"
+                f"expected a format of {', '.join(map(repr, names))}, got {self.dtype!r}{hint and f'; {hint}'}"
             )
         size: object = self.block_size
         if not isinstance(size, int) or size < 2 or size % 2:

@@ -123,7 +123,7 @@ class _ClassPolicy(Policy):
         if not any(self._matches(module) for module in root.modules()):
             present = sorted({type(module).__name__ for module in root.modules()})
             wanted = [wanted if isinstance(wanted, str) else wanted.__name__ for wanted in self.classes]
-            raise ValueError(f"class_policy: no module is a {' or '.join(wanted)}; {did_you_mean(wanted[0], present)}")
+            raise ValueError(f"class_policy: no module is a {' or '.join(wanted)}; {did_you_mean(wanted, present)}")
 
     def _matches(self, module: nn.Module) -> bool:
         names = {cls.__name__ for cls in type(module).__mro__}

@@ -157,7 +157,8 @@ def _check_hold(
     given: dict[str, tuple[int, ...]] = {}
     for name, numbers in hold.items():
         if name not in positions or not name:
-            raise ValueError(f"hold names {name!r}, which the model does not have; {did_you_mean(name, positions)}")
+            hint = did_you_mean(name, filter(None, positions))  # "" is the model itself.
+            raise ValueError(f"hold names {name!r}, which the model does not have; {hint}")
         many = list(numbers) if isinstance(numbers, Iterable) else [numbers]
         if not all(isinstance(number, int) for number in many):
             raise TypeError(f"hold[{name!r}] is the number of a stage, or a list of them, but is {numbers!r}")

@@ -13,7 +13,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -363,10 +363,16 @@ def _schedule(strategy: Strategy) -> Schedule:
     return get_schedule("1f1b", strategy.model_ranks, strategy.chunks, None)
 
 
-def _stage(
-    planned: PlannedModel, strategy: Strategy, axes: MeshAxes, rank: int, shape: tuple[int, int]
-) -> tuple[Any, nn.Module, list[Any]]:
-    """The model, the stage of a rank, and what each stage is given: tokens of the shape, then activations."""
+class _BuiltStage(NamedTuple):
+    """The full model, the stage of a rank, and what each stage is given: tokens and targets, then activations."""
+
+    model: Any  # a GPT where stages are sharded
+    stage: nn.Module
+    inputs: list[tuple[Tensor, ...]]
+
+
+def _stage(planned: PlannedModel, strategy: Strategy, axes: MeshAxes, rank: int, shape: tuple[int, int]) -> _BuiltStage:
+    """Builds and cuts the model; tokens have the shape `shape`."""
     model, _ = _build(planned, axes)
     cuts = planned.cuts(model, strategy.model_ranks)
     if cuts is None:
@@ -376,11 +382,11 @@ def _stage(
         parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
     stages = split(model, cuts)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    passed: list[Any] = [(tokens, tokens)]
+    passed: list[tuple[Tensor, ...]] = [(tokens, tokens)]
     with torch.no_grad():
         for stage in stages[:-1]:
             passed.append((stage(*passed[-1]),))
-    return model, stages[rank], passed
+    return _BuiltStage(model, stages[rank], passed)
 
 
 def _stage_input(tensor: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class PlanOptions:
     top_k: int = 2
     """How many experts a token goes to."""
     expert_parallel: int = 1
-    """Ranks that divide the experts of a block: fsdp is planned so as well, beside experts that each rank gathers."""
+    """Ranks that divide the experts of a block: fsdp, tensor-parallel, context-parallel and pipe are planned with
+    these as well, beside experts that are not divided."""
     config: Path | None = None
     """In place of --size: config.json of a model of transformers, or its folder."""
     factory: str | None = None

@@ -52,7 +52,8 @@ class ExpertBalance:
     def stats(self, group: Group) -> dict[str, float]:
         """Returns the fields of a `StepRecord` on experts, over all ranks, and begins anew; all ranks call it.
 
-        Ranks with the same tokens, which divide layers, count these once each: in parts of all that is the same.
+        Ranks that divide layers have the same tokens, and each of them counts these. All tokens are counted equally
+        often, and the fields are ratios of counts.
         """
         if self._counts is None:
             return {}

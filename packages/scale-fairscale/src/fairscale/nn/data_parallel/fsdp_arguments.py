@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from fairscale._warnings import warn_argument
-from fairscale.nn.data_parallel.training_state import ProcessGroupName
 
 # Arguments that tuned FairScale's own machinery: their default there, and what holds here.
 _WITHOUT_EFFECT = {
@@ -25,6 +25,13 @@ _WITHOUT_EFFECT = {
         "gradients are summed and then divided, in fp32 with fp32_reduce_scatter=True or on gloo",
     ),
 }
+
+
+class ProcessGroupName(enum.StrEnum):
+    """Names of groups, which FairScale's users pass in the place of a second group."""
+
+    default = "default"
+    reduce_scatter = "reduce_scatter"
 
 
 @dataclass(frozen=True)

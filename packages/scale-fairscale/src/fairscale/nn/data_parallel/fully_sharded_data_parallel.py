@@ -13,14 +13,13 @@ from torch import Tensor, nn
 import scale_fsdp
 from fairscale._warnings import warn_argument, warn_once
 from fairscale.nn.data_parallel.consolidate_shard_weights import consolidate_shard_weights
-from fairscale.nn.data_parallel.fsdp_arguments import WrapperArguments
+from fairscale.nn.data_parallel.fsdp_arguments import ProcessGroupName, WrapperArguments
 from fairscale.nn.data_parallel.fsdp_attributes import WrapperAttributes
 from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number, shard_by_number
 from fairscale.nn.data_parallel.initial_weights import InitialWeights, compare_weights, digests_of_params
 from fairscale.nn.data_parallel.param_metadata import param_metadata
 from fairscale.nn.data_parallel.training_state import (
     NotTheRootError,
-    ProcessGroupName,
     TrainingState,
     TrainingStateError,
 )

@@ -15,13 +15,6 @@ class TrainingState(enum.Enum):
     SUMMON_FULL_PARAMS = enum.auto()
 
 
-class ProcessGroupName(enum.StrEnum):
-    """Names of groups, which FairScale's users pass in the place of a second group."""
-
-    default = "default"
-    reduce_scatter = "reduce_scatter"
-
-
 class TrainingStateError(ValueError, RuntimeError):
     """A method was called amid a pass; a ValueError as in FairScale, and a RuntimeError as in scale-fsdp."""
 
