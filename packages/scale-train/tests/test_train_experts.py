@@ -165,8 +165,9 @@ def test_a_memory_budget_is_measured_by_all_ranks_of_experts_together(text: Path
     assert first == second and any(first)
 
 
-def test_a_smaller_micro_batch_of_a_pipeline_counts_less_in_the_load_balancing_loss(text: Path) -> None:
-    training = build_state(options_for(text, "pipe", chunks=3), read_text(text_of := (text,)), Group())
+@pytest.mark.parametrize("how", [{}, {"schedule": "interleaved_1f1b", "stages": 2}], ids=["one stage", "two stages"])
+def test_a_smaller_micro_batch_of_a_pipeline_counts_less_in_the_load_balancing_loss(text: Path, how: Any) -> None:
+    training = build_state(options_for(text, "pipe", chunks=3, **how), read_text(text_of := (text,)), Group())
     plain = GPT(model_config(training.options))
     plain.load_state_dict({name: value.clone() for name, value in training.engine.raw_model.pipe.state_dict().items()})
     starts = replace(training.sampler).starts(8)

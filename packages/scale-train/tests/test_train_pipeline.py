@@ -237,6 +237,22 @@ def test_a_weight_of_two_stages_on_one_rank_is_not_sharded(text):
     check_options(folded, 2)  # One pipeline: there is nothing to shard among.
 
 
+def test_pipelines_that_solve_alone_do_not_communicate_in_each_micro_batch(text):
+    """Each would run another schedule after two steps, and wait for the others for ever."""
+    two = options_for(text, stages=2, schedule="solve")
+    check_options(two, 4)  # The gradients of two replicas are averaged once, after the last micro-batch.
+    experts = replace(two, model=replace(two.model, experts=4))
+    check_options(experts, 2)
+    for options, flag, instead in (
+        (experts, "--experts 4", "as many --ranks as one pipeline has"),
+        (options_for(text, stages=2, schedule="solve", data_parallel="fsdp"), "--data-parallel fsdp", "--data-para"),
+        (options_for(text, schedule="solve", tensor_parallel=2), "--tensor-parallel 2", "--tensor-parallel 1"),
+    ):
+        usual = "zb_h1" if options.parallel.stages else "zb_v"
+        with pytest.raises(InputError, match=f"--schedule solve: .*{flag} .*take --schedule {usual}, or {instead}"):
+            check_options(options, 4)
+
+
 def test_any_batch_will_do_and_what_has_no_effect_is_said(text):
     options = options_for(text)
     check_options(replace(options, data=replace(options.data, batch=7)), 2)

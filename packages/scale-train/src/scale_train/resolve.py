@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from scale_pipe.schedules.registry import get_schedule
+from scale_pipe.schedules.registry import SOLVE, get_schedule
 from scale_train.configuration.checks import option_problems
 from scale_train.configuration.derived import budget_bytes, bytes_of, gpt_config, model_shape
 from scale_train.errors import InputError
@@ -207,6 +207,7 @@ def _pipeline_problems(options: Options, num_ranks: int) -> Iterator[str]:
             f"{layers} blocks; take fewer --ranks, or --layers {shape.stages}"
         )
     yield from _shared_weight_problems(options, shape)
+    yield from _solve_problems(options, shape)
     if shape.replicas % parallel.expert_parallel:
         yield (
             f"--expert-parallel {parallel.expert_parallel}: ranks with the same stage divide its experts, and there "
@@ -231,6 +232,26 @@ def _shared_weight_problems(options: Options, shape: PipelineShape) -> Iterator[
             f"--data-parallel fsdp with --schedule {parallel.schedule}: the first and the last stage share the "
             "embedding's weight and are on one rank, where it would be reduced twice; take --data-parallel ddp, or "
             "--schedule 1f1b"
+        )
+
+
+def _solve_problems(options: Options, shape: PipelineShape) -> Iterator[str]:
+    """Each pipeline solves its own schedule; ranks that communicate in each micro-batch would wait for each other."""
+    parallel = options.parallel
+    if parallel.schedule != SOLVE:
+        return
+    reasons = []
+    if parallel.tensor_parallel > 1:
+        reasons.append((f"--tensor-parallel {parallel.tensor_parallel}", "--tensor-parallel 1"))
+    if shape.replicas > 1 and options.model.experts:
+        reasons.append((f"--experts {options.model.experts}", "as many --ranks as one pipeline has"))
+    if shape.replicas > 1 and parallel.data_parallel == "fsdp":
+        reasons.append(("--data-parallel fsdp", "--data-parallel ddp"))
+    usual = {1: "zb_h1", 2: "zb_v"}.get(shape.stages_per_rank, "interleaved_1f1b")
+    for flag, instead in reasons:
+        yield (
+            f"--schedule solve: each pipeline finds its own order of micro-batches, and {flag} needs the same order in "
+            f"several; take --schedule {usual}, or {instead}"
         )
 
 

@@ -420,7 +420,9 @@ class Engine:
         """The layers of experts that this rank has, by the number of their block."""
         stages = [self.raw_model] if self.pipeline is None else list(self.pipeline.pipe.stages.values())
         named = [each for stage in stages for each in stage.named_modules() if isinstance(each[1], MoE)]
-        return {int(name.removesuffix(".moe").rpartition(".")[2]): layer for name, layer in named}
+        # A stage has placeholders, without parameters, for the layers of other stages.
+        own = [(name, layer) for name, layer in named if next(layer.parameters(), None) is not None]
+        return {int(name.removesuffix(".moe").rpartition(".")[2]): layer for name, layer in own}
 
     @property
     def pipeline(self) -> PipelineEngine | None:
