@@ -165,6 +165,18 @@ def test_a_memory_budget_is_measured_by_all_ranks_of_experts_together(text: Path
     assert first == second and any(first)
 
 
+def planned_unevenly(text: Path) -> int:
+    options = options_for(text, "sharded-ddp", 2, layers=2, checkpoint_activations="budget:1GB")
+    options = replace(options, model=replace(options.model, experts=5))
+    layers = build_state(options, read_text((text,)), group_of()).engine.expert_layers()
+    return sum(param.numel() for layer in layers.values() for param in layer.experts.parameters())
+
+
+def test_a_memory_budget_is_planned_for_experts_that_do_not_divide_evenly(text: Path) -> None:
+    first, second = run_ranks(planned_unevenly, 2, text)
+    assert first * 2 == second * 3
+
+
 @pytest.mark.parametrize("how", [{}, {"schedule": "interleaved_1f1b", "stages": 2}], ids=["one stage", "two stages"])
 def test_a_smaller_micro_batch_of_a_pipeline_counts_less_in_the_load_balancing_loss(text: Path, how: Any) -> None:
     training = build_state(options_for(text, "pipe", chunks=3, **how), read_text(text_of := (text,)), Group())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def profile_memory(
             that are alike, in shapes and in memory, the first alone is timed so often.
         process_group: The ranks whose models exchange data in their passes, as experts that ranks divide do: all of
             them call it together, each with a batch of its own, and get one profile, of the largest bytes and seconds
-            of any. By default this rank alone; None is the default group.
+            of any, with the shapes of their own blocks. By default this rank alone; None is the default group.
 
     Raises:
         ValueError: `repeats` is less than 1, no blocks are found, a name is none of the model's, or the step has no
@@ -148,7 +148,10 @@ def profile_memory(
     segments, tensors = assemble(trace, measured, step.bytes_before(), seconds)
     signatures = {name: block_signature(block) for name, block in found.items()}
     own = MemoryProfile(segments, tensors, signatures, resolved, step.device.type, excluded_modules(model, found))
-    return own if step.group.size == 1 else MemoryProfile.from_json(largest_over_ranks(asdict(own), step.group))
+    if step.group.size == 1:
+        return own
+    largest = MemoryProfile.from_json(largest_over_ranks(asdict(replace(own, blocks={})), step.group))
+    return replace(largest, blocks=signatures)  # Experts that do not divide evenly have other shapes on other ranks.
 
 
 def _trace_recomputed_step(step: Step, blocks: Mapping[str, nn.Module]) -> StepTrace:

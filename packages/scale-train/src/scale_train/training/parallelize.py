@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -394,10 +394,12 @@ def plan_blocks(model: GPT, options: Options, axes: MeshAxes, group: Group) -> N
                 f"no plan fits: a step, with Adam's state, takes at least {error.minimum_bytes} bytes; write "
                 f"--checkpoint-activations budget:{error.minimum_bytes}B, or take a smaller --batch or --sequence"
             )
+    own = plan
     plan, problem = CollectiveCall(group, "planning memory", InputError).rank0(lambda: (plan, problem))
     if plan is None:
         raise InputError(f"--checkpoint-activations {options.parallel.checkpoint_activations}: {problem}")
-    apply_plan(model, plan)
+    # Experts that do not divide evenly have other shapes on other ranks; what is done with each block is the same.
+    apply_plan(model, plan if own is None else replace(plan, profile=own.profile))
 
 
 @dataclass(frozen=True)
