@@ -219,7 +219,8 @@ def all_ways(text: Path, found: dict[str, Found], ranks: int, folder: Path) -> N
     if ranks > 1:
         two = {"stages": 2, "expert_parallel": ranks // 2}
         pipelines = [{**two, "data_parallel": kind} for kind in ("ddp", "fsdp")]
-        pipelines += [{"schedule": name} for name in ("zb_h1", "solve")]
+        schedules = ("zb_h1", "solve") if ranks == 2 else ("zb_h1",)  # that has two stages on a rank, of four blocks
+        pipelines += [{"schedule": name} for name in schedules]
         pipelines += [{"tensor_parallel": 2, "checkpoint_activations": "selective"}]
     for number, more in enumerate(pipelines):
         options = options_for(text, "pipe", layers=4, chunks=2, **more)
