@@ -204,7 +204,7 @@ class FlatBuffer(FlatReduced):
         if self.is_stale():
             self.part = None
         if self.part is None:
-            self._gathered_version, self._gathered_after = self.version, optimizer_steps.of(self.group)
+            self._gathered_version, self._gathered_after = self.version, optimizer_steps[self.group.ranks]
         if self.is_aliased:
             self.state = State.GATHERED
             return
@@ -290,7 +290,7 @@ class FlatBuffer(FlatReduced):
         """
         if self.state is State.SHARDED and self.part is None:
             return False
-        stepped = optimizer_steps.of(self.group) != self._gathered_after and self.trains
+        stepped = optimizer_steps[self.group.ranks] != self._gathered_after and self.trains
         return (stepped and not by_writes_alone) or self.version != self._gathered_version
 
     # The end of what is under way.
@@ -400,7 +400,7 @@ class FlatBuffer(FlatReduced):
         self._unsharded_version = self.unsharded_params[0]._version
         self._init_gradients(self.unsharded_params)
         self.gradient.holds = self.gradient.holds and not self.is_aliased
-        self._gathered_version, self._gathered_after = self.version, optimizer_steps.of(self.group)
+        self._gathered_version, self._gathered_after = self.version, optimizer_steps[self.group.ranks]
         self.rename(self.names, self._unit, self._flat_name, self._counted_over)
         self.release()
         if self not in _live:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -19,7 +20,6 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from scale_core.comm.group import Group
 from scale_core.compat import graph_task_id
 from scale_core.optim.traits import known_bases
 from scale_core.shard import is_divided, shard_of
@@ -31,29 +31,13 @@ _waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # 
 _for_all: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-class OptimizerSteps:
-    """How many steps optimizers have taken on shards, by the ranks that share these; equal on all of them.
+optimizer_steps: Counter[tuple[int, ...]] = Counter()
+"""How many steps optimizers have taken on shards, by the ranks that share these; equal on all of them.
 
-    Whether a shard was written to is not: an optimizer may leave out what is empty on this rank, and one that writes to
-    `param.data` counts no versions. Nor is the number of all steps of a process, which may train other models as well.
-    Steps in backward passes count where they end, if hooks of users may have taken them.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[int, ...], int] = {}
-
-    def of(self, group: Group) -> int:
-        """The number of steps on shards that these ranks share."""
-        return self._counts.get(group.ranks, 0)
-
-    def add(self, params: Iterable[Tensor]) -> None:
-        """Counts a step on these parameters, once for each group of ranks; those that are no shards are left out."""
-        shards = [shard for param in params if (shard := shard_of(param)) is not None]
-        for ranks in {axis.group.ranks for shard in shards for axis in shard.axes}:
-            self._counts[ranks] = self._counts.get(ranks, 0) + 1
-
-
-optimizer_steps = OptimizerSteps()
+Whether a shard was written to is not: an optimizer may leave out what is empty on this rank, and one that writes to
+`param.data` counts no versions. Nor is the number of all steps of a process, which may train other models as well.
+Steps in backward passes count where they end, if hooks of users may have taken them.
+"""
 # Checked optimizers: the owners of the shards that they step on, by the number of parameters and the first one of each
 # group (one that steps on a part of its groups at a time has several).
 _checked: weakref.WeakKeyDictionary[
@@ -136,11 +120,7 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    groups = tuple([(len(group["params"]), id(next(iter(group["params"]), None))) for group in optimizer.param_groups])
-    owners = _checked.get(optimizer, {}).get(groups)
-    if owners is None:
-        owners = _check(optimizer)
-        _checked.setdefault(optimizer, {})[groups] = owners
+    owners = _owners_of(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure) or not owners:
         _refuse_unreduced(optimizer, owners)
@@ -155,6 +135,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure_and_check}
     return (args[0], closure_and_check, *args[2:]), kwargs
+
+
+def _owners_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Any]]:
+    """Returns the owners of the shards that an optimizer steps on, which is checked first, unless it has been."""
+    groups = tuple([(len(group["params"]), id(next(iter(group["params"]), None))) for group in optimizer.param_groups])
+    owners = _checked.get(optimizer, {}).get(groups)
+    if owners is None:
+        owners = _check(optimizer)
+        _checked.setdefault(optimizer, {})[groups] = owners
+    return owners
 
 
 def _refuse_unreduced(optimizer: torch.optim.Optimizer, owners: list[weakref.ref[Any]]) -> None:
@@ -261,7 +251,8 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Counts the step, and a version for fused optimizers, which change parameters without one."""
     if graph_task_id() == -1:
-        optimizer_steps.add(_params(optimizer))
+        owners = [owner for held in _owners_of(optimizer) if (owner := held()) is not None]
+        optimizer_steps.update({owner.group.ranks for owner in owners})
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([param for param in group["params"] if shard_of(param) is not None])

@@ -386,7 +386,7 @@ class Root(UnitContext):
             if buffer.flatten or ParamKey(number, place, index) not in unused
         ]
         if call_post_accumulate_grad_hooks(reduced):  # They may have stepped, on all that was reduced.
-            optimizer_steps.add(reduced)
+            optimizer_steps.update({buffer.group.ranks for unit in self.units for buffer in unit.buffers})
 
     def _commit_buffers(self, frozen: Mapping[FlatBuffer, Sequence[int]] = MappingProxyType({})) -> None:
         """Reduced gradients go to the shards' `grad`; others wait on. `frozen` as in `FlatBuffer.commit`."""
