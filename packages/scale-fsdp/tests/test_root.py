@@ -25,9 +25,9 @@ def follow_gathers(reshard: bool) -> list[list[str]]:
     events: list[str] = []
     start = FlatBuffer.gather
 
-    def note_gather(buffer: FlatBuffer, tag: int = 0) -> None:
+    def note_gather(buffer: FlatBuffer, tag: int = 0, **options: bool) -> None:
         was = buffer.state
-        start(buffer, tag)
+        start(buffer, tag, **options)
         if buffer.state is not was:
             events.append(f"gather {names[id(buffer)]}")
 

@@ -67,9 +67,11 @@ def count_gathers(model: nn.Module) -> dict[str, int]:
         for buffer in unit.buffers:
             plain = buffer.gather
 
-            def gather(tag: Any, plain: Any = plain, buffer: Any = buffer, name: str = unit.name) -> None:
+            def gather(
+                tag: Any, plain: Any = plain, buffer: Any = buffer, name: str = unit.name, **options: Any
+            ) -> None:
                 before = buffer.state
-                plain(tag)
+                plain(tag, **options)
                 counts[name] = counts.get(name, 0) + (buffer.state is not before)
 
             buffer.gather = gather
