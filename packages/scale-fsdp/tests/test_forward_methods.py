@@ -89,10 +89,10 @@ def gathers_of_a_generation() -> list[int]:
         unit, count = unit_of(model), 0
         gather = unit.buffers[0].gather
 
-        def counted(*args, gather=gather) -> None:
+        def counted(*args, gather=gather, **options) -> None:
             nonlocal count
             count += 1
-            gather(*args)
+            gather(*args, **options)
 
         unit.buffers[0].gather = counted
         with torch.no_grad():
