@@ -399,7 +399,9 @@ def plan_blocks(model: GPT, options: Options, axes: MeshAxes, group: Group) -> N
     if plan is None:
         raise InputError(f"--checkpoint-activations {options.parallel.checkpoint_activations}: {problem}")
     # Experts that do not divide evenly have other shapes on other ranks; what is done with each block is the same.
-    apply_plan(model, plan if own is None else replace(plan, profile=own.profile))
+    if own is not None and together.size > 1:
+        plan = replace(plan, profile=own.profile)
+    apply_plan(model, plan)
 
 
 @dataclass(frozen=True)
