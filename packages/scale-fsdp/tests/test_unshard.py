@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def sharded(plain: nn.Sequential, **kwargs: bool) -> nn.Sequential:
+def sharded(plain: nn.Sequential, **kwargs: Any) -> nn.Sequential:
     model = copy.deepcopy(plain)
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -114,14 +115,16 @@ class SGDOfItsOwn(torch.optim.Optimizer):
                 (param.data if self.by_data else param).add_(param.grad, alpha=-0.1)
 
 
-def stepped_after_unshard(by_data: bool, keeps: bool) -> list[bool]:
-    """Rank 0 alone has the last layer's one element; it is unsharded, or kept so, while an optimizer steps."""
+def with_a_layer_of_one_element() -> tuple[nn.Sequential, nn.Sequential]:
+    """A model as it is, and sharded: rank 0 alone has the last layer's one element."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1, bias=False))
-    model = copy.deepcopy(plain)
-    for layer in model:
-        fully_shard(layer, limit_seconds=10.0)
-    fully_shard(model, limit_seconds=10.0)
+    return plain, sharded(plain, limit_seconds=10.0)
+
+
+def stepped_after_unshard(by_data: bool, keeps: bool) -> list[bool]:
+    """The layer of one element is unsharded, or kept so, while an optimizer steps."""
+    plain, model = with_a_layer_of_one_element()
     model[1].set_reshard_after_backward(not keeps)
     optimizers = [SGDOfItsOwn(each.parameters(), by_data=by_data) for each in (plain, model)]
     x, equal = torch.ones(2, 4), []
@@ -140,12 +143,7 @@ def stepped_after_unshard(by_data: bool, keeps: bool) -> list[bool]:
 
 def stepped_in_hooks(by_data: bool) -> list[bool]:
     """A kept full parameter is gathered anew after optimizers have stepped in hooks on shards."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1, bias=False))
-    model = copy.deepcopy(plain)
-    for layer in model:
-        fully_shard(layer, limit_seconds=10.0)
-    fully_shard(model, limit_seconds=10.0)
+    plain, model = with_a_layer_of_one_element()
     model.set_reshard_after_backward(False)
     for each in (plain, model):
         optimizers = {param: SGDOfItsOwn([param], by_data=by_data) for param in each.parameters()}

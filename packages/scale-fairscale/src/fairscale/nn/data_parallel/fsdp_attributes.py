@@ -1,7 +1,8 @@
-"""What programs read of FairScale's wrapper."""
+"""What programs read of FairScale's wrapper, and the errors of methods that are called at another time."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,26 @@ from torch import nn
 import scale_fsdp
 from fairscale.nn.data_parallel.fsdp_arguments import WrapperArguments
 from fairscale.nn.data_parallel.inner_wrapper import InnerWrapper, name_through_wrappers
-from fairscale.nn.data_parallel.training_state import TrainingState
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from scale_fsdp.runtime.unit import Unit, unit_of
+
+
+class TrainingState(enum.Enum):
+    """What a wrapper is doing."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+
+class TrainingStateError(ValueError, RuntimeError):
+    """A method was called amid a pass; a ValueError as in FairScale, and a RuntimeError as in scale-fsdp."""
+
+
+class NotTheRootError(AssertionError, ValueError):
+    """A method of the outermost wrapper was called on one inside; an AssertionError as in FairScale."""
 
 
 class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):

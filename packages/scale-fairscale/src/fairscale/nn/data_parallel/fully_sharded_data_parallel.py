@@ -14,15 +14,15 @@ import scale_fsdp
 from fairscale._warnings import warn_argument, warn_once
 from fairscale.nn.data_parallel.consolidate_shard_weights import consolidate_shard_weights
 from fairscale.nn.data_parallel.fsdp_arguments import ProcessGroupName, WrapperArguments
-from fairscale.nn.data_parallel.fsdp_attributes import WrapperAttributes
-from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number, shard_by_number
-from fairscale.nn.data_parallel.initial_weights import InitialWeights, compare_weights, digests_of_params
-from fairscale.nn.data_parallel.param_metadata import param_metadata
-from fairscale.nn.data_parallel.training_state import (
+from fairscale.nn.data_parallel.fsdp_attributes import (
     NotTheRootError,
     TrainingState,
     TrainingStateError,
+    WrapperAttributes,
 )
+from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number, shard_by_number
+from fairscale.nn.data_parallel.initial_weights import InitialWeights, compare_weights, digests_of_params
+from fairscale.nn.data_parallel.param_metadata import param_metadata
 from scale_core.state.torch_state_dict import SHARDS
 from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.state_dict.local import shard_metadata
