@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 TORCH_DEFAULT = "2.13.0"
 TORCH_VERSIONS = [version.strip() for version in os.environ.get("SCALE_TORCH", TORCH_DEFAULT).split(",")]
+OPTIMIZERS = ["pytorch-optimizer>=4.1,<4.2", "einops>=0.8"]
 # Programs of others that stand on ours: what each needs beside a package's own edges, and the tests that it has.
 CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
     "transformers": ("scale-train", [], ["clients/test_clients_families.py", "test_transformers_trainer.py"]),
@@ -39,6 +40,11 @@ CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
     "tools": ("scale-train", ["torchmetrics>=1.9", "torchdata>=0.11"], ["clients/test_clients_tools.py"]),
     "loggers": ("scale-train", ["tensorboard>=2.18", "wandb>=0.17"], ["clients/test_clients_loggers.py"]),
     "trl": ("scale-train", ["trl>=1.16"], ["test_transformers_trainer.py"]),
+    "optimizers": (
+        "scale-train",
+        [*OPTIMIZERS, "timm>=1.0.20", "schedulefree>=1.4", "prodigyopt>=1.1", "adam-mini>=1.1", "heavyball>=3.2"],
+        ["clients/test_clients_optimizers.py"],
+    ),
     "lightning": ("scale-lightning", [], ["."]),
 }
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores of one machine: a thread each
@@ -247,7 +253,8 @@ def fairscale_clients(session: nox.Session, client: str) -> None:
 @nox.session
 def benchmarks(session: nox.Session) -> None:
     """Run every benchmark in its smallest form; `nox -s benchmarks -- data_parallel --turns 5` runs one as it is."""
-    install_everything(session, *test_group(PACKAGES), "matplotlib>=3.8", "scikit-learn>=1.5")  # adascale_digits
+    tools = ["matplotlib>=3.8", "scikit-learn>=1.5", *OPTIMIZERS]  # adascale_digits and optimizers need these
+    install_everything(session, *test_group(PACKAGES), *tools)
     if session.posargs:
         name, *arguments = session.posargs
         session.run("python", f"benchmarks/{name}.py", *arguments)

@@ -38,10 +38,10 @@ FLOORS = {
     "scale-train": 4,
 }
 FILES_AND_JUMPS = {
-    "fully_shard": (12, 312),
-    "ShardedDataParallel": (12, 108),
-    "OSS with DDP": (5, 18),
-    "DistributedPipe": (15, 110),
+    "fully_shard": (13, 322),
+    "ShardedDataParallel": (13, 116),
+    "OSS with DDP": (7, 30),
+    "DistributedPipe": (18, 121),
     "Pipe": (10, 120),
     "parallelize": (10, 62),
     "ColumnParallelLinear": (7, 16),

@@ -19,7 +19,8 @@ from scale_adascale.adam_preconditioner import (
     second_moments,
 )
 from scale_core.comm.group import Group
-from scale_core.shard import Axis, Placement, Shard, set_shard
+from scale_core.shard import Axis, Placement, Shard
+from scale_core.sharded_tensor.tensor import set_shard
 
 
 def test_squares_are_divided_by_the_mean_second_moment_of_their_tensor():

@@ -20,7 +20,8 @@ from scale_core.comm.group import Group, group_of
 from scale_core.hooks.autograd import mark_without_autograd_hooks
 from scale_core.hooks.microbatch_grads import register_pipeline
 from scale_core.hooks.source_grads import mark_averaged
-from scale_core.shard import Axis, Placement, Shard, set_shard
+from scale_core.shard import Axis, Placement, Shard
+from scale_core.sharded_tensor.tensor import set_shard
 
 
 def params() -> list[nn.Parameter]:

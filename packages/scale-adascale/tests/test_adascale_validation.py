@@ -6,11 +6,14 @@ import pytest
 import torch
 from adascale_cases import backward, linear, net, noise, two_steps
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
 from scale_core.hooks.autograd import register_post_backward
+from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import LossShare
 
 
@@ -161,11 +164,15 @@ def test_a_number_of_gradients_may_be_any_whole_number():
     assert AdaScale(SGD(linear().parameters(), lr=0.1), num_gradients_to_accumulate=torch.tensor(2)).scale == 2.0
 
 
-def test_a_parameter_that_torch_itself_divides_is_refused():
+def built_with_a_dtensor():
     model = linear()
-    model.weight.placements = ()  # What a DTensor has.
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,)), [Replicate()]))
+    AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+
+
+def test_a_parameter_that_torch_itself_divides_is_refused():
     with pytest.raises(TypeError, match=r"parameter 0 of shape \(2, 2\) as a DTensor.*scale_fsdp\.fully_shard"):
-        AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+        run_ranks(built_with_a_dtensor, 1)
 
 
 def test_an_optimizer_that_computes_several_gradients_in_a_step_is_refused():

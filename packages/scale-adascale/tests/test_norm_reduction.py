@@ -16,7 +16,8 @@ from torch.optim import SGD, Adam
 
 from scale_adascale import AdaScale
 from scale_core.comm.group import Group, group_of
-from scale_core.shard import Axis, Placement, Shard, set_shard
+from scale_core.shard import Axis, Placement, Shard, on_local_tensors
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.testing import run_ranks
 
 GAIN = 1e-6  # relative
@@ -102,6 +103,7 @@ class Split(nn.Module):
             set_shard(param, piece)
         set_shard(self.shift, Shard("shift", (3,), 0, 3, (Axis(group, Placement.REPLICATE),), gathered=False))
 
+    @on_local_tensors
     def forward(self, x: Tensor) -> Tensor:
         partial = torch.tanh(x @ self.up.T + self.bias) @ self.down.T
         return _Sum.apply(partial, self.group) + self.shift

@@ -23,3 +23,9 @@ def test_a_wrong_argument_is_told_by_name_before_the_module_is_touched() -> None
             call(*args, **kwargs)
     assert "forward" not in vars(model) and not model._forward_hooks
     assert checkpoint_wrapper(model, min_bytes=1e6, preserve_random_state=0) is not None  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_script_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"it takes no hooks: checkpoint the plain module before"):
+        checkpoint_wrapper(torch.jit.script(nn.Linear(2, 2)))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from scale_checkpoint import checkpoint_wrapper
 from scale_checkpoint.live_memory import LiveMemory
@@ -382,3 +385,92 @@ def test_what_two_modules_have_kept_and_sent_away_is_changed_in_place_by_one_alo
                 model(torch.linspace(-1, 1, 8).expand(shape) + torch.randn(shape)).square().sum().backward()
             found.append([param.grad for param in model.parameters()])
         assert differing(found[1], found[0]) == [] and differing(found[2], found[0]) == [], type(model.inner).__name__
+
+
+class ByHand(nn.Module):
+    """A product, then a sine."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x.cos() @ y).sin()
+
+
+def test_context_fn_keeps_results_by_the_contexts_of_torch() -> None:
+    x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    context_fn = partial(create_selective_checkpoint_contexts, [aten.mm.default])
+    module = checkpoint_wrapper(ByHand(), context_fn=context_fn)
+    with Counting() as forward:
+        out = module(x, y)
+    with Counting() as backward:
+        out.sum().backward()
+    assert [counting.counts["mm"] for counting in (forward, backward)] == [1, 2], (
+        "two products of gradients, none again"
+    )
+    assert backward.counts["cos"] == 2, "one of the recomputation, one of the gradient of sin"
+    got = [x.grad, y.grad]
+    x.grad = y.grad = None
+    ByHand()(x, y).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(got, (x.grad, y.grad), strict=True))  # type: ignore[arg-type]
+
+
+def addmm_contexts() -> Any:
+    return create_selective_checkpoint_contexts([aten.addmm.default])
+
+
+@pytest.mark.parametrize(
+    "context_fn", [addmm_contexts, partial(create_selective_checkpoint_contexts, [aten.tanh.default])]
+)
+def test_a_compiled_module_takes_context_fn(context_fn: Any) -> None:
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plain, x = copy.deepcopy(module), torch.ones(2, 4)
+    wrapped = checkpoint_wrapper(module, context_fn=context_fn)
+    wrapped.compile(backend="aot_eager")
+    for each in (wrapped, plain):
+        each(x).square().sum().backward()
+    gradients = zip(wrapped.parameters(), plain.parameters(), strict=True)
+    assert all(torch.allclose(one.grad, other.grad) for one, other in gradients)  # type: ignore[arg-type]
+
+
+def test_context_fn_is_entered_around_forward_and_recomputation() -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def context(name: str) -> Iterator[None]:
+        entered.append(name)
+        try:
+            yield
+        except ArithmeticError:
+            entered.append(f"{name} raises")
+            raise
+
+    def context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return context("forward"), context("recomputation")
+
+    module = checkpoint_wrapper(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), context_fn=context_fn)
+    for _ in range(2):
+        module(torch.randn(1, 2)).sum().backward()
+    assert entered == ["forward", "recomputation"] * 2
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        checkpoint_wrapper(Fails(), context_fn=context_fn)(torch.ones(1, requires_grad=True))
+    assert entered[4:] == ["forward", "forward raises"]
+
+
+def test_determinism_check_none_leaves_out_the_comparison() -> None:
+    class Alternates(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return (x.float() if self.calls == 1 else x.double()).exp().sum()
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(CheckpointError, match="different metadata"):
+        checkpoint_wrapper(Alternates())(x).backward()
+    checkpoint_wrapper(Alternates(), determinism_check="none")(x).backward()
+    with pytest.raises(ValueError, match='expected "default" or "none", got \'never\''):
+        checkpoint_wrapper(Alternates(), determinism_check="never")  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group
-from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
+from scale_core.shard import Axis, Placement, Shard, on_local_tensors, shard_of
+from scale_core.sharded_tensor.tensor import set_shard
 
 
 class Model(nn.Module):
@@ -30,6 +31,7 @@ class Model(nn.Module):
             param.data.copy_(torch.randn(param.shape, generator=generator))
 
 
+@on_local_tensors
 def cut(model: nn.Module, rank: int, size: int, *, leave_whole: tuple[str, ...] = ()) -> nn.Module:
     """Replaces each parameter by the elements that `rank` of `size` holds, wherever the cut falls."""
     group = Group(rank=rank, size=size)
@@ -49,6 +51,7 @@ def cut(model: nn.Module, rank: int, size: int, *, leave_whole: tuple[str, ...] 
     return model
 
 
+@on_local_tensors
 def train(model: nn.Module, optimizer: Optimizer, num_steps: int, first: int = 0) -> None:
     """Steps with gradients that depend on the step, the parameter and the element alone."""
     for step in range(first, first + num_steps):
@@ -56,7 +59,7 @@ def train(model: nn.Module, optimizer: Optimizer, num_steps: int, first: int = 0
             if param.requires_grad:
                 shard = shard_of(param)
                 numel, start = (param.numel(), 0) if shard is None else (shard.numel, shard.start)
-                whole = torch.linspace(-1, 1, numel).mul(1 + step).add(0.1 * number)
+                whole = torch.linspace(-1, 1, numel, dtype=param.dtype).mul(1 + step).add(0.1 * number)
                 param.grad = whole[start : start + param.numel()].clone().view(param.shape)
         optimizer.step()
     model.get_buffer("inner.1.running_mean").fill_(float(first + num_steps))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import scale_core.snapshot.saving
 import scale_core.snapshot.snapshot
+from scale_core.shard import on_local_tensors
 from scale_core.snapshot import SnapshotError, async_save, background, latest, load, save, staging
 from scale_core.testing import RankError, run_ranks
 
@@ -28,6 +29,7 @@ T = TypeVar("T")
 LONG = 60.0  # Longer than any test waits.
 
 
+@on_local_tensors
 def at(point: str, act: Callable[[], object]) -> None:
     """Calls `act` when a save of this process reaches a stage."""
     vars(scale_core.snapshot.snapshot)["at_stage"] = lambda now, path: act() if now == point else None
@@ -39,6 +41,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", scale_core.snapshot.snapshot.at_stage)
 
 
+@on_local_tensors
 def trained(num_steps: int) -> dict[str, Any]:
     model = cut(Model(), dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Model()
     objects: dict[str, Any] = {"model": model, "optimizer": adam(model)}
@@ -46,6 +49,7 @@ def trained(num_steps: int) -> dict[str, Any]:
     return objects
 
 
+@on_local_tensors
 def save_and_train_on(folder: Path) -> None:
     objects = trained(3)
     held = threading.Event()
@@ -60,6 +64,7 @@ def save_and_train_on(folder: Path) -> None:
     assert saving.done()
 
 
+@on_local_tensors
 def check_it_is_of_step_3(folder: Path) -> None:
     objects, expected = trained(0), trained(3)
     assert load(folder, objects).extra == {"position": 7}
@@ -70,6 +75,7 @@ def check_it_is_of_step_3(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [0, 2])
+@on_local_tensors
 def test_what_is_trained_meanwhile_does_not_reach_the_files(tmp_path: Path, num_ranks: int) -> None:
     if num_ranks:
         run_ranks(save_and_train_on, num_ranks, tmp_path)
@@ -79,6 +85,7 @@ def test_what_is_trained_meanwhile_does_not_reach_the_files(tmp_path: Path, num_
     check_it_is_of_step_3(tmp_path)
 
 
+@on_local_tensors
 def test_a_second_save_waits_for_the_first_and_old_ones_are_removed(tmp_path: Path) -> None:
     objects = trained(1)
     savings = [async_save(tmp_path, number, objects, keep=2) for number in (1, 2, 3)]
@@ -89,11 +96,13 @@ def test_a_second_save_waits_for_the_first_and_old_ones_are_removed(tmp_path: Pa
     assert staging.kept_bytes() >= size
 
 
+@on_local_tensors
 def big_model() -> dict[str, Any]:
     torch.manual_seed(0)
     return {"model": cut(nn.Linear(2048, 2048), dist.get_rank(), dist.get_world_size())}
 
 
+@on_local_tensors
 def peak_bytes(write: Callable[[], object]) -> int:
     """How much more memory the process held at most while it wrote; tells it from the state of its pages."""
     peak, over = 0, threading.Event()
@@ -116,6 +125,7 @@ def peak_bytes(write: Callable[[], object]) -> int:
     return max(0, peak - before)
 
 
+@on_local_tensors
 def measure(folder: Path) -> tuple[int, int]:
     save(folder / "warm", 1, {"model": nn.Linear(2, 2)})
     async_save(folder / "warm", 2, {"model": nn.Linear(2, 2)}).wait()
@@ -125,6 +135,7 @@ def measure(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@on_local_tensors
 def test_the_copy_needs_no_more_than_a_shard_and_a_tenth(tmp_path: Path) -> None:
     for size, extra in run_ranks(measure, 2, tmp_path):
         assert extra <= 1.1 * size + (1 << 20)
@@ -133,15 +144,18 @@ def test_the_copy_needs_no_more_than_a_shard_and_a_tenth(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------------------ what fails
 
 
+@on_local_tensors
 def fail() -> None:
     raise OSError(28, "No space left on device")
 
 
+@on_local_tensors
 def fail_on_rank_1() -> None:
     if dist.get_rank() == 1:
         fail()
 
 
+@on_local_tensors
 def save_in_vain(folder: Path, then: str) -> tuple[str, int]:
     objects = trained(2)
     at("written", fail_on_rank_1)
@@ -164,6 +178,7 @@ def save_in_vain(folder: Path, then: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("then", ["wait", "step", "save", "load"])
+@on_local_tensors
 def test_a_failure_is_raised_on_all_ranks_by_what_comes_next(tmp_path: Path, then: str) -> None:
     save(tmp_path, 1, trained(1))
     (first, at_step), (second, its_step) = run_ranks(save_in_vain, 2, tmp_path, then)
@@ -173,6 +188,7 @@ def test_a_failure_is_raised_on_all_ranks_by_what_comes_next(tmp_path: Path, the
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
 
 
+@on_local_tensors
 def copy_in_vain(folder: Path) -> str:
     def no_memory(state: dict[str, Any]) -> dict[str, Any]:
         raise MemoryError("no room for the copy")
@@ -184,12 +200,14 @@ def copy_in_vain(folder: Path) -> str:
     return str(caught.value)
 
 
+@on_local_tensors
 def test_a_copy_that_fails_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
     for message in run_ranks(copy_in_vain, 2, tmp_path):
         assert "step-00000001 failed on rank 1 of 2: MemoryError: no room for the copy" in message
     assert list(tmp_path.iterdir()) == []
 
 
+@on_local_tensors
 def hear_late(folder: Path) -> tuple[str, int]:
     class Late(background.CollectiveCall):
         def all_ranks(self, act: Callable[[], T]) -> list[T]:
@@ -202,12 +220,14 @@ def hear_late(folder: Path) -> tuple[str, int]:
     return save_in_vain(folder, "step")
 
 
+@on_local_tensors
 def test_a_failure_is_raised_before_the_same_step_where_a_rank_hears_of_it_late(tmp_path: Path) -> None:
     save(tmp_path, 1, trained(1))
     (_, at_step), (_, its_step) = run_ranks(hear_late, 2, tmp_path)
     assert at_step == its_step
 
 
+@on_local_tensors
 def test_hooks_are_there_only_while_a_save_is_pending(tmp_path: Path) -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
@@ -240,6 +260,7 @@ if sys.argv[2] == "raise":
 
 
 @pytest.mark.parametrize(("how", "said"), [("end", ""), ("raise", "of the program"), ("fail", "No space left")])
+@on_local_tensors
 def test_a_program_that_ends_finishes_its_save_or_says_that_it_failed(tmp_path: Path, how: str, said: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), how], capture_output=True, text=True, timeout=600, check=False
@@ -252,6 +273,7 @@ def test_a_program_that_ends_finishes_its_save_or_says_that_it_failed(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ([] if how == "fail" else ["step-00000005"])
 
 
+@on_local_tensors
 def save_and_destroy_the_group(folder: Path) -> None:
     objects = trained(1)
     at("tensor", lambda: time.sleep(0.02))
@@ -260,10 +282,12 @@ def save_and_destroy_the_group(folder: Path) -> None:
     assert latest(folder) == folder / "step-00000001"
 
 
+@on_local_tensors
 def test_the_process_group_is_destroyed_after_the_save(tmp_path: Path) -> None:
     run_ranks(save_and_destroy_the_group, 2, tmp_path)
 
 
+@on_local_tensors
 def save_and_be_killed(folder: Path, point: str) -> None:
     objects = trained(4)
     at(point, lambda: os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == 1 or point == "manifest" else None)
@@ -274,6 +298,7 @@ def save_and_be_killed(folder: Path, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", ["tensor", "written", "manifest"])
+@on_local_tensors
 def test_killed_while_it_is_written_the_snapshot_before_loads(tmp_path: Path, point: str) -> None:
     run_ranks(save_and_train_on, 2, tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -285,6 +310,7 @@ def test_killed_while_it_is_written_the_snapshot_before_loads(tmp_path: Path, po
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000005"]
 
 
+@on_local_tensors
 def save_on_other_ranks_too(folder: Path) -> Tensor:
     """Saves of a part of the ranks have a group of their own."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -299,6 +325,7 @@ def save_on_other_ranks_too(folder: Path) -> Tensor:
     return found
 
 
+@on_local_tensors
 def test_a_group_of_some_of_the_ranks_saves_for_itself(tmp_path: Path) -> None:
     found = run_ranks(save_on_other_ranks_too, 4, tmp_path)
     assert [tensor[0].item() for tensor in found] == [0.0, 0.0, 1.0, 1.0]

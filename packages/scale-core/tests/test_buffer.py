@@ -22,7 +22,7 @@ from scale_core.flat.buffer import DtypePolicy, FlatBuffer, ShardGroups, State, 
 from scale_core.flat.layout import FlatLayout
 from scale_core.quantization.blocks import BlockFormat
 from scale_core.quantization.collectives import WireFormats
-from scale_core.shard import Placement, shard_of
+from scale_core.shard import Placement, on_local_tensors, shard_of
 from scale_core.testing import run_ranks
 
 
@@ -30,6 +30,7 @@ def state_of(buffer: FlatBuffer) -> State:
     return buffer.state
 
 
+@on_local_tensors
 def gather_and_release() -> None:
     group, params = group_of(), whole_params()
     buffer = make(group, params=params)
@@ -52,6 +53,7 @@ def gather_and_release() -> None:
         assert torch.equal(whole, param)
 
 
+@on_local_tensors
 def marks() -> None:
     group = group_of()
     buffer = make(group)
@@ -82,6 +84,7 @@ def half_precision() -> None:
         assert torch.equal(whole, param)
 
 
+@on_local_tensors
 def flat_parameter() -> None:
     group = group_of()
     buffer = make(group, flatten=True)
@@ -129,6 +132,7 @@ def staleness() -> list[str]:
     return unnoticed
 
 
+@on_local_tensors
 def discarded() -> None:
     """After an error that all ranks have, the buffer is as before it and the group still works.
 
@@ -294,6 +298,7 @@ def test_parameters_that_are_not_contiguous_are_taken_in_row_major_order() -> No
     assert torch.equal(gathered(buffer)[0], param.detach())
 
 
+@on_local_tensors
 def rehoused() -> None:
     group = group_of()
     for flatten in (False, True):
@@ -339,6 +344,7 @@ def test_a_buffer_on_meta_has_shapes_and_gets_values_by_moving() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gathered(buffer), whole_params(), strict=True))
 
 
+@on_local_tensors
 def copied() -> None:
     for flatten in (False, True):
         params = whole_params()
@@ -379,6 +385,7 @@ class ScaledWeight:
         return (values * scale).clamp(-448, 448).to(self.dtype)
 
 
+@on_local_tensors
 def gather_in_float8() -> list[str]:
     """Rank 1 has no element of the weight: only rank 0 writes to its shard, and with `data` that counts no version."""
     group, weight, whole = group_of(), ScaledWeight(), torch.tensor([1.5])

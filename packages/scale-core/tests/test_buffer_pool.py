@@ -16,6 +16,7 @@ from scale_core.device.buffer_pool import MAX_IDLE, SMALLEST_BYTES, allocate, em
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
 from scale_core.hooks.autograd import register_local_grad_hook
+from scale_core.shard import on_local_tensors
 from scale_core.testing import run_ranks
 
 NUMEL = SMALLEST_BYTES // 4
@@ -176,6 +177,7 @@ def test_tensors_of_a_simulation_are_left_to_torch() -> None:
     assert kept() == []
 
 
+@on_local_tensors
 def take_steps() -> None:
     shapes, names = [(1024, 400), (1024, 200)], ["weight", "bias"]
     group = group_of()
@@ -202,6 +204,7 @@ def take_steps() -> None:
         assert len(set(places[3:])) <= MAX_IDLE, "expected steady steps to gather into memory that is there"
 
 
+@on_local_tensors
 def keep_local_gradients() -> None:
     group, shape = group_of(), (512, 1024)
     buffer = FlatBuffer(["weight"], [nn.Parameter(torch.ones(shape))], FlatLayout.plan(["weight"], [shape], 2), group)

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.convert.naming import SNAPSHOT_MARK, Renaming, renamed, stored_state
 from scale_core.convert.torch_files import of_tensor
+from scale_core.snapshot.state_codec import decode_extra
 
 
 def lazy(value: float = 1.0) -> LazyTensor:
@@ -88,7 +90,6 @@ def test_an_optimizers_state_by_number_is_refused_with_both_ways_out():
         ({"model": MODEL, "rng": lazy()}, "rng is a tensor outside of the model, and would be lost: .* --skip rng"),
         ({"model": MODEL, "args": {"x": object()}}, r"args\.x is a object, and would be lost: .* --skip args\.x"),
         ({"model": {**MODEL, "n": 3}}, r"model\.n is no tensor but a int, and would be lost: .* --skip model\.n"),
-        ({"model": MODEL, "best": float("nan")}, "best: .* leave out what is no plain value with --skip"),
         ({"epoch": 3}, "no tensors by name"),
         ({"model": MODEL, "optimizer": {"lr": 3}}, r"optimizer is no optimizer's state_dict\(\)"),
     ],
@@ -102,6 +103,12 @@ def test_what_is_skipped_is_left_out_at_any_depth():
     tree = {"model": {**MODEL, "n": 3}, "args": {"x": object(), "y": 1}, "rng": lazy()}
     state = stored_state(tree, Renaming(skip=["model.n", "args.x", "rng"]))
     assert len(state.tensors) == 2 and state.extra == {"args": {"y": 1}}
+
+
+def test_what_is_not_finite_is_kept_beside_the_model():
+    extra = stored_state({"model": MODEL, "best": math.inf, "args": {"loss": math.nan}}, Renaming()).extra
+    found = decode_extra(json.loads(json.dumps(extra, allow_nan=False)))
+    assert found["best"] == math.inf and math.isnan(found["args"]["loss"])
 
 
 def test_tied_names_are_told():

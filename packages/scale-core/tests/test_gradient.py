@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
+from scale_core.shard import on_local_tensors
 from scale_core.testing import run_ranks
 
 
+@on_local_tensors
 def gradients_are_held(accumulate: bool) -> None:
     """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
     group = group_of()
@@ -47,6 +49,7 @@ def gradients_are_held(accumulate: bool) -> None:
         assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)
 
 
+@on_local_tensors
 def a_single_gradient_is_taken_over() -> bool:
     """One parameter that fills its buffer: autograd's own gradient becomes the flat one."""
     group = group_of()
@@ -81,6 +84,7 @@ class HalfSquare(torch.autograd.Function):
         return result
 
 
+@on_local_tensors
 def a_weight_is_its_own_gradient() -> None:
     group = group_of()
     weight = torch.arange(12.0).view(4, 3)
@@ -95,6 +99,7 @@ def a_weight_is_its_own_gradient() -> None:
     assert grad is not None and torch.equal(grad, shard) and grad.data_ptr() != shard.data_ptr()
 
 
+@on_local_tensors
 def one_pass(buffer: FlatBuffer, indices: Sequence[int], number: int) -> None:
     """Packs bfloat16 gradients as one pass of several brings them."""
     for index in indices:
@@ -103,6 +108,7 @@ def one_pass(buffer: FlatBuffer, indices: Sequence[int], number: int) -> None:
         buffer.gradient.accumulate(index, wide=True)
 
 
+@on_local_tensors
 def summed(dtypes: DtypePolicy, passes: Sequence[Sequence[int]]) -> FlatBuffer:
     """A buffer after these passes, each of which has gone well and brought gradients of these parameters."""
     buffer = make(Group(), dtypes)
@@ -117,6 +123,7 @@ HALF = DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtypes", [HALF, DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)])
+@on_local_tensors
 def test_a_pass_that_is_revoked_leaves_the_sum_of_those_before_it_untouched(dtypes: DtypePolicy) -> None:
     good = [[0, 1, 4], [0, 2]]
     buffer, expected = summed(dtypes, good), summed(dtypes, good)
@@ -132,6 +139,7 @@ def test_a_pass_that_is_revoked_leaves_the_sum_of_those_before_it_untouched(dtyp
 
 
 @pytest.mark.parametrize("dtypes", [HALF, DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)])
+@on_local_tensors
 def test_the_sum_is_that_of_all_passes_in_the_wide_dtype_wherever_they_stood(dtypes: DtypePolicy) -> None:
     buffer = summed(dtypes, [[0, 1], [1, 2]])
     one_pass(buffer, [1, 3], 2)
@@ -147,6 +155,7 @@ def test_the_sum_is_that_of_all_passes_in_the_wide_dtype_wherever_they_stood(dty
         assert torch.equal(flat.narrow(0, entry.offset, entry.numel), total)
 
 
+@on_local_tensors
 def test_gradients_that_come_several_times_in_a_pass_are_added_one_by_one_as_autograd_does() -> None:
     order = [[0, 1, 1], [1, 0, 1, 2, 1, 2], [0, 0, 1]]
     for settles_last in (False, True):
@@ -163,6 +172,7 @@ def test_gradients_that_come_several_times_in_a_pass_are_added_one_by_one_as_aut
             assert torch.equal(flat.narrow(0, entry.offset, entry.numel), total)
 
 
+@on_local_tensors
 def test_a_sum_is_taken_once_and_comes_back_if_the_pass_is_revoked() -> None:
     here = torch.device("cpu")
     buffer = summed(HALF, [[0, 4]])
@@ -175,6 +185,7 @@ def test_a_sum_is_taken_once_and_comes_back_if_the_pass_is_revoked() -> None:
     assert not buffer.gradient and buffer.gradient.accumulated is None
 
 
+@on_local_tensors
 def test_what_is_withheld_is_zero_until_the_pass_is_revoked() -> None:
     here = torch.device("cpu")
     buffer = summed(HALF, [[0, 4]])
@@ -186,18 +197,22 @@ def test_what_is_withheld_is_zero_until_the_pass_is_revoked() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
+@on_local_tensors
 def test_held_gradients_become_the_flat_gradient_when_they_are_packed(accumulate: bool) -> None:
     run_ranks(gradients_are_held, 2, accumulate)
 
 
+@on_local_tensors
 def test_a_single_gradient_that_fills_the_buffer_is_taken_over_and_not_copied() -> None:
     assert run_ranks(a_single_gradient_is_taken_over, 2) == [True, True]
 
 
+@on_local_tensors
 def test_a_gradient_that_is_the_weight_outlives_the_full_buffer() -> None:
     run_ranks(a_weight_is_its_own_gradient, 2)
 
 
+@on_local_tensors
 def test_a_gradient_with_a_gradient_of_its_own_is_refused_by_name() -> None:
     buffer = make(Group())
     buffer.unsharded_params[0].grad = (
@@ -207,6 +222,7 @@ def test_a_gradient_with_a_gradient_of_its_own_is_refused_by_name() -> None:
         buffer.gradient.accumulate(0)
 
 
+@on_local_tensors
 def test_a_sparse_gradient_is_packed_densely() -> None:
     buffer = make(Group(), params=[nn.Parameter(torch.ones(4, 3))])
     gathered(buffer)
@@ -222,6 +238,7 @@ def test_a_sparse_gradient_is_packed_densely() -> None:
     ]
 
 
+@on_local_tensors
 def test_what_was_not_used_is_zero_and_named_until_it_is_taken() -> None:
     buffer = make(Group())
     gathered(buffer)
@@ -237,6 +254,7 @@ def test_what_was_not_used_is_zero_and_named_until_it_is_taken() -> None:
     assert not buffer.gradient.take(torch.device("cpu")).any()
 
 
+@on_local_tensors
 def test_what_is_dropped_is_gone_wherever_it_stood() -> None:
     buffer = make(Group())
     gathered(buffer)

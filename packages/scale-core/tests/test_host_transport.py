@@ -15,7 +15,6 @@ from torch import nn
 from scale_core import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.comm.collectives import exchange, exchange_text, group_for
 from scale_core.comm.group import group_of
-from scale_core.compat import reaches_host
 from scale_core.errors import TransferError
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
@@ -25,7 +24,6 @@ HOST, DEVICE = torch.device("cpu"), torch.device("cuda")
 
 def talk_on_the_host() -> None:
     group = group_of()
-    assert not reaches_host(group.process_group)
     with pytest.raises(RuntimeError, match="No backend"):
         dist.all_reduce(torch.ones(1))
     mine, everyone = torch.tensor([1.0, 2.0]) * (group.rank + 1), range(group.size)
@@ -77,24 +75,24 @@ def on_devices_alone() -> list[str]:
 def test_a_group_of_devices_alone_moves_what_is_on_the_host_within_the_limit() -> None:
     (late, absent), nothing = run_ranks(on_devices_alone, 2, backend="cuda:gloo")
     assert late.startswith("exchange with rank 1 failed: ")
-    assert absent.startswith("meeting on the host with the group failed: ")
+    assert absent.startswith("meeting on the host with rank 1 failed: no answer within 1 s. ")
     assert nothing == []
 
 
-def use_its_own() -> None:
-    group = group_of()
-    assert group_for(HOST, group) is group.process_group
-    both = group_of(dist.new_group(backend="cpu:gloo,cuda:gloo"))
-    assert group_for(HOST, both) is both.process_group
+def talk_over_a_group_of_our_own() -> None:
+    both = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    for group in (group_of(), group_of(both)):
+        assert group_for(HOST, group) is group_for(HOST, group) is not group.process_group
+        assert group_for(DEVICE, group) is group.process_group
 
 
-def test_a_group_that_reaches_the_host_has_no_twin() -> None:
-    run_ranks(use_its_own, 2)
+def test_no_message_of_ours_is_on_the_group_that_was_passed() -> None:
+    run_ranks(talk_over_a_group_of_our_own, 2)
 
 
 def ask_without_gloo() -> None:
     dist.is_gloo_available = lambda: False
-    with pytest.raises(RuntimeError, match=r"one of gloo alone, and this torch was built without gloo"):
+    with pytest.raises(RuntimeError, match=r"on the host, and this torch was built without gloo"):
         group_for(HOST, group_of())
 
 

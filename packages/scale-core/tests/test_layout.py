@@ -232,3 +232,30 @@ def test_a_thousand_tensors_with_a_thousand_row_lengths_are_planned_in_no_time(w
 def test_the_table_in_the_docstring_is_what_describe_prints():
     failed, tried = doctest.testmod(layout_module)
     assert tried >= 3 and failed == 0
+
+
+@PROPERTY
+@given(PARAMETERS, WORLDS, st.sampled_from([1, 2, 4, 16]))
+def test_every_local_part_starts_at_a_multiple_of_the_alignment(parameters, world_size, alignment):
+    names = [f"p{i}" for i in range(len(parameters))]
+    wishes = {name: wish for name, (_, wish) in zip(names, parameters, strict=True)}
+    shapes = [shape for shape, _ in parameters]
+    layout = FlatLayout.plan(names, shapes, world_size, lambda name, _: wishes[name], alignment=alignment)
+    assert all(entry.offset % alignment == 0 for entry in layout.entries)
+    for span in itertools.chain.from_iterable(layout.spans(rank) for rank in range(world_size)):
+        assert span.numel == 0 or span.shard_offset % alignment == 0
+
+
+@pytest.mark.parametrize("dim", [768, 1024, 1600])
+def test_alignment_changes_no_layout_of_a_gpt_block(dim):
+    block = gpt_block(dim)
+    plain, aligned = (FlatLayout.plan(list(block), list(block.values()), 8, alignment=k) for k in (1, 8))
+    assert plain == aligned
+
+
+def test_alignment_costs_fewer_elements_than_it_is_per_parameter():
+    shapes = [(1000, 7), (33,), (5, 64), ()]
+    layout = FlatLayout.plan([f"p{i}" for i in range(4)], shapes, 1, alignment=4)
+    assert layout.padding == 3 + 3  # Of 33 and of 1.
+    with pytest.raises(ValueError, match="alignment is 0"):
+        FlatLayout.plan(["p"], [(2,)], 2, alignment=0)

@@ -12,6 +12,7 @@ from test_param_ownership import Flat
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from scale_core.shard import on_local_tensors
 from scale_core.state.optim_state_dict import entries_from, optimizer_targets, owners_of, state_entries
 from scale_core.state.param_groups import saved_groups
 from scale_core.state.state_dict import LocalShard, load_sharded_state_dict, sharded_state_dict, target_state_dict
@@ -30,6 +31,7 @@ class Trained(nn.Module):
                 self.register_parameter(name.replace(".", "_"), nn.Parameter(param.detach().clone()))
 
 
+@on_local_tensors
 def made(model: nn.Module, steps: int = 0) -> tuple[nn.Module, Optimizer]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(steps):
@@ -39,6 +41,7 @@ def made(model: nn.Module, steps: int = 0) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
+@on_local_tensors
 def whole(states: list[dict[str, Any]]) -> dict[str, Any]:
     """What the states of all ranks are together."""
     return {
@@ -49,12 +52,14 @@ def whole(states: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@on_local_tensors
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         assert torch.equal(value, theirs[key]) if isinstance(value, Tensor) else value == theirs[key], key
 
 
+@on_local_tensors
 def test_a_flat_parameter_s_state_stands_under_the_names_that_it_holds() -> None:
     plain = sharded_state_dict(*made(Trained(), 3))
     ranks = [sharded_state_dict(*made(Flat(Trained(), rank, WORLD), 3)) for rank in range(WORLD)]
@@ -63,6 +68,7 @@ def test_a_flat_parameter_s_state_stands_under_the_names_that_it_holds() -> None
 
 
 @pytest.mark.parametrize("copied", [True, False])
+@on_local_tensors
 def test_whole_tensors_load_into_a_flat_parameter_and_out_of_it(copied: bool) -> None:
     plain = sharded_state_dict(*made(Trained(), 3))
     for rank in range(WORLD):
@@ -75,6 +81,7 @@ def test_whole_tensors_load_into_a_flat_parameter_and_out_of_it(copied: bool) ->
         assert_same_shards(sharded_state_dict(*by_hand_pair), sharded_state_dict(*made(cut(Trained(), rank, WORLD), 3)))
 
 
+@on_local_tensors
 def assert_same_shards(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     def local(state: dict[str, Any]) -> dict[str, Any]:
         return {key: value.tensor if isinstance(value, LocalShard) else value for key, value in state.items()}
@@ -82,6 +89,7 @@ def assert_same_shards(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert_same(local(ours), local(theirs))
 
 
+@on_local_tensors
 def test_the_target_of_a_fresh_flat_optimizer_is_one_tensor_for_each_kind_of_state() -> None:
     plain = sharded_state_dict(*made(Trained(), 2))
     saved = {
@@ -107,6 +115,7 @@ def test_the_target_of_a_fresh_flat_optimizer_is_one_tensor_for_each_kind_of_sta
 
 
 @pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
+@on_local_tensors
 def test_a_new_count_is_where_torch_keeps_it(capturable: bool, device: str) -> None:
     saved = {
         key: SavedTensor(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
@@ -119,6 +128,7 @@ def test_a_new_count_is_where_torch_keeps_it(capturable: bool, device: str) -> N
     assert target["optim.weight.exp_avg"].device.type == "meta"
 
 
+@on_local_tensors
 def test_live_state_is_kept_where_its_own_views_come_back() -> None:
     model, optimizer = made(Flat(Trained(), 1, WORLD), 2)
     live = optimizer.state[model.flat_param_0]["exp_avg"]
@@ -143,6 +153,7 @@ def test_live_state_is_kept_where_its_own_views_come_back() -> None:
         ),
     ],
 )
+@on_local_tensors
 def test_what_a_flat_parameter_shares_must_be_alike(change: Any, message: str) -> None:
     state = dict(sharded_state_dict(*made(Trained(), 2)))
     change(state)
@@ -153,6 +164,7 @@ def test_what_a_flat_parameter_shares_must_be_alike(change: Any, message: str) -
     assert torch.equal(model.flat_param_0, before) and not optimizer.state
 
 
+@on_local_tensors
 def test_names_of_parameters_that_an_optimizer_was_given_are_not_saved() -> None:
     model = Trained()
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.01)
@@ -163,6 +175,7 @@ def test_names_of_parameters_that_an_optimizer_was_given_are_not_saved() -> None
     assert optimizer.param_groups[0]["param_names"] == names
 
 
+@on_local_tensors
 def test_owners_come_in_the_optimizer_s_order() -> None:
     model = cut(Model(), 0, 2)
     params = [param for param in reversed(list(model.parameters())) if param.requires_grad]
@@ -173,6 +186,7 @@ def test_owners_come_in_the_optimizer_s_order() -> None:
     assert all(found.slots[p]["momentum_buffer"].is_set_to(optimizer.state[p]["momentum_buffer"]) for p in params)
 
 
+@on_local_tensors
 def test_what_a_whole_parameter_keeps_may_have_any_shape() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.Adafactor(model.parameters())

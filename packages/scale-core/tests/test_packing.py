@@ -19,21 +19,22 @@ def in_order(pieces: list[tuple[int, int]]) -> list[Piece]:
     return sorted(capped, key=lambda piece: (-piece.atom, -piece.numel))
 
 
-def stated_bound(pieces: list[Piece], world_size: int) -> int:
+def stated_bound(pieces: list[Piece], world_size: int, align: int = ALIGN) -> int:
     """The formula of the module's docstring, in its letters."""
     W, N = world_size, sum(piece.numel for piece in pieces)
     A = max((piece.atom for piece in pieces), default=1)
     P = max((piece.numel for piece in pieces if piece.numel <= piece.atom), default=0)
     M = max((piece.numel for piece in pieces), default=0)
-    g = ALIGN if ALIGN_FROM * W <= N else 1
+    g = align if ALIGN_FROM * W * align <= N * ALIGN else 1
     L = math.lcm(g, *(piece.atom for piece in pieces if piece.numel > max(piece.atom, math.ceil(N / W))))
     if W == 1:
         return 0
     return min(max((W - 1) * A, W * P - N) + W * (L - 1), max((W - 1) * A, W * M - N) + W * (g - 1))
 
 
-def check(pieces: list[Piece], world_size: int) -> None:
-    size, offsets = pack(pieces, world_size)
+def check(pieces: list[Piece], world_size: int, alignment: int = 1) -> None:
+    size, offsets = pack(pieces, world_size, alignment)
+    assert all(place % alignment == 0 for place in (size, *offsets))
     places = sorted((offset, offset + piece.numel) for offset, piece in zip(offsets, pieces, strict=True))
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places))
     assert all(0 <= start <= stop <= size * world_size for start, stop in places)
@@ -41,7 +42,28 @@ def check(pieces: list[Piece], world_size: int) -> None:
         cuts = [rank * size - offset for rank in range(1, world_size)]
         assert all(cut % piece.atom == 0 for cut in cuts if 0 < cut < piece.numel)
     padding = size * world_size - sum(piece.numel for piece in pieces)
-    assert 0 <= padding <= stated_bound(pieces, world_size)
+    units = [in_units(piece, alignment) for piece in pieces]
+    rounding = alignment * sum(unit.numel for unit in units) - sum(piece.numel for piece in pieces)
+    assert 0 <= padding <= alignment * stated_bound(units, world_size, max(1, ALIGN // alignment)) + rounding
+
+
+def in_units(piece: Piece, k: int) -> Piece:
+    """The last paragraph of the module's docstring."""
+    numel = math.ceil(piece.numel / k)
+    return Piece(numel, max(1, min(numel, math.lcm(piece.atom, k) // k if piece.divisible else numel)))
+
+
+@PROPERTY
+@given(PIECES, st.integers(1, 9), st.sampled_from([2, 4, 8, 16]))
+def test_aligned_pieces_start_at_multiples_within_the_bound(
+    pieces: list[tuple[int, int]], world_size: int, alignment: int
+) -> None:
+    check(in_order(pieces), world_size, alignment)
+
+
+def test_alignment_costs_nothing_where_all_lengths_are_multiples() -> None:
+    pieces = [Piece(8 * 96, 96), Piece(8 * 32, 32), Piece(96, 1), Piece(32, 1)]
+    assert pack(pieces, 4, 8) == pack(pieces, 4)
 
 
 @PROPERTY

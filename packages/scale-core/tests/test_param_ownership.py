@@ -8,7 +8,8 @@ from torch import nn
 from scale_core.comm.group import Group
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
-from scale_core.shard import Axis, Placement, Shard, full_numel, set_shard
+from scale_core.shard import Axis, Placement, Shard, full_numel, on_local_tensors
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.param_ownership import (
     flat_buffer_of,
     is_per_param_number,
@@ -35,6 +36,7 @@ class Flat(nn.Module):
         register_flat_param(self.buffer)
 
 
+@on_local_tensors
 def test_a_whole_parameter_holds_itself() -> None:
     model = nn.Linear(3, 2)
     holding = named_param_slices(model)["weight"]
@@ -42,6 +44,7 @@ def test_a_whole_parameter_holds_itself() -> None:
     assert holding.view(model.weight).is_set_to(model.weight)
 
 
+@on_local_tensors
 def test_a_shard_holds_its_range() -> None:
     plain = dict(Model().named_parameters())
     for rank in range(WORLD):
@@ -51,6 +54,7 @@ def test_a_shard_holds_its_range() -> None:
             assert torch.equal(holding.view(holding.owner), whole[holding.start : holding.stop])
 
 
+@on_local_tensors
 def test_a_flat_parameter_holds_many_under_their_own_names() -> None:
     plain = dict(Model().named_parameters())
     for rank in range(WORLD):
@@ -66,6 +70,7 @@ def test_a_flat_parameter_holds_many_under_their_own_names() -> None:
             assert int(state.sum()) == holding.stop - holding.start
 
 
+@on_local_tensors
 def test_later_names_of_what_a_flat_parameter_holds_count() -> None:
     model = Flat(nn.Linear(3, 2))
     model.buffer.rename(["a.weight", "a.bias"])
@@ -74,6 +79,7 @@ def test_later_names_of_what_a_flat_parameter_holds_count() -> None:
     assert flat_buffer_of(nn.Parameter(torch.ones(1))) is None
 
 
+@on_local_tensors
 def test_summands_and_names_that_stand_twice_are_errors() -> None:
     model = nn.Linear(2, 2, bias=False)
     set_shard(model.weight, Shard("weight", (2, 2), 0, 4, (Axis(Group(), Placement.PARTIAL),)))
@@ -93,6 +99,7 @@ def test_summands_and_names_that_stand_twice_are_errors() -> None:
         ("step", (3,), (3,), False),
     ],
 )
+@on_local_tensors
 def test_of_a_scalar_the_name_tells_a_count_from_a_state(
     key: str, shape: tuple[int, ...], param_shape: tuple[int, ...], expected: bool
 ) -> None:
@@ -100,6 +107,7 @@ def test_of_a_scalar_the_name_tells_a_count_from_a_state(
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
+@on_local_tensors
 def test_whole_parameters_are_counted_whatever_a_rank_holds_of_them(rank: int) -> None:
     whole = sum(param.numel() for param in Model().parameters())
     for model in (Model(), cut(Model(), rank, WORLD), Flat(Model(), rank, WORLD)):

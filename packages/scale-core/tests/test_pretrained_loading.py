@@ -19,11 +19,13 @@ from scale_core import load_pretrained, save_pretrained, shard_of
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ForeignCheckpointError, SnapshotError
 from scale_core.pretrained import saving
-from scale_core.shard import Axis, Placement, Shard, set_shard
+from scale_core.shard import Axis, Placement, Shard, on_local_tensors
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.param_ownership import register_flat_param
 from scale_core.testing import run_ranks
 
 
+@on_local_tensors
 def write_folder(folder: Path, tensors: dict[str, Tensor], per_file: int = 3) -> Path:
     """As `save_pretrained` of Hugging Face writes it, by the library of the format."""
     folder.mkdir(exist_ok=True)
@@ -37,16 +39,19 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], per_file: int = 3) ->
     return folder
 
 
+@on_local_tensors
 def read_folder(folder: Path) -> dict[str, Tensor]:
     files = {*json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()}
     return {name: tensor for file in sorted(files) for name, tensor in load_file(folder / file).items()}
 
 
+@on_local_tensors
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """A tied weight once, as the format has it."""
     return {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
 
 
+@on_local_tensors
 def trained() -> Model:
     model = Model()
     with torch.no_grad():
@@ -55,10 +60,12 @@ def trained() -> Model:
     return model
 
 
+@on_local_tensors
 def own_part(model: nn.Module) -> nn.Module:
     return cut(model, dist.get_rank(), dist.get_world_size(), leave_whole=("frozen", "inner.0.bias"))
 
 
+@on_local_tensors
 def emptied() -> Model:
     model = Model()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -66,6 +73,7 @@ def emptied() -> Model:
     return model
 
 
+@on_local_tensors
 def loads_and_saves(folder: str, copy: str) -> list[str]:
     model, expected, calls = own_part(emptied()), own_part(trained()), []
     load_pretrained(model, folder, progress=lambda done, total: calls.append((done, total)))
@@ -78,6 +86,7 @@ def loads_and_saves(folder: str, copy: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@on_local_tensors
 def test_each_rank_reads_its_own_parts_and_writes_them_where_they_belong(tmp_path: Path, world: int) -> None:
     folder = write_folder(tmp_path / "hub", weights(trained()))
     assert not any(run_ranks(loads_and_saves, world, str(folder), str(tmp_path / "copy")))
@@ -88,6 +97,7 @@ def test_each_rank_reads_its_own_parts_and_writes_them_where_they_belong(tmp_pat
     assert [path.name for path in tmp_path.iterdir() if ".tmp-" in path.name] == []
 
 
+@on_local_tensors
 def load_flat(folder: str, copy: str) -> list[str]:
     group = group_of()
     buffer = make(group, flatten=True)
@@ -102,6 +112,7 @@ def load_flat(folder: str, copy: str) -> list[str]:
     return [] if torch.equal(holder.flat, held) else ["the flat parameter differs"]
 
 
+@on_local_tensors
 def test_a_flat_parameter_is_filled_by_the_names_that_it_holds(tmp_path: Path) -> None:
     tensors = {name: param.detach() for name, param in zip(SHAPES, whole_params(), strict=True)}
     folder = write_folder(tmp_path / "hub", tensors)
@@ -110,6 +121,7 @@ def test_a_flat_parameter_is_filled_by_the_names_that_it_holds(tmp_path: Path) -
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
+@on_local_tensors
 def columns(held: tuple[tuple[int, int], ...], value: Tensor) -> nn.Module:
     """A layer of which this process has some columns alone."""
     layer = nn.Linear(6, 4, bias=False)
@@ -120,6 +132,7 @@ def columns(held: tuple[tuple[int, int], ...], value: Tensor) -> nn.Module:
     return layer
 
 
+@on_local_tensors
 def test_columns_are_written_between_those_of_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.arange(24.0).view(4, 6)
     monkeypatch.setattr(saving, "_STAGED_BYTES", 16)  # So that what is not in order passes in several blocks.
@@ -137,12 +150,14 @@ def test_columns_are_written_between_those_of_other_ranks(tmp_path: Path, monkey
     assert torch.equal(layer.weight, whole[:, [1, 4, 5]])
 
 
+@on_local_tensors
 def cut_on_meta() -> Any:
     model = Model().to("meta")
     model.head.weight = model.embed.weight  # `to` unties.
     return cut(model, 0, 1)
 
 
+@on_local_tensors
 def test_a_model_on_meta_gets_memory_its_ties_and_its_own_buffers(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hub", weights(trained()))
     with pytest.raises(SnapshotError, match=r"no file has the buffer scratch, on the meta device: pass init="):
@@ -157,6 +172,7 @@ def test_a_model_on_meta_gets_memory_its_ties_and_its_own_buffers(tmp_path: Path
     )
 
 
+@on_local_tensors
 def test_what_differs_is_told_at_once_with_near_names(tmp_path: Path) -> None:
     tensors = weights(trained())
     tensors["inner.0.weights"] = tensors.pop("inner.0.weight")
@@ -177,6 +193,7 @@ def test_what_differs_is_told_at_once_with_near_names(tmp_path: Path) -> None:
     assert torch.equal(model.embed.weight, trained().embed.weight) and not model.inner[0].weight.any()
 
 
+@on_local_tensors
 def test_names_of_others_are_mapped_by_expressions(tmp_path: Path) -> None:
     tensors = {f"net.{name}": tensor for name, tensor in weights(trained()).items()}
     model = emptied()
@@ -184,6 +201,7 @@ def test_names_of_others_are_mapped_by_expressions(tmp_path: Path) -> None:
     assert torch.equal(model.embed.weight, trained().embed.weight)
 
 
+@on_local_tensors
 def test_other_dtypes_are_an_error_unless_they_are_to_be_cast(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hub", {name: tensor.float() for name, tensor in weights(trained()).items()})
     model = emptied().to(torch.bfloat16)
@@ -193,6 +211,7 @@ def test_other_dtypes_are_an_error_unless_they_are_to_be_cast(tmp_path: Path) ->
     assert torch.equal(model.embed.weight, trained().embed.weight.to(torch.bfloat16))
 
 
+@on_local_tensors
 def test_a_tied_weight_may_be_saved_twice_if_both_are_equal(tmp_path: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in trained().state_dict().items()}
     model = emptied()
@@ -206,6 +225,7 @@ def test_a_tied_weight_may_be_saved_twice_if_both_are_equal(tmp_path: Path) -> N
     assert torch.equal(model.embed.weight, tensors["head.weight"])
 
 
+@on_local_tensors
 def test_a_folder_of_pickles_is_refused_with_the_line_that_converts_it(tmp_path: Path) -> None:
     from scale_core.convert import convert_checkpoint
 
@@ -222,6 +242,7 @@ def test_a_folder_of_pickles_is_refused_with_the_line_that_converts_it(tmp_path:
     assert torch.equal(model.embed.weight, trained().embed.weight)
 
 
+@on_local_tensors
 def damage(folder: Path, how: str) -> None:
     first = next(iter(sorted(folder.glob("*.safetensors"))))
     index = folder / "model.safetensors.index.json"
@@ -254,6 +275,7 @@ def damage(folder: Path, how: str) -> None:
         ),
     ],
 )
+@on_local_tensors
 def test_a_folder_that_is_not_whole_is_refused_before_anything_changes(tmp_path: Path, how: str, expected: str) -> None:
     folder = write_folder(tmp_path / "hub", weights(trained()))
     damage(folder, how)
@@ -263,6 +285,7 @@ def test_a_folder_that_is_not_whole_is_refused_before_anything_changes(tmp_path:
     assert not any(param.any() for param in model.parameters())
 
 
+@on_local_tensors
 def test_links_of_a_downloads_cache_are_followed_and_one_file_will_do(tmp_path: Path) -> None:
     save_file(weights(trained()), tmp_path / "blob")
     (tmp_path / "model.safetensors").symlink_to("blob")
@@ -272,6 +295,7 @@ def test_links_of_a_downloads_cache_are_followed_and_one_file_will_do(tmp_path: 
         assert torch.equal(model.inner[0].weight, trained().inner[0].weight)
 
 
+@on_local_tensors
 def test_saving_leaves_nothing_under_the_name_unless_all_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +315,7 @@ def test_saving_leaves_nothing_under_the_name_unless_all_is_there(
         save_pretrained(trained(), tmp_path / "other", max_shard_size="5 parsecs")
 
 
+@on_local_tensors
 def test_mixed_dtypes_are_laid_out_as_other_readers_want_them(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("flags", torch.tensor([True, False, True]))

@@ -13,10 +13,12 @@ from torch import Tensor
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.buffer import DtypePolicy
 from scale_core.hooks.autograd import lacks_autograd_hooks, register_local_grad_hook
+from scale_core.shard import on_local_tensors
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join
 
 
+@on_local_tensors
 def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | None) -> None:
     """Parameters that some ranks have not used count as zeros there; what nobody used is zero."""
     group = group_of()
@@ -42,6 +44,7 @@ def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | N
             assert torch.equal(param.grad, expected), (index, param.grad, expected)
 
 
+@on_local_tensors
 def uneven() -> None:
     """Rank 0 has one batch and rank 1 two, the second of which alone counts; then samples are what counts."""
     group = group_of()
@@ -61,6 +64,7 @@ def uneven() -> None:
                 param.grad = None
 
 
+@on_local_tensors
 def accumulation() -> None:
     """Micro-batches are summed in a dtype that is wide enough, and sent once."""
     group = group_of()
@@ -79,6 +83,7 @@ def accumulation() -> None:
     assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in buffer.sharded_params)
 
 
+@on_local_tensors
 def half_precision_parameters_reduced_in_fp32() -> None:
     group, params = group_of(), whole_params(torch.bfloat16)
     buffer = make(group, DtypePolicy(reduce=torch.float32), params=params)
@@ -92,6 +97,7 @@ def half_precision_parameters_reduced_in_fp32() -> None:
         assert torch.equal(param.grad, expected)  # Added up in fp32, rounded once.
 
 
+@on_local_tensors
 def late_gradients() -> None:
     """A gradient that comes while its buffer is being reduced goes into the next reduction, and adds."""
     group = group_of()
@@ -108,6 +114,7 @@ def late_gradients() -> None:
         assert param.grad is not None and torch.equal(param.grad, expected)
 
 
+@on_local_tensors
 def local_gradients_are_reported() -> None:
     group, heard = group_of(), []
     buffer = make(group)
@@ -126,6 +133,7 @@ def local_gradients_are_reported() -> None:
     assert torch.equal(grads[1], local_grad(group.rank, 4, (7,)))
 
 
+@on_local_tensors
 def each_pass_is_reported_alone() -> None:
     """Of passes whose gradients are summed, those that are not reduced are told of when they have gone well."""
     group = group_of()
@@ -162,38 +170,47 @@ def each_pass_is_reported_alone() -> None:
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+@on_local_tensors
 def test_gradients_are_averaged_and_what_a_rank_has_not_used_counts_as_zeros(reduce_dtype: torch.dtype | None) -> None:
     run_ranks(reductions, 3, {1: [0, 2], 2: []}, reduce_dtype)
 
 
+@on_local_tensors
 def test_the_gradient_of_a_rank_that_has_run_out_of_data_counts_nothing() -> None:
     run_ranks(uneven, 2)
 
 
+@on_local_tensors
 def test_each_backward_pass_is_reported_alone() -> None:
     run_ranks(each_pass_is_reported_alone, 2)
 
 
+@on_local_tensors
 def test_what_nobody_used_gets_zeros() -> None:
     run_ranks(reductions, 2, {0: [1], 1: [1, 4]}, None)
 
 
+@on_local_tensors
 def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
     run_ranks(accumulation, 2)
 
 
+@on_local_tensors
 def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
     run_ranks(half_precision_parameters_reduced_in_fp32, 3)
 
 
+@on_local_tensors
 def test_a_late_gradient_is_added_by_the_next_reduction() -> None:
     run_ranks(late_gradients, 2)
 
 
+@on_local_tensors
 def test_local_gradients_are_reported_whole_and_unreduced() -> None:
     run_ranks(local_gradients_are_reported, 2)
 
 
+@on_local_tensors
 def test_what_was_reduced_stands_aside_and_is_handed_out_once_to_some_or_at_last_to_all() -> None:
     for flatten in (False, True):
         buffer = make(Group(), flatten=flatten)
@@ -221,6 +238,7 @@ def test_what_was_reduced_stands_aside_and_is_handed_out_once_to_some_or_at_last
         assert torch.equal(buffer.sharded_params[0].grad, handed_out)  # type: ignore[arg-type]
 
 
+@on_local_tensors
 def test_what_stands_aside_is_dropped_with_the_pass() -> None:
     buffer = make(Group())
     backward(buffer, range(5), rank=0)

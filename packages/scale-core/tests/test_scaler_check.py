@@ -1,52 +1,33 @@
-"""torch_patches.py: torch's own scaler is refused on shards, and nothing else is."""
+"""torch's own scaler on shards: all ranks that share them step, or none does."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from sharded_by_hand import cut
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from scale_core.optim.grad_scaler import ShardedGradScaler
+from scale_core.comm.group import group_of
+from scale_core.shard import Axis, Placement, Shard
+from scale_core.sharded_tensor.tensor import set_shard
+from scale_core.testing import run_ranks
 
-REFUSED = r"GradScaler.step\(Adam\): torch's scaler .* of '0.weight' other ranks have .*scale_core.ShardedGradScaler"
 
-
-def stepped(model: nn.Module, scaler: GradScaler, *, fused: bool = False) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+def step_with(value: float, fused: bool) -> tuple[bool, float]:
+    """Whether the weights have changed, and the scale, where rank 1 alone has a gradient of this value."""
+    group = group_of()
+    param = nn.Parameter(torch.ones(2))
+    set_shard(param, Shard("weight", (4,), 2 * group.rank, 2 * group.rank + 2, (Axis(group, Placement.SHARD),)))
+    optimizer, scaler = torch.optim.Adam([param], fused=fused), GradScaler("cpu", init_scale=4.0)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # It stands between the caller and the step.
-    scaler.scale(sum(param.sum() for param in model.parameters())).backward()
+    scaler.scale(torch.ones(()))
+    param.grad = torch.ones_like(param).fill_(value if group.rank == 1 else 1.0)
     scaler.step(optimizer)
     scaler.update()
+    return not torch.equal(param, torch.ones(4)), scaler.get_scale()
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_torch_s_own_scaler_is_refused_on_pieces_that_others_share(fused: bool) -> None:
-    with pytest.raises(RuntimeError, match=REFUSED):
-        stepped(cut(nn.Sequential(nn.Linear(4, 4)), 0, 2), GradScaler("cpu"), fused=fused)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_on_whole_parameters_and_in_a_world_of_one_it_is_not(fused: bool) -> None:
-    stepped(nn.Sequential(nn.Linear(4, 4)), GradScaler("cpu"), fused=fused)
-    stepped(cut(nn.Sequential(nn.Linear(4, 4)), 0, 1), GradScaler("cpu"), fused=fused)
-
-
-def test_one_that_is_off_may_be_left_in_the_loop() -> None:
-    stepped(cut(nn.Sequential(nn.Linear(4, 4)), 0, 2), GradScaler("cpu", enabled=False))
-
-
-class Agreeing(GradScaler):
-    """One of somebody who sees to it that the ranks agree."""
-
-    def _unscale_grads_(self, *args, **kwargs):
-        return super()._unscale_grads_(*args, **kwargs)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_ours_and_those_that_have_ranks_agree_are_taken(fused: bool) -> None:
-    model = cut(nn.Sequential(nn.Linear(4, 4)), 0, 1)
-    stepped(model, ShardedGradScaler(), fused=fused)
-    if not fused:
-        stepped(cut(nn.Sequential(nn.Linear(4, 4)), 0, 2), Agreeing("cpu"))
+def test_an_infinity_on_one_rank_skips_the_step_on_all(fused: bool) -> None:
+    assert run_ranks(step_with, 2, float("inf"), fused) == [(False, 2.0)] * 2
+    assert run_ranks(step_with, 2, 1.0, fused) == [(True, 4.0)] * 2

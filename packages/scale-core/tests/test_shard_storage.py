@@ -11,12 +11,13 @@ from torch import nn
 from scale_core.comm.group import Group
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
-from scale_core.shard import Placement, shard_of
+from scale_core.shard import Placement, on_local_tensors, shard_of
 
 NAMES = ["weight", "bias", "scale"]
 WHOLES = [torch.arange(21.0).view(7, 3), torch.arange(100.0, 105.0), torch.tensor(7.0)]
 
 
+@on_local_tensors
 def shard_on(rank: int, size: int, flatten: bool = False, trainable: Sequence[bool] = (True, True, True)) -> FlatBuffer:
     """What one rank keeps of the parameters above; the others need not exist for that."""
     group = Group(rank=rank, size=size, backend="fake", ranks=tuple(range(size)))
@@ -28,6 +29,7 @@ def shard_on(rank: int, size: int, flatten: bool = False, trainable: Sequence[bo
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
+@on_local_tensors
 def test_the_pieces_of_all_ranks_are_the_parameters(size: int) -> None:
     shards = [shard_on(rank, size) for rank in range(size)]
     for index, whole in enumerate(WHOLES):
@@ -35,6 +37,7 @@ def test_the_pieces_of_all_ranks_are_the_parameters(size: int) -> None:
         assert torch.equal(torch.cat(pieces), whole.reshape(-1))
 
 
+@on_local_tensors
 def test_each_piece_says_what_it_is_a_piece_of() -> None:
     for rank in range(2):
         shard = shard_on(rank, 2)
@@ -46,6 +49,7 @@ def test_each_piece_says_what_it_is_a_piece_of() -> None:
             assert torch.equal(shard.sharded_params[index].reshape(-1), part)
 
 
+@on_local_tensors
 def test_flattened_an_optimizer_sees_one_parameter_that_trains_if_any_does() -> None:
     shard = shard_on(1, 2, flatten=True, trainable=(False, True, False))
     (param,) = shard.sharded_params
@@ -56,6 +60,7 @@ def test_flattened_an_optimizer_sees_one_parameter_that_trains_if_any_does() -> 
     assert not shard_on(0, 2, trainable=(False, False, False)).trains
 
 
+@on_local_tensors
 def test_a_write_to_any_piece_counts_as_one_to_the_shard_even_where_it_is_empty() -> None:
     for rank in range(5):
         shard = shard_on(rank, 5)
@@ -66,6 +71,7 @@ def test_a_write_to_any_piece_counts_as_one_to_the_shard_even_where_it_is_empty(
             assert shard.version > before
 
 
+@on_local_tensors
 def test_parameters_that_exist_stay_the_same_objects_in_other_memory() -> None:
     shard = shard_on(0, 2)
     before = list(shard.sharded_params)
@@ -77,12 +83,14 @@ def test_parameters_that_exist_stay_the_same_objects_in_other_memory() -> None:
     assert before[0].data_ptr() == shard.pieces[0].data_ptr()
 
 
+@on_local_tensors
 def test_a_whole_without_values_changes_nothing() -> None:
     shard = shard_on(0, 1)
     shard.load(0, nn.Parameter(torch.empty(7, 3, device="meta")))
     assert torch.equal(shard.pieces[0], WHOLES[0]) and not shard.is_meta
 
 
+@on_local_tensors
 def test_pieces_carry_the_attributes_that_users_gave_to_the_parameters() -> None:
     params = [nn.Parameter(whole) for whole in WHOLES]
     params[1]._no_weight_decay = True  # type: ignore[attr-defined]

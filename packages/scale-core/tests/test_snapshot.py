@@ -1,5 +1,6 @@
 import errno
 import json
+import math
 import os
 import resource
 import shutil
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,8 +30,11 @@ from scale_core.snapshot import (
     NewerSnapshotError,
     Snapshot,
     SnapshotError,
+    async_save,
     latest_snapshot,
+    load,
     load_snapshot,
+    save,
     save_snapshot,
 )
 from scale_core.snapshot.format import safetensors_io
@@ -387,6 +392,47 @@ def test_ranks_that_save_or_load_different_things_all_hear_it_with_each_ones_val
     assert "load_snapshot: step differs between the ranks: None on rank 0; 3 on ranks 1, 2" in first[2]
     assert "strict differs between the ranks: False on ranks 0, 2; True on rank 1" in first[3]
     assert names_in(tmp_path) == []
+
+
+EXTRA: dict[str, Any] = {
+    "best": math.inf,
+    "worst": [-math.inf, {"deep": (1, (2, 3))}],
+    "keys": {1: "a", (1, 2): "b", None: "c"},
+    "set": {3, 4},
+    "raw": b"ab",
+    "loss": numpy.float32(0.1),
+}
+
+
+def save_with_extra(directory: Path) -> tuple[Any, str]:
+    extra = {**EXTRA, "nan": math.nan, "rank": torch.distributed.get_rank()}
+    save(directory, 1, {"a": torch.ones(2)}, extra=extra)
+    with pytest.raises(SnapshotError) as caught:
+        save(directory, 2, {"a": torch.ones(2)}, extra={"of": [1, {"mean": numpy.ones(2)}]})
+    async_save(directory, 3, {"a": torch.ones(2)}, extra=extra).wait()
+    for step in (1, 3):
+        loaded = load(directory, {"a": torch.ones(2)}, step=step).extra
+        assert math.isnan(loaded.pop("nan")) and loaded.pop("rank") == 0
+        assert repr(loaded) == repr(EXTRA)
+    return [type(value) for value in loaded.values()], str(caught.value)
+
+
+def test_extra_comes_back_as_it_was_or_is_refused_by_its_key(tmp_path: Path) -> None:
+    for types, refusal in run_ranks(save_with_extra, 2, tmp_path):
+        assert types == [type(value) for value in EXTRA.values()]
+        assert "extra.of.1.mean is a tensor or an array" in refusal and "Save it as an object" in refusal
+    assert not (tmp_path / "step-00000002").exists()
+
+
+class Options(dict[str, Any]):
+    """A dict of somebody's own, which JSON knows."""
+
+
+def test_extra_takes_what_json_takes(tmp_path: Path) -> None:
+    save_snapshot(tmp_path, 1, {"a": torch.ones(2)}, extra=Options(lr=0.1, steps=(1, 2)))
+    assert load_snapshot(tmp_path, {"a": torch.ones(2)}).extra == {"lr": 0.1, "steps": [1, 2]}
+    with pytest.raises(SnapshotError, match=r"extra\['f'\]: a builtins.builtin_function_or_method can't be saved"):
+        save_snapshot(tmp_path, 2, {"a": torch.ones(2)}, extra={"f": print})
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "3"])

@@ -15,7 +15,8 @@ from scale_core.hooks.source_grads import (
     with_source_grads,
 )
 from scale_core.optim.step_checks import register_unsharded, sharded_param_of
-from scale_core.shard import Axis, Placement, Shard, set_shard
+from scale_core.shard import Axis, Placement, Shard
+from scale_core.sharded_tensor.tensor import set_shard
 
 TWO = Group(0, 2, None, "fake", (0, 1))
 

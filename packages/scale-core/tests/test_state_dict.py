@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group
-from scale_core.shard import Axis, Placement, Shard, set_shard
+from scale_core.shard import Axis, Placement, Shard, on_local_tensors
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.param_groups import is_group
 from scale_core.state.state_dict import (
     GROUPS,
@@ -34,6 +35,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 }
 
 
+@on_local_tensors
 def full(state: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
     """Puts the shards of several ranks together."""
     whole: dict[str, Any] = {}
@@ -46,6 +48,7 @@ def full(state: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
+@on_local_tensors
 def assert_same(first: dict[str, Any], second: dict[str, Any], rtol: float = 0.0) -> None:
     assert first.keys() == second.keys()
     for key, value in first.items():
@@ -55,25 +58,37 @@ def assert_same(first: dict[str, Any], second: dict[str, Any], rtol: float = 0.0
             assert value == second[key], key
 
 
+@on_local_tensors
 def tolerance(optimizer: str) -> float:
     """A fused kernel rounds the last elements of a range, which fill no vector, in another way."""
-    return 5e-7 if optimizer.startswith("fused") else 0.0
+    return 1e-10 if optimizer.startswith("fused") else 0.0
 
 
-def trained(rank: int = 0, size: int = 1, optimizer: str = "adamw", steps: int = 3) -> tuple[nn.Module, Any]:
-    model = Model() if size == 1 else cut(Model(), rank, size)
+@on_local_tensors
+def model_of(rank: int, size: int, dtype: torch.dtype) -> nn.Module:
+    model = Model().to(dtype)
+    return model if size == 1 else cut(model, rank, size)
+
+
+@on_local_tensors
+def trained(
+    rank: int = 0, size: int = 1, optimizer: str = "adamw", steps: int = 3, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Any]:
+    model = model_of(rank, size, dtype)
     made = OPTIMIZERS[optimizer]([param for param in model.parameters() if param.requires_grad])
     train(model, made, steps)
     return model, made
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@on_local_tensors
 def test_the_shards_of_all_ranks_together_are_the_plain_state(optimizer: str) -> None:
-    plain = sharded_state_dict(*trained(optimizer=optimizer))
-    first, *others = [sharded_state_dict(*trained(rank, 3, optimizer)) for rank in range(3)]
+    plain = sharded_state_dict(*trained(optimizer=optimizer, dtype=torch.float64))
+    first, *others = [sharded_state_dict(*trained(rank, 3, optimizer, dtype=torch.float64)) for rank in range(3)]
     assert_same(full(first, others), plain, tolerance(optimizer))
 
 
+@on_local_tensors
 def test_names_are_those_of_the_plain_model_and_a_tied_parameter_stands_once() -> None:
     keys = [key for key in sharded_state_dict(Model()) if key.startswith("model.")]
     assert keys == [
@@ -92,6 +107,7 @@ def test_names_are_those_of_the_plain_model_and_a_tied_parameter_stands_once() -
     ]
 
 
+@on_local_tensors
 def test_a_wrapper_around_a_sharded_model_changes_no_name() -> None:
     class Wrapper(nn.Module):
         def __init__(self) -> None:
@@ -101,6 +117,7 @@ def test_a_wrapper_around_a_sharded_model_changes_no_name() -> None:
     assert sharded_state_dict(Wrapper()).keys() == sharded_state_dict(Model()).keys()
 
 
+@on_local_tensors
 def test_values_that_are_no_tensors_are_ready_for_json() -> None:
     state = sharded_state_dict(*trained(optimizer="tensor rate"))
     values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -112,19 +129,21 @@ def test_values_that_are_no_tensors_are_ready_for_json() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("size", [1, 3])
+@on_local_tensors
 def test_a_plain_state_loads_into_shards_with_a_fresh_optimizer(optimizer: str, size: int) -> None:
-    plain = sharded_state_dict(*trained(optimizer=optimizer))
+    plain = sharded_state_dict(*trained(optimizer=optimizer, dtype=torch.float64))
     expected = copy.deepcopy(plain)
     for rank in range(size):
-        model = Model() if size == 1 else cut(Model(), rank, size)
+        model = model_of(rank, size, torch.float64)
         made = OPTIMIZERS[optimizer]([param for param in model.parameters() if param.requires_grad])
         load_sharded_state_dict(plain, model, made)
-        reference = trained(rank, size, optimizer, steps=5)
+        reference = trained(rank, size, optimizer, steps=5, dtype=torch.float64)
         train(model, made, 2, first=3)
         assert_equal_states(sharded_state_dict(model, made), sharded_state_dict(*reference), tolerance(optimizer))
     assert_same(plain, expected)
 
 
+@on_local_tensors
 def assert_equal_states(first: dict[str, Any], second: dict[str, Any], rtol: float) -> None:
     def strip(state: dict[str, Any]) -> dict[str, Any]:
         return {key: value.tensor if isinstance(value, LocalShard) else value for key, value in state.items()}
@@ -132,6 +151,7 @@ def assert_equal_states(first: dict[str, Any], second: dict[str, Any], rtol: flo
     assert_same(strip(first), strip(second), rtol)
 
 
+@on_local_tensors
 def test_a_loaded_optimizer_shares_no_memory_with_the_state() -> None:
     state = sharded_state_dict(*trained())
     model, optimizer = trained(steps=0)
@@ -141,6 +161,7 @@ def test_a_loaded_optimizer_shares_no_memory_with_the_state() -> None:
     assert torch.equal(state["optim.scale.exp_avg"], before)
 
 
+@on_local_tensors
 def test_groups_get_their_saved_hyperparameters_back_in_their_own_types() -> None:
     model = Model()
     optimizer = adam(model)
@@ -154,10 +175,12 @@ def test_groups_get_their_saved_hyperparameters_back_in_their_own_types() -> Non
     assert other.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+@on_local_tensors
 def json_round_trip(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v if isinstance(v, Tensor | LocalShard) else json.loads(json.dumps(v)) for k, v in state.items()}
 
 
+@on_local_tensors
 def test_the_target_of_a_fresh_optimizer_has_room_for_all_that_was_saved() -> None:
     plain = sharded_state_dict(*trained())
     saved = {
@@ -190,6 +213,7 @@ def test_the_target_of_a_fresh_optimizer_has_room_for_all_that_was_saved() -> No
         ("optim.embed.weight.exp_avg", torch.ones(3), r"the saved shape is \(3,\), expected \(7, 5\)"),
     ],
 )
+@on_local_tensors
 def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(key: str, value: Any, message: str) -> None:
     state = dict(sharded_state_dict(*trained()))
     if key == GROUPS:  # As older snapshots have them.
@@ -207,6 +231,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(key: st
     assert not optimizer.state
 
 
+@on_local_tensors
 def test_all_that_differs_is_listed_at_once_and_what_fits_is_loaded_where_that_is_asked_for() -> None:
     state: dict[str, Any] = dict(sharded_state_dict(*trained()))
     del state["model.scale"]
@@ -238,6 +263,7 @@ def test_all_that_differs_is_listed_at_once_and_what_fits_is_loaded_where_that_i
     assert has_state == {name for name, _ in model.named_parameters() if f"optim.{name}.step" in state} - left
 
 
+@on_local_tensors
 def test_the_state_of_another_kind_of_optimizer_is_left_out_as_a_whole() -> None:
     state = sharded_state_dict(*trained(optimizer="momentum"))
     model, optimizer = trained(optimizer="adamw", steps=0)
@@ -247,6 +273,7 @@ def test_the_state_of_another_kind_of_optimizer_is_left_out_as_a_whole() -> None
     assert torch.equal(model.scale, trained(optimizer="momentum")[0].scale)
 
 
+@on_local_tensors
 def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     state = sharded_state_dict(*trained(optimizer="momentum"))
     model, optimizer = trained(optimizer="adamw", steps=0)
@@ -254,18 +281,21 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
         load_sharded_state_dict(state, model, optimizer)
 
 
+@on_local_tensors
 def test_the_shards_of_another_rank_are_refused() -> None:
     state = sharded_state_dict(cut(Model(), 1, 2))
     with pytest.raises(StateMismatch, match=r"model.frozen: this rank holds .*\[0, 2\), the state has \[2, 4\)"):
         load_sharded_state_dict({**state, "model.scale": torch.tensor(1.0)}, cut(Model(), 0, 2))
 
 
+@on_local_tensors
 def test_an_optimizer_over_other_parameters_says_how_to_mend_it() -> None:
     optimizer = adam(Model())
     with pytest.raises(ValueError, match=r"parameter 0 of the optimizer's group 0.*build the optimizer after"):
         sharded_state_dict(cut(Model(), 0, 2), optimizer)
 
 
+@on_local_tensors
 def test_an_optimizer_that_needs_whole_parameters_is_refused_on_shards() -> None:
     model = nn.Linear(4, 4)
     weight = nn.Parameter(torch.ones(2, 4))
@@ -278,6 +308,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_on_shards() -> None
         sharded_state_dict(model, optimizer)
 
 
+@on_local_tensors
 def test_summands_of_a_parameter_have_no_state() -> None:
     model = nn.Linear(2, 2, bias=False)
     set_shard(model.weight, Shard("weight", (2, 2), 0, 4, (Axis(Group(), Placement.PARTIAL),)))
@@ -285,6 +316,7 @@ def test_summands_of_a_parameter_have_no_state() -> None:
         sharded_state_dict(model)
 
 
+@on_local_tensors
 def test_two_parameters_that_claim_one_name_are_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     for weight in model.parameters():
@@ -304,6 +336,7 @@ class Pair(nn.Module):
             self.register_parameter(names[1], self.get_parameter(names[0]))
 
 
+@on_local_tensors
 def test_a_tied_parameter_is_found_under_any_of_its_names_and_never_takes_one_of_two() -> None:
     saved, other = Pair("embed", "head"), Pair("head", "embed")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (saved, other)]
@@ -333,6 +366,7 @@ class Part(nn.Module):
         return name == "bias"
 
 
+@on_local_tensors
 def test_a_part_of_a_model_has_the_names_of_the_whole_and_leaves_what_it_shares_to_the_first_holder() -> None:
     model = Part()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -8,10 +8,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from scale_core.snapshot import FromRank0, PerRank, SnapshotError, load, save
@@ -56,6 +57,25 @@ def test_any_state_comes_back_as_it_was(tmp_path: Path, state: Any) -> None:
     load(tmp_path, {"it": one, "its": other})
     assert repr(one.state) == repr(state)
     assert repr(other.state) == repr([state])
+
+
+def test_an_array_at_the_top_of_a_state_comes_back(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "mean": numpy.arange(6.0).reshape(2, 3).T,
+        "count": numpy.array(7),
+        "weight": nn.Parameter(torch.ones(2)),
+        "leaf": torch.ones(2, requires_grad=True),
+        "nested": {"mean": numpy.arange(2)},
+    }
+    one, other, whole = Holder(), Holder(), Holder()
+    objects = {"it": Holder(state), "its": PerRank(Holder(state)), "whole": Holder(state["mean"]), "raw": state}
+    save(tmp_path, 1, objects)
+    loaded = load(tmp_path, {"it": one, "its": PerRank(other), "whole": whole, "raw": None}).state
+    for found in (one.state, other.state, loaded["raw"]):
+        assert repr(found) == repr(state)
+    assert repr(whole.state) == repr(state["mean"])
+    save(tmp_path, 2, {"array": state["mean"]})
+    assert repr(load(tmp_path, {"array": None}).state["array"]) == repr(state["mean"])
 
 
 def test_entries_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
@@ -162,10 +182,17 @@ class Sharded(Holder):
         start, stop = (7 * at // size for at in (rank, rank + 1))
         part = self.state if self.state is not None else torch.zeros(stop - start)
         self.state = part
-        return {"ema.weight": LocalShard(part, (7,), start, stop), "ema.updates": 3, "ema.bias": torch.ones(2)}
+        return {
+            "ema.weight": LocalShard(part, (7,), start, stop),
+            "ema.updates": 3,
+            "ema.bias": torch.ones(2),
+            "ema.decays": numpy.array([0.9, 0.5]),
+            "ema.history": [torch.ones(1)] if size == 2 else [],
+        }
 
     def load_state_dict(self, state: Any) -> None:
         assert (state["ema.updates"], state["ema.bias"].tolist()) == (3, [1.0, 1.0])
+        assert (state["ema.decays"].tolist(), state["ema.history"][0].tolist()) == ([0.9, 0.5], [1.0])
         self.loaded: Tensor = state["ema.weight"]
 
 
@@ -186,6 +213,7 @@ def load_sharded(folder: Path, name: str) -> list[float]:
 def test_a_sharded_state_loads_at_any_number_of_ranks(tmp_path: Path, name: str) -> None:
     keys, _ = run_ranks(save_sharded, 2, tmp_path, name)
     prefix = "ema" if name == "ema" else "average.ema"
-    assert keys == [f"{prefix}.bias", f"{prefix}.updates", f"{prefix}.weight", "scale.objects"]
+    entries = ["bias", "decays", "decays#data", "history", "history.0", "updates", "weight"]
+    assert keys == [*(f"{prefix}.{entry}" for entry in entries), "scale.objects"]
     assert load_sharded(tmp_path, name) == list(range(7))
     assert list(chain(*run_ranks(load_sharded, 3, tmp_path, name))) == list(range(7))

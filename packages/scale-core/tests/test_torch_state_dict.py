@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group, group_of
-from scale_core.shard import Axis, Placement, Shard, register_stages, set_shard, shard_of
+from scale_core.shard import Axis, Placement, Shard, on_local_tensors, register_stages, shard_of
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.chunks import LocalShard
 from scale_core.state.torch_state_dict import SHARDS, install_hooks, torch_request
 from scale_core.testing import run_ranks
@@ -118,6 +119,7 @@ def test_one_whose_parameters_become_shards_after_it_was_looked_at_gets_them() -
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
     install_hooks(optimizer)
     optimizer.param_groups[0]["params"] = [next(cut(Model(), 0, 2).parameters())]
+    install_hooks(optimizer)
     assert SHARDS in optimizer.state_dict() and optimizer._optimizer_load_state_dict_pre_hooks
 
 
@@ -181,6 +183,7 @@ def test_a_part_of_another_rank_or_world_or_model_is_refused_before_its_first_st
         torch.optim.Adam(trained(0, 3)).load_state_dict(state)
 
 
+@on_local_tensors
 def one_file_for_all_ranks() -> str:
     group = group_of()
     param = nn.Parameter(torch.ones(2))

@@ -116,6 +116,19 @@ def test_a_tree_in_which_nothing_changes_is_the_very_same_object() -> None:
         assert map_tensors(lambda tensor: tensor, tree) is tree
 
 
+class Computed(UserDict[str, Any]):
+    """Makes its tensors anew each time."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.tensor(self.data[key])
+
+
+def test_tensors_that_are_made_on_the_way_stay_apart() -> None:
+    numbers, values = [torch.tensor(number) for number in range(100)], iter(range(100))
+    mapped = map_tensors(lambda tensor: numbers[next(values)], Computed({str(value): value for value in range(100)}))
+    assert list(mapped.data.values()) == numbers
+
+
 @pytest.mark.parametrize("tree", [{one(), one()}, [1, frozenset([(1, one())])], {"a": Output(one(), {one()})}])  # type: ignore[arg-type]
 def test_tensors_without_an_order_are_refused(tree: object) -> None:
     for act in (lambda: map_tensors(double, tree), lambda: map_leaves(id, tree), lambda: list(tensors_in(tree))):

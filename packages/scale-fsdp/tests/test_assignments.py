@@ -182,12 +182,26 @@ def swap_memory(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ["embed.weight", "body.0.weight"])
-def test_memory_that_was_swapped_is_found_by_the_next_forward(world, name):
-    for message in run_ranks(swap_memory, world, name):
-        assert message.startswith(f"'{name}' of ")
-        assert "param.copy_(values)" in message
+def test_memory_that_was_swapped_is_found_by_the_next_forward(name):
+    (message,) = run_ranks(swap_memory, 1, name)
+    assert message.startswith(f"'{name}' of ")
+    assert "param.copy_(values)" in message
+
+
+def assign_data() -> None:
+    whole = model()
+    for param in whole.parameters():
+        values = torch.arange(param.numel(), dtype=param.dtype).view(param.shape)
+        param.data = values  # In the full shape, as of a plain parameter.
+        assert torch.equal(param.full_tensor(), values)
+        param.data = torch.zeros_like(param)
+        assert not param.any()
+    run(whole)
+
+
+def test_data_of_shards_may_be_assigned():
+    run_ranks(assign_data, 2)
 
 
 def test_values_may_be_written_in_place():

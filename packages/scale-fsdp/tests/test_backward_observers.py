@@ -16,6 +16,7 @@ import scale_fsdp.offload.backward
 from scale_core.comm.group import group_of
 from scale_core.hooks.autograd import register_grad_published_hook, register_reduced_grad_hook
 from scale_core.shard import shard_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_fsdp import OffloadOptimizer, StepError, fully_shard
 from scale_fsdp.offload.backward import ConsumedGradient
@@ -79,7 +80,10 @@ def names(params: Sequence[Tensor]) -> list[str]:
 @contextmanager
 def listening(log: list[str], at_once: Sequence[Tensor] = ()) -> Iterator[None]:
     def arriving(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        assert all(param.grad is None and grad.shape == param.shape for param, grad in zip(params, grads, strict=True))
+        assert all(
+            param.grad is None and grad.shape == local_tensor(param).shape
+            for param, grad in zip(params, grads, strict=True)
+        )
         log.extend(f"arriving {name}" for name in names(params))
 
     def reduced(params: Sequence[Tensor]) -> None:

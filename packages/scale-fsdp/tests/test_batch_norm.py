@@ -62,7 +62,7 @@ def units_of_norms() -> list[str]:
     torch.distributed.all_reduce(mean)
     unit = unit_of(model[1])
     span = unit.buffers[0].spans[0]
-    if not torch.equal(model[1].weight.grad, mean[span.start : span.stop] / 2):
+    if not torch.equal(model[1].weight.grad.to_local(), mean[span.start : span.stop] / 2):
         wrong.append("the gradient is not the mean of all ranks'")
     return wrong
 

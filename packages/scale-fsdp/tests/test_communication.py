@@ -67,7 +67,7 @@ ON_TWO = [
     Quantized(dataclasses.replace(FEEDBACK, gather=None), options={"flatten_parameters": True}),
     Quantized(BOTH, per_block=(CommunicationPolicy(gather=FP8), None, dataclasses.replace(FEEDBACK, gather=None))),
     # It needs whole tensors, and each rank has some of them as they are.
-    Quantized(BOTH, options={"atom": "parameter"}, optimizer=torch.optim.Adafactor),
+    Quantized(BOTH, options={"atom": "parameter"}, optimizer=torch.optim.NAdam),
 ]
 ON_FOUR = [
     Quantized(FEEDBACK, bf16=True, options={"reshard_after_forward": 2}),

@@ -10,7 +10,8 @@ from torch import nn
 
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.shard import Shard, set_shard
+from scale_core.shard import Shard
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_fsdp.offload.backward import ConsumedGradient
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -124,7 +125,10 @@ def on_ranks() -> list[str]:
     grad, piece = model.head.bias.grad, shard_of(model.head.bias)
     half = copy.deepcopy(model)
     half(noise(4, 3, seed=rank).double()).sum().backward()
-    if not torch.allclose(grad, 2 * half.head.bias.grad, rtol=1e-5) or grad.shape[0] != piece.stop - piece.start:
+    if (
+        not torch.allclose(grad, 2 * half.head.bias.grad, rtol=1e-5)
+        or local_tensor(grad).shape[0] != piece.stop - piece.start
+    ):
         wrong.append(f"accumulated: {grad} and {half.head.bias.grad}")
     return wrong
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from scale_core.consistency import flight_recorder as last_words
 from scale_core.errors import ContractError, ScaleDistributedError
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks, scaled_by_load
 from scale_fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -73,7 +74,10 @@ def run_in_orders(case: Difference, group: dist.ProcessGroup) -> tuple[str, str,
     try:
         take(case.orders[group.rank()])
     except ScaleDistributedError as error:
-        moved = not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        moved = not all(
+            torch.equal(local_tensor(old), local_tensor(new))
+            for old, new in zip(before, model.parameters(), strict=True)
+        )
         return type(error).__name__, str(error), moved
     return "", "no error", True
 

@@ -12,6 +12,7 @@ from fsdp_cases import differing_grads, differing_weights
 from torch import nn
 
 from scale_core.comm.group import group_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from scale_fsdp.runtime.unit import units_in
@@ -72,7 +73,7 @@ def test_summoned_parameters_are_whole_and_changes_stay_unless_volatile(way):
 def summon_one_level() -> list[list[int]]:
     model = sharded(perceptron(), ["0", ""])
     with model.summon_full_params(recurse=False):
-        return [list(p.shape) for p in (model[0].weight, model[2].weight)]
+        return [list(local_tensor(p).shape) for p in (model[0].weight, model[2].weight)]
 
 
 def test_without_recursion_units_inside_stay_sharded():

@@ -27,6 +27,7 @@ import scale_fsdp.runtime.recovery
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.hooks.autograd import register_grad_published_hook
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_fsdp import CommunicationPolicy, StepError, fully_shard
 from scale_fsdp.runtime.unit import units_in
@@ -232,7 +233,7 @@ def accumulated_gradients_stay(failures: list[Failure]) -> list[str]:
         raised = train(model, 2, failure, fails=group_of().rank == failure.rank)
         wrong = check(raised, failure)
         if failure.no_sync and any(
-            param.grad is None or not torch.equal(param.grad, grad)
+            param.grad is None or not torch.equal(local_tensor(param.grad), local_tensor(grad))
             for param, grad in zip(model.parameters(), before, strict=True)
         ):
             wrong.append("a gradient that had been reduced before has changed")
@@ -282,7 +283,7 @@ def different_sums(model: nn.Module, plain: nn.Module, failure: Failure) -> list
     return [
         "the gradients are not those of the passes that went well"
         for grad, piece in zip(grads, pieces, strict=True)
-        if grad is None or not torch.equal(grad, piece)
+        if grad is None or not torch.equal(local_tensor(grad), piece)
     ][:1]
 
 

@@ -13,7 +13,8 @@ from scale_core.hooks.autograd import (
     has_reduced_grad_hooks,
     is_consumed_in_backward,
 )
-from scale_core.shard import Shard, set_shard
+from scale_core.shard import Shard
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_fsdp.offload.backward import GradReadyHooks
 
 

@@ -17,6 +17,7 @@ from fsdp_beside import noise
 from torch import nn
 
 from scale_core.errors import ScaleDistributedError, set_last_snapshot
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import RankError, run_ranks
 from scale_fsdp import fully_shard
 
@@ -50,7 +51,10 @@ def one_of_each_pair_is_killed(folder: str) -> None:
         try:
             model(noise(2, 4, seed=rank)).square().mean().backward()
         except ScaleDistributedError as error:
-            unchanged = all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
+            unchanged = all(
+                torch.equal(local_tensor(old), local_tensor(new))
+                for old, new in zip(before, model.parameters(), strict=True)
+            )
             told = str(error), time.monotonic() - began, unchanged, all(p.grad is None for p in model.parameters())
             part = Path(folder) / f"{rank}.part"
             part.write_bytes(pickle.dumps(told))

@@ -7,6 +7,7 @@ from gpt_at_scale import GPT, Block, Embed, Head
 from torch import nn
 
 from scale_core.comm.group import group_of
+from scale_core.shard import shard_of
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import (
@@ -91,6 +92,29 @@ def test_modules_initialize_themselves_as_their_constructors_do(build, flatten):
     torch.manual_seed(3)
     model = fully_shard_modules(on_meta(build), class_policy(nn.Linear), flatten_parameters=flatten)
     assert not differing(model, plain)
+
+
+def sharded_on_meta() -> list[str]:
+    torch.manual_seed(3)
+    plain = layers()
+    with torch.device("meta"):
+        model = layers()
+        for module in (model[0], model):
+            fully_shard(module)
+    wrong = [name for name, tensor in model.named_parameters() if not tensor.is_meta or shard_of(tensor) is None]
+    with pytest.raises(RuntimeError, match="meta"):
+        model(torch.ones(2, 3))
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in model:
+        module.reset_parameters()
+    model(torch.ones(2, 3)).sum().backward()
+    return wrong + [name for name in differing(model, plain) if name.endswith(("weight", "bias"))]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_is_sharded_under_the_meta_device_stays_there(world):
+    assert not any(run_ranks(sharded_on_meta, world))
 
 
 def test_what_is_frozen_on_meta_stays_frozen():

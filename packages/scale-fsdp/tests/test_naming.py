@@ -5,7 +5,8 @@ import torch
 from state_cases import WRAPPINGS, Awkward, Layout
 from torch import nn
 
-from scale_core.shard import Axis, Placement, Shard, set_shard
+from scale_core.shard import Axis, Placement, Shard
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_fsdp import FullyShardedDataParallel, fully_shard
 from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.state_dict.naming import (

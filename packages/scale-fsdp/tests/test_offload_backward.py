@@ -19,7 +19,8 @@ import scale_fsdp.offload.backward
 from scale_core.hooks.autograd import call_grad_published_hooks
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.shard import Shard, set_shard
+from scale_core.shard import Shard
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_fsdp import OffloadOptimizer
 from scale_fsdp.offload.backward import ConsumedGradient
 from scale_fsdp.offload.host_update import OffloadUpdate

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from fsdp_beside import Beside, mean_square, noise, sharded
-from fsdp_cases import ulps
+from fsdp_beside import Beside, noise, sharded
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from scale_core.shard import full_shape
 from scale_core.testing import run_ranks
-from scale_fsdp import full_optim_state_dict, shard_optim_state_dict
 
 STEPS = 3
 Params = Iterable[nn.Parameter]
@@ -87,50 +84,18 @@ def train_unfused() -> list[str]:
     return Beside(Model(), ["inward", ""], step, steps=STEPS, both=makers()).differences()
 
 
-def most_ulps_fused(name: str) -> float:
-    """The largest distance of a weight from the plain model's, after steps that begin at equal weights and states.
-
-    It is counted in units of the terms' sum as it would be if nothing canceled: |w| + lr (|momentum| + |gradient|).
-    """
-    plain, largest = Model(), 0.0
-    model = sharded(plain, ["inward", ""])
-    optimizer, plain_optimizer = (
-        class_named(name)(each.parameters(), lr=0.01, fused=True, **FUSED[name]) for each in (model, plain)
-    )
-    for number in range(STEPS):
-        plain.load_state_dict(model.state_dict())
-        if number > 0:  # an optimizer that has made no step has no state
-            full = full_optim_state_dict(model, optimizer, recipient_rank=None)
-            assert full is not None
-            plain_optimizer.load_state_dict(shard_optim_state_dict(full, plain, plain_optimizer))
-        for each in (model, plain):
-            for loss in step(each, 0, number):  # the same batch on every rank: the mean is the plain gradient
-                loss.backward()
-        apart, apart_optimizer = without_cancelling(plain, plain_optimizer)
-        for each in (optimizer, plain_optimizer, apart_optimizer):
-            each.step()
-            each.zero_grad()
-        weights, summed = model.state_dict(), apart.state_dict()
-        for key, theirs in plain.state_dict().items():
-            largest = max(largest, ulps(weights[key], theirs, summand=summed[key]))
-    return largest
-
-
-def without_cancelling(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Returns copies whose next step adds up the magnitudes of the terms that the originals' step adds up."""
-    gradients = [p.grad for p in model.parameters()]
-    model, optimizer = copy.deepcopy((model, optimizer))
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert gradient is not None
-        parameter.data.abs_()
-        parameter.grad = -gradient.abs()
-        for moment in optimizer.state[parameter].keys() & {"momentum_buffer", "exp_avg"}:
-            optimizer.state[parameter][moment].abs_().neg_()
-    return model, optimizer
-
-
-def train_fused() -> dict[str, float]:
-    return {name: most_ulps_fused(name) for name in FUSED}
+def train_fused() -> None:
+    for name, kwargs in FUSED.items():
+        plain = Model().double()
+        model = sharded(plain, ["inward", ""])
+        optimizers = [class_named(name)(each.parameters(), lr=0.01, fused=True, **kwargs) for each in (model, plain)]
+        for number in range(STEPS):
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                # The same batch on every rank: the mean is the plain gradient.
+                each(noise(4, 5, seed=number).double()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-10, atol=1e-10)
 
 
 def every_optimizer() -> list[str]:
@@ -153,10 +118,9 @@ def test_elementwise_optimizers_train_the_weights_of_the_plain_model(world: int)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_fused_optimizers_step_to_the_weights_of_the_plain_model_within_2_ulp(world: int) -> None:
+def test_fused_optimizers_train_the_weights_of_the_plain_model(world: int) -> None:
     """The kernel takes a tensor in vectors and its rest one by one, which round differently; a shard ends elsewhere."""
-    for distances in run_ranks(train_fused, world):
-        assert all(distance <= 2 for distance in distances.values()), distances
+    run_ranks(train_fused, world)
 
 
 def make_refused(name: str, params: Params) -> torch.optim.Optimizer:
@@ -179,43 +143,33 @@ def refuse(name: str, kwargs: dict[str, Any]) -> str:
 
 
 def refuse_all() -> list[str]:
-    messages = [refuse(name, {}) for name in ("Adafactor", MUON, "LBFGS", "SparseAdam")]
-    return [*messages, refuse("Adafactor", {"flatten_parameters": True})]
+    return [refuse(name, {}) for name in (MUON, "LBFGS", "SparseAdam")]
 
 
 def test_optimizers_that_need_more_than_a_piece_are_refused_by_name() -> None:
-    for adafactor, muon, lbfgs, sparse, flat in run_ranks(refuse_all, 2):
-        for name, message in (("Adafactor", adafactor), (MUON, muon), ("Adafactor", flat)):
-            assert message.startswith(f"{name}.step(): its update of a parameter needs ")
-            assert (
-                f"Let scale-oss hand each full tensor to one rank for the step, OSS(model.parameters(), optim={name}"
-            ) in message
-            assert 'fully_shard(module, atom="parameter")' in message
-            assert "[p for p in model.parameters() if p.numel()]" in message
-        assert "of '0.weight' this rank has elements" in muon
-        assert "of 'flat_param_0' this rank has elements" in flat
-        assert "LBFGS.step(): it measures all parameters together" in lbfgs
+    for muon, lbfgs, sparse in run_ranks(refuse_all, 2):
+        assert re.match(rf"{MUON}\.step\(\): \w+ of '\d.weight' \[.*OSS\(model.parameters\(\), optim=", muon)
+        assert re.match(r"LBFGS\.step\(\): cat of '\d\.\w+'", lbfgs)
         assert "SparseAdam.step(): it takes sparse gradients, and those of shards are dense" in sparse
 
 
-def adafactor(params: Params) -> torch.optim.Optimizer:
-    return make_refused("Adafactor", params)
+def train_by_reductions() -> list[float]:
+    """How far Adafactor, which divides by means of rows and columns, is from the plain model after three steps."""
+    plain = matrices().double()
+    model = sharded(plain, ["0", ""])
+    optimizers = [make_refused("Adafactor", each.parameters()) for each in (model, plain)]
+    x = noise(4, 4).double()
+    for _ in range(3):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = model.state_dict()
+    return [(weights[name] - value).abs().max().item() for name, value in plain.state_dict().items()]
 
 
-def muon(params: Params) -> torch.optim.Optimizer:
-    return make_refused(MUON, params)
-
-
-def train_whole() -> list[str]:
-    """Every parameter whole on one rank: what the error names as a way out."""
-    kwargs = {"atom": "parameter"}
-    wrong = Beside(Model(), ["inward", ""], step, steps=STEPS, both=[adafactor], kwargs=kwargs).differences()
-    beside = Beside(matrices(), [""], mean_square(3, 4), steps=STEPS, both=[adafactor, muon], kwargs=kwargs)
-    return wrong + beside.differences()
-
-
-def test_whole_parameters_on_one_rank_train_as_the_plain_model_where_each_stands_by_itself() -> None:
-    assert not any(run_ranks(train_whole, 2))
+def test_adafactor_trains_as_on_the_plain_model() -> None:
+    assert all(distance < 1e-10 for distances in run_ranks(train_by_reductions, 2) for distance in distances)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from scale_core.comm.group import group_of
 from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.shard import full_shape, shard_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard, reshard_to
@@ -43,8 +44,9 @@ def see_names() -> list[str]:
         shard = shard_of(param)
         assert shard.name == name
         assert full_shape(param) == expected[name].shape
-        assert torch.equal(param.reshape(-1), expected[name].reshape(-1)[shard.start : shard.stop])
-    assert sum(p.numel() for p in named.values()) <= sum(p.numel() for p in expected.values()) // 2 + 8
+        assert torch.equal(local_tensor(param).reshape(-1), expected[name].reshape(-1)[shard.start : shard.stop])
+    held = [sum(local_tensor(param).numel() for param in model.parameters()) for model in (model, plain)]
+    assert held[0] <= held[1] // 2 + 8 * len(named)  # Each starts at a multiple of 8.
     return [unit.name for unit in units_in(model)]
 
 
@@ -277,7 +279,9 @@ def convolve_channels_last() -> list[str]:
         name
         for name, param in model.named_parameters()
         if not torch.allclose(
-            param.grad.reshape(-1), wholes[name].reshape(-1)[shard_of(param).start : shard_of(param).stop], atol=1e-6
+            local_tensor(param.grad).reshape(-1),
+            wholes[name].reshape(-1)[shard_of(param).start : shard_of(param).stop],
+            atol=1e-6,
         )
     ]
 
@@ -511,3 +515,112 @@ def test_a_copy_of_the_model_is_left_alone():
     model(noise(2, 5)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert differing_weights(plain, before) == []
+
+
+# Memory and attributes.
+
+
+class TiedByData(nn.Module):
+    """A head with a Parameter of its own over the embedding's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 6), nn.Linear(6, 10, bias=False)
+        self.head.weight.data = self.embed.weight.data
+
+
+def test_parameters_over_one_memory_are_refused_unchanged():
+    model = TiedByData()
+    with pytest.raises(ValueError, match=r"'embed.weight' and 'head.weight'.*head.weight = embed.weight, before"):
+        fully_shard(model)
+    assert units_in(model) == [] and model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    model.head.weight = model.embed.weight
+    fully_shard(model)
+    model = TiedByData()
+    with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' share"):
+        fully_shard([model.embed, model.head])
+
+
+def test_memory_of_what_a_unit_inside_has_sharded_is_refused():
+    model = TiedByData()
+    fully_shard(model.embed)
+    with pytest.raises(ValueError, match=r"'embed.weight' and 'head.weight' share"):
+        fully_shard(model)
+    del model.head
+    fully_shard(model)
+
+
+def test_buffers_and_ignored_parameters_over_one_memory():
+    model = TiedByData()
+    with pytest.raises(ValueError, match=r"'head.weight' and 'embed.weight' share"):
+        fully_shard(model, ignored_params={model.embed.weight})
+    fully_shard(model, ignored_params={model.embed.weight, model.head.weight})
+    model = nn.Linear(2, 2)
+    model.register_buffer("shadow", model.weight.detach()[1:])
+    with pytest.raises(ValueError, match=r"'weight' and 'shadow' overlap"):
+        fully_shard(model)
+
+
+def see_attributes() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[0].bias._no_weight_decay = True
+    seen = []
+    fully_shard(model[0], init=lambda m: (seen.append(m.bias._no_weight_decay), m.reset_parameters()))
+    fully_shard(model)
+    assert seen == [True]
+    with model.summon_full_params():
+        assert model[0].bias._no_weight_decay
+        model[1].weight._scale = 2
+    assert model[0].bias._no_weight_decay and model[1].weight._scale == 2
+    reshard_to(model, group_of())
+    assert model[0].bias._no_weight_decay and model[1].weight._scale == 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_attributes_stay_on_shards_and_full_parameters(world):
+    assert_on_ranks(see_attributes, world)
+
+
+# Views of wider dtypes.
+
+
+class WiderViews(nn.Module):
+    """Parameters that the forward sees as complex numbers and as halves, behind ones of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(torch.ones(3))
+        self.pair = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.0, 4.0]]))
+        self.ragged = nn.Parameter(torch.arange(5.0))
+        self.zero = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+        self.packed = nn.Parameter(torch.arange(9.0).half().view(torch.uint8)[:17].clone(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.view_as_complex(self.pair) * torch.view_as_complex(self.ragged[:4].view(2, 2)).sum()
+        scale = self.packed[:16].view(torch.float16).float().sum() + self.zero.sum()
+        return x * torch.view_as_real(weight).sum() * scale * self.odd.sum()
+
+
+def see_wider_views() -> list[str]:
+    plain = WiderViews()
+    model = fully_shard(copy.deepcopy(plain))
+    for net in (plain, model):
+        net(torch.ones(2)).sum().backward()  # Sums of small integers.
+    wrong = [
+        name
+        for name, param in model.named_parameters()
+        if local_tensor(param).numel() and local_tensor(param).data_ptr() % 16
+    ]
+    for (name, param), (_, full) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        shard = shard_of(param)
+        if full.grad is not None and not torch.equal(
+            local_tensor(param.grad).reshape(-1), full.grad.reshape(-1)[shard.start : shard.stop]
+        ):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_parameters_may_be_seen_as_wider_dtypes(world):
+    assert_on_ranks(see_wider_views, world)

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group
-from scale_core.shard import Axis, Placement, Shard, set_shard
+from scale_core.shard import Axis, Placement, Shard
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard, shard_optim_state_dict
 from scale_fsdp.runtime.unit import unit_of

@@ -214,7 +214,8 @@ def test_a_child_named_module_keeps_its_name_below_a_wrapper() -> None:
 def test_whoever_steps_on_no_shards_gets_no_hooks() -> None:
     _, optimizer = plain()
     assert not optimizer._optimizer_state_dict_post_hooks
-    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    hooks = [hook.__name__ for hook in optimizer._optimizer_load_state_dict_pre_hooks.values()]
+    assert hooks in ([], ["_with_own_elements"])  # It refuses one rank's part of a state.
 
 
 def save(folder: str) -> None:

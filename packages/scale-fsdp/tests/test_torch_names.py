@@ -185,9 +185,8 @@ def differences_from_fsdp2(grouped: bool) -> list[str]:
         if out.dtype != torch.bfloat16 or not torch.equal(out, their_out):
             wrong.append(f"step {step}: output {out} instead of {their_out}")
         for whole, (param, grad) in zip(their_grads.values(), grads.items(), strict=True):
-            shard = shard_of(param)
-            if not torch.equal(whole.flatten()[shard.start : shard.stop], grad.flatten()):
-                wrong.append(f"step {step}: gradient of {shard.name}")
+            if not torch.equal(whole, grad):
+                wrong.append(f"step {step}: gradient of {shard_of(param).name}")
     return wrong
 
 
@@ -602,3 +601,36 @@ def test_a_pass_that_was_cut_off_is_ended_by_hand() -> None:
     model.reset_iter_state()
     loss.backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_a_placement_along_a_dimension_that_is_not_there_is_named(dim: int) -> None:
+    from torch.distributed.tensor import Shard
+
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"shard_placement_fn: expected .* dimension of 'bias' \[2\]"):
+        fully_shard(layer, shard_placement_fn=lambda param: Shard(dim))
+    assert unit_of(layer) is None
+
+
+def weights_with_a_schedule(sharded: bool) -> Tensor:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3, dtype=torch.float64)
+    if sharded:
+        fully_shard(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.ones(2, 3, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    return layer.state_dict()["weight"]
+
+
+def scheduled_alike() -> bool:
+    return torch.allclose(weights_with_a_schedule(True), weights_with_a_schedule(False), rtol=1e-12)
+
+
+def test_schedules_of_torch_wrap_a_step_on_shards() -> None:
+    assert all(run_ranks(scheduled_alike, 2))

@@ -15,6 +15,7 @@ from scale_core.comm.collectives import subgroup_of
 from scale_core.comm.group import group_of
 from scale_core.errors import StepError
 from scale_core.flat.buffer import FlatBuffer, State
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_fsdp.runtime.unit import unit_of, units_in
@@ -80,7 +81,7 @@ def unsharded() -> None:
     for unit in units_in(model):
         assert all(buffer.state is State.SHARDED for buffer in unit.buffers) or group_of().size == 1
     for param, grad in zip(model.parameters(), my_part(model, expected), strict=True):
-        assert param.grad is not None and torch.equal(param.grad, grad)
+        assert param.grad is not None and torch.equal(local_tensor(param.grad), grad)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first.unshard()
     optimizer.step()
@@ -137,7 +138,7 @@ def stepped_after_unshard(by_data: bool, keeps: bool) -> list[bool]:
             optimizer.step()
         with torch.no_grad():
             equal.append(torch.equal(model(x), plain(x)))
-    assert model[1].weight.numel() == (group_of().rank == 0) or keeps
+    assert local_tensor(model[1].weight).numel() == (group_of().rank == 0) or keeps
     return equal
 
 
@@ -247,7 +248,7 @@ def gradients_left_unreduced() -> None:
     for index, (param, grad) in enumerate(zip(model.parameters(), my_part(model, together), strict=True)):
         if index not in (2, 3):
             grad = my_part(model, [one + two for one, two in zip(*apart, strict=True)])[index]
-        assert param.grad is not None and torch.equal(param.grad, grad), index
+        assert param.grad is not None and torch.equal(local_tensor(param.grad), grad), index
     model.zero_grad()
     model.set_requires_gradient_sync(False)
     model(data(0, rank)).square().mean().backward()
@@ -255,7 +256,7 @@ def gradients_left_unreduced() -> None:
     model.set_requires_gradient_sync(True)
     model(data(1, rank)).square().mean().backward()
     for param, grad in zip(model.parameters(), my_part(model, together), strict=True):
-        assert param.grad is not None and torch.equal(param.grad, grad)
+        assert param.grad is not None and torch.equal(local_tensor(param.grad), grad)
 
 
 def states(model: nn.Sequential) -> list[bool]:

@@ -362,3 +362,22 @@ def test_gradients_of_any_size_are_averaged() -> None:
 
 def test_replicas_of_experts_have_to_say_what_the_batch_is() -> None:
     run_ranks(replicas_without_a_batch, 2)
+
+
+def written_through() -> list[str]:
+    model, other, wrong = build(), build(), []
+    with torch.no_grad():
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        for value, new in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+            value *= 2
+            value[1:].sub_(new[1:])
+        for name, value in expected.items():
+            value *= 2
+            value[1:] -= other.state_dict()[name][1:]
+            if not torch.equal(model.state_dict()[name], value):
+                wrong.append(name)
+    return wrong
+
+
+def test_writes_to_the_state_of_experts_reach_their_ranks() -> None:
+    assert not any(run_ranks(written_through, 2))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group, group_of
 from scale_core.hooks.source_grads import register_source_grad_hook
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_moe import Balance, ExpertChoice, MoE, TokenChoice, combine, dispatch, plan_dispatch
 from scale_moe.experts import Experts
@@ -240,7 +241,7 @@ def experts_have_the_bits_of_one_process(group: Group) -> None:
         plan = plan_dispatch(x, index[part], w, 5, ranks)
         output = combine(experts(dispatch(x, plan), plan.counts), w, plan)
         output.backward(grad[part])
-        grads = [param.grad for param in experts.parameters()]
+        grads = [local_tensor(param.grad) for param in experts.parameters()]
         sharding = experts.shardings["down_proj"]
         return output, x.grad, w.grad, *(g * len(sharding.sizes) for g in grads)
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scale_core import load_pretrained, save_pretrained, shard_of
 from scale_core.comm.group import Group, group_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_moe import MoE, average_replicated_gradients, parallelize_experts
 from scale_moe.parallelize import ParallelExperts
@@ -109,8 +110,9 @@ def compare_gradients(name: str, model: Any, plain: Any) -> None:
         elif shard is None:
             torch.testing.assert_close(param.grad, whole, rtol=1e-4, atol=1e-6, msg=f"{name}: {key}")
         else:
-            start, count = shard.start // whole[0].numel(), len(param)
-            torch.testing.assert_close(param.grad, whole[start : start + count], rtol=1e-4, atol=1e-6)
+            grad = local_tensor(param.grad)
+            start, count = shard.start // whole[0].numel(), len(grad)
+            torch.testing.assert_close(grad, whole[start : start + count], rtol=1e-4, atol=1e-6)
 
 
 def states_are_those_of_the_undivided(name: str, implementation: str) -> None:
@@ -242,3 +244,23 @@ def an_older_optimizer_is_refused() -> None:
 
 def test_an_optimizer_that_was_built_before_is_refused() -> None:
     run_ranks(an_older_optimizer_is_refused, 2)
+
+
+def see_memory_and_attributes() -> None:
+    model = build("mixtral")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    weight = second.down_proj
+    second.down_proj = nn.Parameter(first.down_proj.data)
+    with pytest.raises(
+        ValueError, match=r"'model.layers.0.mlp.experts.down_proj' and 'model.layers.1.*share one memory"
+    ):
+        parallelize_experts(model)
+    assert not isinstance(first, ParallelExperts)
+    second.down_proj = weight
+    vars(weight)["_no_weight_decay"] = True
+    parallelize_experts(model)
+    assert second.down_proj is not weight and second.down_proj._no_weight_decay
+
+
+def test_shared_memory_is_refused_and_attributes_stay() -> None:
+    run_ranks(see_memory_and_attributes, 2)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.buffer import FlatBuffer, ShardGroups
 from scale_core.flat.layout import FlatLayout
-from scale_core.shard import shard_of
+from scale_core.shard import on_local_tensors, shard_of
 from scale_core.state.param_ownership import register_flat_param
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -155,6 +155,7 @@ def noise(step: int, number: int, shape: Sequence[int], dtype: torch.dtype = tor
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
+@on_local_tensors
 def give_gradients(params: Iterable[nn.Parameter], step: int, without: Sequence[int] = ()) -> None:
     """Gives each parameter its averaged gradient: all of it, or a shard's part. `without`: numbers that get none."""
     for number, param in enumerate(params):

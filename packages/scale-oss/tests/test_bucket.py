@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import Group, group_of
 from scale_core.compat import fake_tensors
+from scale_core.device import buffer_pool
 from scale_core.shard import Placement, shard_of
 from scale_core.testing import run_ranks
+from scale_oss import OSS
 from scale_oss.bucket import Bucket
 from scale_oss.partition import BucketPartition, assign_whole, cut_evenly
 
@@ -37,6 +39,7 @@ def update_and_publish(whole: bool, wire_dtype: torch.dtype | None) -> None:
                 piece.add_(1 / 3)
         for index, param in enumerate(mine):
             param.grad = None if index == 2 else torch.ones_like(param)
+        bucket.shard_full_grads()
         versions = [param._version for param in mine]
         bucket.all_gather(1 << 21, wire_dtype)
         bucket.wait()
@@ -71,11 +74,28 @@ def reduce_and_commit(whole: bool) -> None:
         bucket.reduce(1 << 22)
         bucket.commit()
         for index, piece in enumerate(bucket.pieces):
-            if piece.numel():
-                mean = 0.0 if index == 2 else sum(rank + index for rank in range(group.size)) / group.size
-                assert piece.grad is not None and bool((piece.grad == times * mean).all())
-            else:
-                assert piece.grad is None
+            mean = 0.0 if index == 2 else sum(rank + index for rank in range(group.size)) / group.size
+            assert piece.grad is not None and bool((piece.grad == times * mean).all())
+
+
+def large_gradients() -> None:
+    """What a bucket's gradients took is free when they are reduced: other buckets differ in size, and can't take it."""
+    group, mine = group_of(), [nn.Parameter(torch.zeros(1 << 19)) for _ in range(2)]
+    bucket = Bucket(mine, cut_evenly(["first", "second"], [(1 << 19,)] * 2, group.size), group)
+    for index, param in enumerate(mine):
+        param.grad = torch.ones_like(param)
+        bucket.gradient.accumulate(index)
+    flat = bucket.gradient.flat
+    assert flat is not None and flat.nbytes >= buffer_pool.SMALLEST_BYTES
+    address = flat.data_ptr()
+    del flat
+    bucket.reduce(1 << 22)
+    bucket.commit()
+    assert all(storage.data_ptr() != address for storage in buffer_pool._idle)
+
+
+def test_the_memory_of_reduced_gradients_is_not_kept() -> None:
+    run_ranks(large_gradients, 2)
 
 
 def storages(tensors: list[Tensor]) -> set[int]:
@@ -145,3 +165,19 @@ def test_simulated_parameters_are_views() -> None:
         assert storages([param.data for param in mine]) == storages([bucket.full]) and bucket.moved_indices() == []
         mine[1].data = torch.zeros(4)
         assert bucket.moved_indices() == [1]
+
+
+def addresses(elementwise: bool) -> list[int]:
+    shapes = ((3,), (5, 2), (7, 3, 2), (1,))
+    params = [
+        nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes for dtype in (torch.float32, torch.bfloat16)
+    ]
+    optimizer = OSS(params, torch.optim.SGD, lr=0.1, elementwise=elementwise)
+    pieces = [piece for bucket in optimizer.buckets for piece in bucket.pieces if piece.numel()]
+    return [tensor.data_ptr() % 16 for tensor in (*params, *pieces)]
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_parameters_and_their_pieces_start_at_16_bytes(elementwise: bool) -> None:
+    for found in run_ranks(addresses, 3, elementwise):
+        assert set(found) == {0}

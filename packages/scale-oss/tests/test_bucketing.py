@@ -81,3 +81,27 @@ def test_neighbors_of_one_kind_stand_together_and_others_apart() -> None:
         ["1.weight", "1.bias"],
         ["2.weight", "2.bias"],
     ]
+
+
+def test_parameters_over_one_memory_are_refused() -> None:
+    embed, head = nn.Embedding(10, 6), nn.Linear(6, 10, bias=False)
+    head.weight.data = embed.weight.data
+    named = [("embed.weight", embed.weight), ("head.weight", head.weight)]
+    with pytest.raises(ValueError, match=r"'embed.weight' and 'head.weight'.*head.weight = embed.weight, before OSS"):
+        OSS(named)
+    assert head.weight.data_ptr() == embed.weight.data_ptr()
+    optimizer = OSS(named[:1])
+    with pytest.raises(ValueError, match=r"'embed.weight' and 'head.weight' share"):
+        optimizer.add_param_group({"params": named[1:]})
+    head.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"ShardedDataParallel: 'embed.weight' and '1.weight' share"):
+        ShardedDataParallel(nn.Sequential(embed, head), optimizer)
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_the_optimizer_sees_attributes_that_users_set(elementwise: bool) -> None:
+    model = nn.Linear(4, 2)
+    vars(model.bias)["_no_weight_decay"] = True
+    optimizer = OSS(model.parameters(), torch.optim.SGD, elementwise=elementwise, lr=0.1)
+    stepped = [param for group in optimizer.optim.param_groups for param in group["params"]]
+    assert [getattr(param, "_no_weight_decay", False) for param in stepped] == [False, True]

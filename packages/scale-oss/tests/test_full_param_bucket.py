@@ -28,7 +28,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
-from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
+from scale_core.shard import Axis, Placement, Shard
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.testing import run_ranks
 from scale_oss import OSS
 from scale_oss import full_param_bucket as whole
@@ -159,7 +160,7 @@ def stepped_where_they_are() -> None:
         shards = Shards(theirs)
         plain, ours = cls(theirs.values(), **kwargs), OSS(shards.params.values(), cls, **kwargs)
         assert not ours.full_param_buckets and not ours.buckets
-        held = [param for param in shards.params.values() if param.numel() or not math.prod(shard_of(param).shape)]
+        held = [p for p in shards.params.values() if p.to_local().numel() or not p.numel()]
         assert list(map(id, ours.optim.param_groups[0]["params"])) == list(map(id, held))
         train(plain, theirs.values(), range(2))
         train(ours, shards.params.values(), range(2))
@@ -224,7 +225,7 @@ def test_in_a_hybrid_mesh_each_copy_of_the_model_steps_by_itself() -> None:
 
 def mixed_with_plain() -> list[str]:
     """Some parameters in shards, some whole on every rank, in one OSS; clipped by one norm."""
-    theirs = plain_params(shapes_for("lamb"))
+    theirs = plain_params(shapes_for("lamb"), torch.float64)
     mine = {name: nn.Parameter(param.detach().clone()) for name, param in theirs.items()}
     names = list(mine)
     shards = Shards({name: mine[name] for name in names[::2]})
@@ -235,7 +236,7 @@ def mixed_with_plain() -> list[str]:
         for params in (theirs, mine):
             give_gradients(params.values(), step)
         norm = torch.nn.utils.get_total_norm([param.grad for param in theirs.values()])
-        assert torch.allclose(ours.clip_grad_norm_(1e6), norm, rtol=1e-6)
+        assert torch.allclose(ours.clip_grad_norm_(1e6), norm, rtol=1e-12)
         plain.step()
         ours.step()
     together = {**{n: p.detach() for n, p in mine.items()}, **shards.wholes()}
@@ -293,9 +294,6 @@ def refuse() -> list[str]:
     shards.units[0].set_storage(shards.units[0].shard.double())
     give_gradients(shards.params.values(), 1)
     refused(RuntimeError, optimizer.step)
-
-    with pytest.raises(RuntimeError, match=r"its update of a parameter needs .*OSS\(model\.parameters\(\), optim=Lamb"):
-        Lamb([param for param in Shards(plain_params(MATRICES)).params.values() if param.numel()]).step()
     return messages
 
 

@@ -90,7 +90,8 @@ class Reference:
         self.models = [Net(dtype) for _ in range(world)]
         self.optimizers = [INNER[inner](model) for model in self.models]
         self.schedulers = [halves(optimizer) for optimizer in self.optimizers]
-        self.slow = [param.detach().clone().float() for param in self.trained(0)]
+        wide = torch.promote_types(dtype, torch.float32)
+        self.slow = [param.detach().clone().to(wide) for param in self.trained(0)]
         self.momenta = [torch.zeros_like(slow) for slow in self.slow]
 
     def trained(self, rank: int) -> list[nn.Parameter]:
@@ -138,7 +139,7 @@ class Reference:
 
 
 def average(values: Sequence[Tensor]) -> Tensor:
-    total = values[0].float().clone()
+    total = values[0].to(torch.promote_types(values[0].dtype, torch.float32), copy=True)
     for value in values[1:]:
         total += value
     return total / len(values)
@@ -300,7 +301,6 @@ def replicas_in_nodes() -> None:
     optimizer = momentum(model)
     LocalSGD.slowmo(wrapped, optimizer, sync_every=2, process_group=across[place])
     reference = Reference(2, "slowmo", "momentum", "maintain", torch.float64)
-    reference.slow = [slow.double() for slow in reference.slow]
     for step in range(4):
         wrapped(batch(step, world.rank, torch.float64)).square().mean().backward()
         optimizer.step()
@@ -313,7 +313,7 @@ def replicas_in_nodes() -> None:
         if step % 2:
             reference.outer_step(0.05)
     for ours, theirs in zip(trained(model).values(), reference.trained(node), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.composition("LocalSGD", "DistributedDataParallel")

@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import SGD
 
@@ -35,3 +36,21 @@ def test_a_wrong_argument_is_told_by_name_before_anything_is_built() -> None:
             call(*args, **kwargs)
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert ShardedDataParallel(model, [optimizer], broadcast_buffers=1) is not None  # type: ignore[arg-type]
+
+
+def test_building_under_inference_mode_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"OSS was called under.*Call it before"):
+        OSS(model.parameters(), SGD, lr=0.1)
+    optimizer = OSS(model.parameters(), SGD, lr=0.1)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"ShardedDataParallel was called under"):
+        ShardedDataParallel(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_script_modules_need_a_gather_in_the_step() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    optimizer = OSS(model.parameters(), SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"ScriptModule in the module takes no hooks.*Write overlap_gather=False"):
+        ShardedDataParallel(model, optimizer)
+    ShardedDataParallel(model, optimizer, overlap_gather=False)(torch.ones(1, 2)).sum().backward()

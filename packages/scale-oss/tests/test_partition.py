@@ -74,3 +74,10 @@ def test_buckets_keep_the_order_and_are_no_larger_than_asked_but_for_single_para
 
 def test_what_is_left_over_is_the_bucket_that_is_reduced_last() -> None:
     assert [len(bucket) for bucket in group_from_the_end([1] * 10, 4)] == [2, 4, 4]
+
+
+def test_aligned_tensors_of_one_owner_start_at_multiples() -> None:
+    partition = assign_whole(["a", "b", "c"], [(2, 2), (3,), (5,)], [1, 0, 1], 2, alignment=4)
+    assert partition.sizes == (4, 12) and [entry.offset for entry in partition.entries] == [4, 0, 8]
+    assert [span.shard_offset for span in partition.spans_by_rank[1] if span.numel] == [0, 4]
+    assert partition.padding == 1 + 3

@@ -26,7 +26,7 @@ def layer(stashes: Sequence[str], pops: Sequence[str]) -> nn.Module:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
         def forward(self, input: Tensor) -> Iterator[Any]:
             for number, name in enumerate(pops):
@@ -58,20 +58,20 @@ def compare(pipe: DistributedPipe, model: nn.Sequential, title: str, replica: in
     torch.manual_seed(1)
     wrong = []
     for _ in range(2):
-        x, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+        x, target = torch.randn(2, 8, WIDTH, dtype=torch.float64)
         mse(model(x), target).backward()
         mine, to = x.chunk(replicas)[replica], target.chunk(replicas)[replica]
         loss = pipe.step(mine, target=to, loss_fn=mse)
         output = pipe.evaluate(mine)
         with torch.no_grad():
             expected = model(mine)
-        wrong += [f"{title}: loss"] * (not torch.allclose(loss, mse(expected, to), rtol=1e-5))
-        wrong += [f"{title}: output"] * (output is not None and not torch.allclose(output, expected, rtol=1e-5))
+        wrong += [f"{title}: loss"] * (not torch.allclose(loss, mse(expected, to), rtol=1e-10))
+        wrong += [f"{title}: output"] * (output is not None and not torch.allclose(output, expected, rtol=1e-10))
     grads = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
     for name, param in pipe.named_parameters():
         grad = grads[name]
         assert param.grad is not None and grad is not None
-        wrong += [f"{title}: {name}"] * (not torch.allclose(param.grad, grad, rtol=1e-4, atol=1e-6))
+        wrong += [f"{title}: {name}"] * (not torch.allclose(param.grad, grad, rtol=1e-10, atol=1e-10))
     return wrong
 
 

@@ -264,3 +264,16 @@ def test_one_of_several_ranks_without_a_process_group_is_refused(monkeypatch: py
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"one of 2 ranks.*call scale_core\.launch\.init_distributed\(\)"):
         DistributedPipe(mlp(), "1f1b", balance=[12])
+
+
+def see_memory_of_stages() -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    layers[1].weight.data = layers[0].weight.data  # On one stage they stay what they are.
+    DistributedPipe(layers, balance=[2, 2])
+    layers[3].bias.data = layers[0].bias.data
+    with pytest.raises(ValueError, match=r"'0.bias' and '3.bias' share one memory.*model\[3\].bias = model\[0\].bias"):
+        DistributedPipe(layers, balance=[2, 2])
+
+
+def test_parameters_over_one_memory_on_two_ranks_are_refused() -> None:
+    run_ranks(see_memory_of_stages, 2)

@@ -54,3 +54,18 @@ def test_a_pipeline_is_saved_whole_and_read_by_other_stages_and_the_plain_layers
     assert torch.equal(model[2].running_mean, expected[2].running_mean)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert all(torch.equal(optimizer.state[p]["momentum_buffer"], torch.ones_like(p)) for p in model.parameters())
+
+
+def copied() -> list[str]:
+    pipe = DistributedPipe(layers(1), balance=[1, 1, 2], chunks=1)
+    for value in pipe.state_dict(full=True).values():
+        value.zero_()
+    expected = layers(1).state_dict()
+    wrong = [name for name, value in pipe.state_dict().items() if not torch.equal(value, expected[name])]
+    for value in pipe.state_dict().values():
+        value.zero_()
+    return wrong + [name for name, value in pipe.state_dict().items() if value.any()]
+
+
+def test_the_full_state_is_a_copy_and_a_stages_own_is_not() -> None:
+    assert not any(run_ranks(copied, 3))

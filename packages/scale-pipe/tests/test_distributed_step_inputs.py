@@ -172,16 +172,15 @@ def gradients_that_are_not_there() -> list[str]:
 
 def loss_in_the_model() -> list[str]:
     """The last stage returns the loss itself; a loss function without a target."""
-    x, _ = batch()
-    model, wrong = mlp(2), []
+    x, model, wrong = batch()[0].double(), mlp(2).double(), []
     expected = torch.stack([part.pow(2).mean() for part in model(x).chunk(4)]).mean()
-    inside = nn.Sequential(*mlp(2), _MeanSquare())
+    inside = nn.Sequential(*mlp(2), _MeanSquare()).double()
     for pipe, loss_fn in (
         (DistributedPipe(inside, "zb_h1", balance=[3, 4], chunks=4), None),
-        (DistributedPipe(mlp(2), "gpipe", balance=[3, 3], chunks=4), _MeanSquare()),
+        (DistributedPipe(mlp(2).double(), "gpipe", balance=[3, 3], chunks=4), _MeanSquare()),
     ):
         loss = pipe.step(x, loss_fn=loss_fn)
-        wrong += [f"{loss} and {expected}"] * (not torch.allclose(loss, expected, rtol=1e-6))
+        wrong += [f"{loss} and {expected}"] * (not torch.allclose(loss, expected, rtol=1e-10))
     return wrong
 
 
@@ -345,8 +344,9 @@ def test_means_and_what_says_nothing_are_taken() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # That is what is meant.
 def test_a_step_refuses_it_and_what_the_error_says_to_write_has_the_gradients_of_the_sum() -> None:
-    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    batch, target, sum_loss = torch.randn(5, 3), torch.randn(5, 2), nn.MSELoss(reduction="sum")
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
+    batch, target = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    sum_loss = nn.MSELoss(reduction="sum")
     expected = torch.autograd.grad(sum_loss(layers(batch), target), list(layers.parameters()))
     pipe = DistributedPipe(layers, "gpipe", balance=[2], chunks=2)
     for call in (pipe.step, pipe.evaluate):

@@ -24,11 +24,12 @@ def assert_same_statistics(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shape", [(10, 3), (10, 3, 4), (10, 3, 4, 5)])
 def test_running_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, shape: tuple[int, ...]) -> None:
-    plain: Any = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](3, momentum=momentum)
+    plain: Any = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](3, momentum=momentum).double()
     norm = deferred(plain, chunks=4)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
-        batch = torch.randn(shape, generator=generator) * 3 + 100  # Far from zero, where differences of sums go wrong.
+        # Far from zero, where differences of sums go wrong.
+        batch = torch.randn(shape, generator=generator).double() * 3 + 100
         plain(batch)
         for piece in batch.split([4, 2, 2, 2]):
             norm(piece)

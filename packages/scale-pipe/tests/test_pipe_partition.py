@@ -139,3 +139,11 @@ def test_what_has_no_values_cannot_be_moved() -> None:
         partition(module, [1, 1], ["meta", "cpu"])
     assert not module[0].weight.is_meta  # Nothing was moved.
     assert len(partition(module, [1, 1], ["cpu", "meta"]).modules) == 2
+
+
+def test_parameters_over_one_memory_come_to_one_device() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    layers[1].weight.data = layers[0].weight.data
+    partition(layers, [1, 1], [torch.device("cpu")] * 2)
+    with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' share one memory"):
+        partition(layers, [1, 1], [torch.device("cpu"), torch.device("meta")])

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_pipe.module_split.placeholder_tensor import PlaceholderTensor, to_meta
-from scale_pipe.module_split.stage_io import ModuleOutputShapes, NotForwarded, pack_stage_output, unpack_stage_input
+from scale_pipe.module_split.placeholder_tensor import PlaceholderTensor
+from scale_pipe.module_split.stage_io import (
+    NotForwarded,
+    pack_module_output,
+    pack_stage_output,
+    unpack_module_output,
+    unpack_stage_input,
+)
 
 CPU = torch.device("cpu")
 
@@ -23,7 +29,7 @@ def test_nested_arguments_come_out_as_they_went_in_and_each_tensor_travels_once(
     x, y = torch.rand(2, 3), torch.arange(4)
     inputs = ((x, 1), {"pair": Pair(y, [x, "text", None])})
     call = ((x, (y, y * 2)), {"flag": True})
-    output = pack_stage_output(inputs, call, (ModuleOutputShapes("wte", {"out": to_meta(x)}),))
+    output = pack_stage_output(inputs, call, (pack_module_output("wte", {"out": x}),))
     assert [tensor is one for tensor, one in zip(output.tensors, (x, y), strict=False)] == [True, True]
     assert len(output.tensors) == 3
     received = unpack_stage_input(output, CPU)
@@ -35,13 +41,14 @@ def test_nested_arguments_come_out_as_they_went_in_and_each_tensor_travels_once(
         and torch.equal(received.call[0][1][1], y * 2)
         and received.call[1] == {"flag": True}
     )
-    assert received.trail[0].name == "wte" and received.trail[0].shapes["out"].shape == (2, 3)
+    assert received.trail[0].name == "wte"
+    assert unpack_module_output(received.trail[0], "stage 0", CPU)["out"].shape == (2, 3)
 
 
 def test_the_layout_is_small_holds_no_values_and_is_pickled() -> None:
     x = torch.rand(100, 100)
     output = pack_stage_output(
-        ((x,), {}), ((x, x + 1), {}), tuple(ModuleOutputShapes(f"h.{i}", (to_meta(x), None)) for i in range(50))
+        ((x,), {}), ((x, x + 1), {}), tuple(pack_module_output(f"h.{i}", (x + i, None)) for i in range(50))
     )
     content = pickle.dumps(output.layout)
     assert len(content) < 2500
@@ -50,6 +57,15 @@ def test_the_layout_is_small_holds_no_values_and_is_pickled() -> None:
     assert received.inputs[0][0] is x and [returned.name for returned in received.trail] == [
         f"h.{i}" for i in range(50)
     ]
+
+
+def test_an_output_comes_back_with_a_placeholder_for_each_tensor() -> None:
+    x, y = torch.rand(2, 3), torch.rand(2, 3)
+    packed = pickle.loads(pickle.dumps(pack_module_output("pair", (x, {"both": [y, x]}))))
+    first, nested = unpack_module_output(packed, "stage 0", CPU)
+    second, first_again = nested["both"]
+    assert first is first_again and first is not second
+    assert all(isinstance(tensor, PlaceholderTensor) and tensor.shape == (2, 3) for tensor in (first, second))
 
 
 def test_objects_that_cannot_travel_are_the_next_stages_own() -> None:

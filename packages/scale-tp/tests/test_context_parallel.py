@@ -53,7 +53,7 @@ def _causal_model(name: str, **changes: Any) -> nn.Module:
 def _bert() -> nn.Module:
     torch.manual_seed(6)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
-    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=WORDS, **sizes)).eval()
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=WORDS, **sizes)).eval().double()
 
 
 class Encoder(nn.Module):
@@ -134,11 +134,11 @@ def _plain_models() -> None:
     world = group_of()
     tokens, targets = _tokens(2, LENGTH), _tokens(3, LENGTH)[1:]
     positions = torch.arange(LENGTH)
-    whole = Encoder()
+    whole = Encoder().double()
     expected = F.cross_entropy(whole(tokens, positions).flatten(0, 1), targets.flatten())
     expected.backward()
     for attention in ("ring", "ulysses"):
-        model = Encoder()
+        model = Encoder().double()
         mine = scale_tp.split_sequence(targets)
         with scale_tp.context_parallel(attention=attention):
             logits = model(scale_tp.split_sequence(tokens), scale_tp.position_ids(LENGTH))
@@ -147,7 +147,7 @@ def _plain_models() -> None:
         loss.backward()  # nothing is computed again, so it may stand behind the block
         torch.testing.assert_close(all_reduce_sum(loss.detach(), world) / world.size, expected.detach())
         for param, its in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(all_reduce_sum(param.grad, world) / world.size, its.grad, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(all_reduce_sum(param.grad, world) / world.size, its.grad, rtol=1e-10, atol=1e-10)
         # In evaluation torch has a kernel for the whole layer, which would see this part alone.
         with torch.inference_mode():
             with scale_tp.context_parallel(attention=attention):
@@ -179,7 +179,7 @@ def _padded_attention() -> None:
                 output = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
             found = [output.detach(), *torch.autograd.grad(output, leaves, part_of(given, dim=2))]
             for got, its in zip(found, expected, strict=True):
-                torch.testing.assert_close(got, part_of(its, dim=2), rtol=1e-12, atol=1e-13)
+                torch.testing.assert_close(got, part_of(its, dim=2), rtol=1e-10, atol=1e-10)
     _mask_that_is_filled_again(query, key, value, hidden)
 
 
@@ -195,7 +195,7 @@ def _mask_that_is_filled_again(query: Tensor, key: Tensor, value: Tensor, hidden
                     got = F.scaled_dot_product_attention(*parts, attn_mask=mask)
                 whole = padding_mask(each, is_causal=False)
                 expected = _plain_attention(query, key, value, whole)
-                torch.testing.assert_close(got, scale_tp.split_sequence(expected, dim=2), rtol=1e-12, atol=1e-13)
+                torch.testing.assert_close(got, scale_tp.split_sequence(expected, dim=2), rtol=1e-10, atol=1e-10)
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def _padded_models() -> None:
     with torch.no_grad(), scale_tp.context_parallel():
         logits = bert(**part).logits
     expected = scale_tp.split_sequence(bert(tokens, attention_mask=mask).logits)
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
 
 
 def _labels_that_do_not_count() -> None:
@@ -358,7 +358,7 @@ def _refusals() -> None:
     _is_refused("its loss takes no num_items_in_batch", lambda: bert(**masked))
     with scale_tp.context_parallel():
         logits = bert(masked["input_ids"], position_ids=masked["position_ids"]).logits
-    torch.testing.assert_close(logits, scale_tp.split_sequence(bert(tokens).logits), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits, scale_tp.split_sequence(bert(tokens).logits), rtol=1e-10, atol=1e-10)
 
 
 class Kept(Tensor):

@@ -101,10 +101,10 @@ def copies_of_a_mesh() -> None:
     check_replicas(model)
     rank = group_of().rank
     blocks = model.get_submodule("blocks")
-    blocks[0].up.weight.data[0, 0] += int(rank == 2)
+    blocks[0].up.weight.to_local().data[0, 0] += int(rank == 2)
     with pytest.raises(DivergenceError, match=r"'blocks.0.up.weight' \[8, 6\]: each of the ranks 0, 2 has"):
         check_replicas(model)
-    blocks[0].up.weight.data[0, 0] -= int(rank == 2)
+    blocks[0].up.weight.to_local().data[0, 0] -= int(rank == 2)
     blocks[0].down.bias.data[0] += int(rank == 2)
     with pytest.raises(DivergenceError, match=r"down.bias' \[6\]: ranks 0, 1, 3 hold equal values, .*: rank 2"):
         check_replicas(model)

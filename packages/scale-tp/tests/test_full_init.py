@@ -10,6 +10,7 @@ from parallelize_cases import llama, loss_of, tokens
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
+from scale_core.shard import as_local
 from scale_core.testing import run_ranks
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.layers.full_init import init_as_full
@@ -148,7 +149,8 @@ def test_what_can_not_be_filled_says_so_and_leaves_the_model_as_it_was() -> None
     assert layer.weight is weight
     with pytest.raises(TypeError, match="init_as_full\\(model, lambda model"):
         init_as_full(layer, None)  # type: ignore[arg-type]
-    layer.weight.data = torch.zeros(1, 4)
+    with as_local():
+        layer.weight.data = torch.zeros(1, 4)
     with pytest.raises(ValueError, match="before fully_shard"):
         init_as_full(layer, fails)
 
@@ -162,7 +164,7 @@ def test_what_other_ranks_have_is_not_made_up() -> None:
         assert isinstance(weight, FullWeightProxy) and isinstance(weight, Tensor)
         seen.append(weight.mul_(2).sum(1))
 
-    own = layer.weight.detach().clone()
+    own = layer.weight.to_local().detach().clone()
     init_as_full(layer, reads)
     assert seen[0][:2].isnan().all() and torch.equal(seen[0][2:], (own * 2).sum(1))
-    assert torch.equal(layer.weight, own * 2)
+    assert torch.equal(layer.weight.to_local(), own * 2)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import scale_tp
 from scale_core.comm.group import Group, group_of
+from scale_core.sharded_module import mixed_class
 from scale_core.testing import run_ranks
 from scale_tp.conversion.modules import ColumnParallelMixin, RowParallelMixin
 from scale_tp.layers.base import ParamSharding
@@ -36,14 +37,15 @@ def _columns() -> nn.Linear:
 def test_a_divided_module_keeps_its_class_its_names_and_its_part() -> None:
     module, x = _columns(), torch.randn(2, 4)
     assert isinstance(module, nn.Linear) and type(module).__name__ == "Linear"
-    assert {name: tuple(param.shape) for name, param in module.named_parameters()} == {"weight": (1, 4), "bias": (1,)}
+    shapes = {name: tuple(param.to_local().shape) for name, param in module.named_parameters()}
+    assert shapes == {"weight": (1, 4), "bias": (1,)}
     assert "one of 2 shards" in repr(module)
     for other in (module, copy.deepcopy(module)):
         assert type(other) is type(module)
-        torch.testing.assert_close(other(x), x @ module.weight.T + module.bias)
+        torch.testing.assert_close(other(x), x @ module.weight.to_local().T + module.bias.to_local())
     whole = nn.Linear(4, 3)
     module.load_state_dict(whole.state_dict())
-    assert torch.equal(module.weight, whole.weight[2:])
+    assert torch.equal(module.weight.to_local(), whole.weight[2:])
 
 
 def test_one_class_is_made_of_each_pair_of_classes() -> None:
@@ -53,6 +55,18 @@ def test_one_class_is_made_of_each_pair_of_classes() -> None:
     assert type(rows) is not type(_columns()) and isinstance(rows, RowParallelMixin)
     with pytest.raises(AssertionError, match=r"RowParallelMixin declares none of .*'gathers'"):
         swap_class(nn.Linear(3, 3), RowParallelMixin, TWO, {}, gathers=True)
+
+
+class Registered(nn.Linear):
+    """Asks its subclasses for an argument."""
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+
+
+def test_a_class_whose_subclasses_take_arguments_is_divided() -> None:
+    mixed = mixed_class(ColumnParallelMixin, Registered)
+    assert issubclass(mixed, Registered) and not hasattr(mixed, "kind")
 
 
 def test_a_part_has_memory_of_its_own() -> None:
@@ -93,14 +107,14 @@ def test_distributed_data_parallel_over_the_ranks_of_a_layer_is_refused() -> Non
 
 def _clipped_by_torch() -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
-    model, x = _parallel(), torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)).double()
+    model, x = _parallel().double(), torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).double()
     for each in (plain, model):
         each(x).square().sum().backward()
     norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (plain, model)]
-    torch.testing.assert_close(norms[1], norms[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-10, atol=0)
     bias = model.get_parameter("2.bias").grad  # All ranks have it.
-    torch.testing.assert_close(bias, plain.get_parameter("2.bias").grad, rtol=1e-6, atol=0)
+    torch.testing.assert_close(bias, plain.get_parameter("2.bias").grad, rtol=1e-10, atol=0)
 
 
 def test_torch_s_own_clipping_measures_the_parts_of_all_ranks() -> None:

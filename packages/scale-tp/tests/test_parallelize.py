@@ -17,12 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core import clip_grad_norm_, group_of, shard_of
 from scale_core.comm.group import Group
+from scale_core.errors import ShardedTensorError
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.modules import RowParallelMixin
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import GPT2_PLAN, Plan, Style
 from scale_tp.layers.base import ParallelModule
+from scale_tp.layers.full_init import init_as_full
 from scale_tp.layers.linear import RowParallelLinear
 from scale_tp.layers.module_swap import swap_class
 from scale_tp.state_dict import full_state_dict
@@ -59,12 +62,12 @@ def _models_train_alike(cases: list[tuple[str, dict[str, Any], tuple[bool, ...]]
         for sequence_parallel in ways:
             model = _divided(kind, options, sequence_parallel)
             for step, (mine, whole) in enumerate(zip(train(model), expected, strict=True)):
-                torch.testing.assert_close(mine, whole, rtol=0, atol=1e-14, msg=lambda text: f"{kind} {options} {text}")  # noqa: B023
+                torch.testing.assert_close(mine, whole, rtol=0, atol=1e-10, msg=lambda text: f"{kind} {options} {text}")  # noqa: B023
                 assert mine.shape == whole.shape, step
             state = full_state_dict(model)
             assert list(state) == list(plain.state_dict())
             for name, whole in plain.state_dict().items():
-                torch.testing.assert_close(state[name], whole, rtol=0, atol=1e-14)
+                torch.testing.assert_close(state[name], whole, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +93,9 @@ def _dtypes_and_norms() -> None:
     for each in (plain, model):
         loss_of(each(input_ids=data).logits, data).backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    torch.testing.assert_close(clip_grad_norm_(list(model.parameters()), 0.5), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(clip_grad_norm_(list(model.parameters()), 0.5), expected, rtol=1e-10, atol=0)
     norm = model.get_submodule("model.norm")
-    torch.testing.assert_close(norm.weight.grad, plain.get_submodule("model.norm").weight.grad, rtol=0, atol=1e-15)
+    torch.testing.assert_close(norm.weight.grad, plain.get_submodule("model.norm").weight.grad, rtol=0, atol=1e-10)
 
 
 def _copies_and_unusual_use() -> None:
@@ -117,16 +120,16 @@ def _copies_and_unusual_use() -> None:
         shard = shard_of(param)
         if shard is None or not shard.axes or grads[name] is None:
             assert (param.grad is None) == (grads[name] is None)
-    torch.testing.assert_close(model.transformer.wpe.weight.grad, plain.transformer.wpe.weight.grad, rtol=0, atol=1e-14)
+    torch.testing.assert_close(model.transformer.wpe.weight.grad, plain.transformer.wpe.weight.grad, rtol=0, atol=1e-10)
     with torch.inference_mode():
         longer = tokens(2, 11)
-        torch.testing.assert_close(model(input_ids=longer).logits, plain(input_ids=longer).logits, rtol=0, atol=1e-14)
+        torch.testing.assert_close(model(input_ids=longer).logits, plain(input_ids=longer).logits, rtol=0, atol=1e-10)
     # Tied before, tied after.
     assert model.lm_head.weight is model.transformer.wte.weight
     # The state dict of the plain model goes in as it is.
     again = parallelize(gpt2().double(), GPT2_PLAN, group_of())
     again.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(again(input_ids=data).logits, plain(input_ids=data).logits, rtol=0, atol=1e-14)
+    torch.testing.assert_close(again(input_ids=data).logits, plain(input_ids=data).logits, rtol=0, atol=1e-10)
 
 
 class Styles(nn.Module):
@@ -178,7 +181,7 @@ def _other_styles() -> None:
     data = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
     data[0, :2] = torch.tensor([2, 7])
     outputs = [each(data) for each in (plain, model)]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-14)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
     for output in outputs:
         (output * torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()).sum().backward()
     for name, param in model.named_parameters():
@@ -187,7 +190,7 @@ def _other_styles() -> None:
         placement, whole = module.shardings[leaf], plain.get_parameter(name).grad
         expected = placement.local_part(whole, group_of().rank)
         torch.testing.assert_close(
-            param.grad, expected, rtol=0, atol=1e-13, msg=lambda text, name=name: f"{name} {text}"
+            local_tensor(param.grad), expected, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name} {text}"
         )
 
 
@@ -239,7 +242,7 @@ def _summands_within_a_divided_sequence() -> None:
 
 def _same_gradients(plain: nn.Module, model: nn.Module, act: Any) -> None:
     outputs = [act(each) for each in (plain, model)]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
     for each, output in zip((plain, model), outputs, strict=True):
         each.zero_grad()
         (output * torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()).sum().backward()
@@ -248,7 +251,7 @@ def _same_gradients(plain: nn.Module, model: nn.Module, act: Any) -> None:
             whole = plain.get_submodule(path).get_parameter(name).grad
             divided = isinstance(module, ParallelModule)
             expected = module.shardings[name].local_part(whole, group_of().rank) if divided else whole
-            torch.testing.assert_close(param.grad, expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(local_tensor(param.grad), expected, rtol=0, atol=1e-10)
 
 
 def _ranks_begin_alike() -> None:
@@ -278,11 +281,8 @@ def _sizes_that_change() -> None:
     for options in ({}, {"tie_word_embeddings": True}):
         model = llama(**options)
         plan = {**model._tp_plan, "model.embed_tokens": "embedding_rowwise"}
-        parallelize(model, plan, group_of()).resize_token_embeddings(40, mean_resizing=False)
-        with pytest.raises(
-            ValueError, match=r"expected the shard \[\d+, 24\] of the weight \[37, 24\].*got \[40, 24\].*before"
-        ):
-            model(input_ids=tokens(1))
+        with pytest.raises(ShardedTensorError, match=r"getitem of a parameter of shape \(37, 24\).*full_tensor\(\)"):
+            parallelize(model, plan, group_of()).resize_token_embeddings(40, mean_resizing=False)
     for kind, style, changed in (
         (lambda: nn.Linear(4, 6), "colwise_rep", torch.zeros(4, 4)),
         (lambda: nn.Linear(4, 6), Style("inputs"), torch.zeros(6, 3)),
@@ -619,3 +619,29 @@ def test_a_carried_plan_that_leaves_all_layers_whole_says_what_it_divides() -> N
     assert not any(isinstance(module, ParallelModule) for module in model.modules())
     parallelize(model, {"lm_head": "colwise_rep"}, Group())  # Who names it gets it.
     parallelize(llama(), None, Group())
+
+
+def see_memory_and_attributes() -> None:
+    plan: Plan = {"0": "embedding_rowwise", "1": "colwise_gather_output"}
+    model = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 10, bias=False))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match=r"'0.weight' and '1.weight'.*model\[1\].weight = model\[0\].weight, before"):
+        parallelize(model, plan, group_of())
+    assert type(model[1]) is nn.Linear
+    model[1] = nn.Linear(6, 10)
+    model.append(nn.Linear(10, 10, bias=False))
+    model.register_buffer("shadow", model[2].weight.data)  # Neither is divided.
+    vars(model[1].bias)["_no_weight_decay"] = True
+    parallelize(model, plan, group_of())
+    assert model[1].bias._no_weight_decay
+
+    def mark(module: nn.Module) -> None:
+        assert module.get_parameter("1.bias")._no_weight_decay  # type: ignore[attr-defined]
+        vars(module.get_parameter("1.weight"))["_initialized"] = True
+
+    init_as_full(model, mark)
+    assert model[1].weight._initialized and set(vars(model[1].weight)) <= {"_initialized", "_shard_spec"}
+
+
+def test_shared_memory_is_refused_and_attributes_stay() -> None:
+    run_ranks(see_memory_and_attributes, 2)

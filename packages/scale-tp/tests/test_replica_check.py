@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from scale_core.comm.group import group_of
+from scale_core.errors import ShardedTensorError
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.replica_check import check_first_forward
@@ -41,18 +43,23 @@ def _fill(module: nn.Module) -> None:
         nn.init.normal_(module.weight)
 
 
+def _fill_parts(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(local_tensor(module.weight))
+
+
 def _sent(model: nn.Module) -> None:
     for param in model.parameters():
-        dist.broadcast(param.data, 0)
+        dist.broadcast(local_tensor(param.data), 0)
 
 
 ALIKE: dict[str, Callable[[nn.Module], object]] = {
-    "drawn into the parts": lambda model: model.apply(_fill),
+    "drawn into the parts": lambda model: model.apply(_fill_parts),
     "sent from one rank": _sent,
-    "sharded between the same ranks": lambda model: fully_shard(model),
 }
 APART: dict[str, Callable[[nn.Module], object]] = {
     "as divided": lambda model: None,
+    "drawn into the parameters": lambda model: model.apply(_fill),
     "drawn as a whole": lambda model: init_as_full(model, lambda model: model.apply(_fill)),
     "all the same value": lambda model: [nn.init.constant_(param, 0.3) for param in model.parameters()],
 }
@@ -60,7 +67,7 @@ APART: dict[str, Callable[[nn.Module], object]] = {
 
 def _first_forwards() -> None:
     ids = torch.arange(8)[None]
-    for name, change in ALIKE.items():
+    for change in ALIKE.values():
         model = _divided()
         torch.manual_seed(1)
         change(model)
@@ -68,7 +75,9 @@ def _first_forwards() -> None:
             RuntimeError, match=r"the ranks \[0, 1\] hold the same numbers in \d of \d .*'words.weight'"
         ):
             model(ids)
-        assert not any(module._forward_pre_hooks for module in (model.up, model.down)) or "sharded" in name
+        assert not any(module._forward_pre_hooks for module in (model.up, model.down))
+    with pytest.raises(ShardedTensorError, match=r"chunk of a parameter of shape \(8, 6\)"):
+        fully_shard(_divided())  # It would take one rank's part for the other's.
     for change in APART.values():
         model = _divided()
         torch.manual_seed(1)
@@ -83,7 +92,7 @@ def _first_forwards() -> None:
     model(ids)
     # A part of the weights may be alike in a model that is made of repeated ones.
     model = _divided()
-    dist.broadcast(model.up.weight.data, 0)
+    dist.broadcast(model.up.weight.to_local().data, 0)
     with pytest.warns(UserWarning, match=r"hold the same numbers in 1 of 3 divided weights \('up.weight'\)"):
         model(ids)
     # What a compiler traces is looked at when it first runs without one.

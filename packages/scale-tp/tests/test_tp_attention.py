@@ -59,13 +59,13 @@ def _equals_whole() -> None:
         assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items()), case
         expected = _train(plain, slice(None))
         for mine, whole in zip(_train(model, slice(None)), expected, strict=True):
-            torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-10)
         norms = [clip_grad_norm_(list(each.parameters()), 1e9) for each in (plain, model)]
-        torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-10, atol=0)
         for pieces in (None, 2):
             divided = _built(case, group, sequence_parallel=True, overlap_pieces=pieces)
             for mine, whole in zip(_train(divided, part), expected, strict=True):
-                torch.testing.assert_close(mine, whole[:, part], rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(mine, whole[:, part], rtol=1e-10, atol=1e-10)
         meta = _built(case, group, device="meta").to_empty(device="cpu")
         torch.manual_seed(3)
         meta.reset_parameters()
@@ -83,7 +83,7 @@ def test_any_attention_of_this_rank_s_heads_may_compute() -> None:
 
     case = {"num_heads": 4, "num_key_value_heads": 2, "causal": True}
     outputs = [_built(case, Group(), **options)(_input()) for options in ({}, {"attend": ring})]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

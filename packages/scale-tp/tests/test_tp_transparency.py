@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.clip_grad import clip_grad_norm_
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_tp import Split
 
@@ -131,7 +132,7 @@ def train(model: nn.Module, case: Case, clip: Any) -> tuple[list[Tensor], list[T
         optimizer.zero_grad()
         loss = F.cross_entropy(model(ids).flatten(0, 1), target.flatten())
         loss.backward()
-        grads.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        grads.append({name: local_tensor(param.grad).clone() for name, param in model.named_parameters()})
         if case.clip is not None:
             norms.append(clip(model.parameters(), case.clip))
         optimizer.step()
@@ -159,14 +160,14 @@ def five_steps() -> int:
                 for name, grad in grads[step].items():
                     assert torch.equal(grad, part_of(ours, name, expected_grads[step][name])), (case, step, name)
             for name, param in ours.named_parameters():
-                assert torch.equal(param, part_of(ours, name, same.get_parameter(name))), (case, name)
+                assert torch.equal(local_tensor(param), part_of(ours, name, same.get_parameter(name))), (case, name)
         # Against torch's own layers: what a few roundings of one unit each can do.
         eps = torch.finfo(case.dtype).eps
         close: Any = {"rtol": 32 * eps, "atol": 32 * eps}
         expected_losses, expected_norms, _ = train(plain, case, nn.utils.clip_grad_norm_)
         torch.testing.assert_close(torch.stack(losses), torch.stack(expected_losses), **close)
         for name, param in ours.named_parameters():
-            torch.testing.assert_close(param, part_of(ours, name, plain.get_parameter(name)), **close)
+            torch.testing.assert_close(local_tensor(param), part_of(ours, name, plain.get_parameter(name)), **close)
         if case.clip is not None:
             torch.testing.assert_close(torch.stack(norms), torch.stack(expected_norms), **close)
     return len(CASES)
@@ -198,7 +199,7 @@ def accumulate() -> None:
         for ids, target in batches()[:3]:
             F.cross_entropy(model(ids).flatten(0, 1), target.flatten()).backward()
     for name, param in ours.named_parameters():
-        torch.testing.assert_close(param.grad, part_of(ours, name, plain.get_parameter(name).grad))
+        torch.testing.assert_close(local_tensor(param.grad), part_of(ours, name, plain.get_parameter(name).grad))
 
 
 class Layers(nn.Module):
@@ -241,7 +242,8 @@ def two_lengths() -> None:
     for path, module in ours.named_modules():
         for name, placement in getattr(module, "shardings", {}).items():
             whole = plain.get_submodule(path).get_parameter(name).grad
-            torch.testing.assert_close(module.get_parameter(name).grad, placement.local_part(whole, group.rank))
+            grad = local_tensor(module.get_parameter(name).grad)
+            torch.testing.assert_close(grad, placement.local_part(whole, group.rank))
 
 
 def several_backward_passes_or_one() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from scale_checkpoint import is_checkpointed
 from scale_core.comm.group import Group, group_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
@@ -169,7 +170,7 @@ def planned_unevenly(text: Path) -> int:
     options = options_for(text, "sharded-ddp", 2, layers=2, checkpoint_activations="budget:1GB")
     options = replace(options, model=replace(options.model, experts=5))
     layers = build_state(options, read_text((text,)), group_of()).engine.expert_layers()
-    return sum(param.numel() for layer in layers.values() for param in layer.experts.parameters())
+    return sum(local_tensor(param).numel() for layer in layers.values() for param in layer.experts.parameters())
 
 
 def test_a_memory_budget_is_planned_for_experts_that_do_not_divide_evenly(text: Path) -> None:

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from scale_core.shard import Shard, set_shard
+from scale_core.shard import Shard
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_train import memory
 from scale_train.errors import InputError
 from scale_train.memory import (

@@ -6,6 +6,7 @@ import torch
 
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_train.model import GPT, ModelConfig
 from scale_train.training.parallelize import MeshAxes, mesh_axes, parallelize_blocks
@@ -35,7 +36,7 @@ def _axes_and_parts() -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int,
     torch.testing.assert_close(model(tokens), expected)
     # One token is a sequence of which a rank has nothing; so is the first step of a text that is generated.
     torch.testing.assert_close(model(tokens[:, :1]), expected[:, :1])
-    return axes.data.ranks, axes.model.ranks, [tuple(model.blocks[0].attention.qkv.weight.shape)]
+    return axes.data.ranks, axes.model.ranks, [tuple(local_tensor(model.blocks[0].attention.qkv.weight).shape)]
 
 
 def test_neighbors_divide_layers_and_the_others_see_other_data() -> None:

@@ -1,4 +1,5 @@
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,13 @@ def run_here(folder: Path, text: Path) -> RunSummary:
 
 
 def run_in_part(folder: Path, text: Path) -> list[RunSummary]:
-    return [train_language_model(options_for(folder / way, text, way), group_of()) for way in ("sharded-ddp", "oss")]
+    summaries = []
+    for parallel in ("sharded-ddp", "oss"):
+        options = options_for(folder / parallel, text, parallel)
+        # A fused kernel rounds an element by where it lies in its tensor, and a norm of shards adds in another order.
+        exact = replace(options.optimizer, optimizer_kernel="plain", clip=0.0)
+        summaries.append(train_language_model(replace(options, optimizer=exact), group_of()))
+    return summaries
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from scale_adascale.validation import (
 from scale_core import uneven_inputs
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike
+from scale_core.shard import as_local
 from scale_core.state.param_ownership import ParamSlice
 
 
@@ -326,9 +327,10 @@ class AdaScale(Optimizer):
                 "once, between the last backward() and step()"
             )
         statistics.is_divided = True
-        grads = [holder.grad for holder in statistics.reducer.info.holders if holder.grad is not None]
-        if grads:  # Of small models a rank may have no piece.
-            torch._foreach_div_(grads, float(number))
+        with as_local():
+            grads = [holder.grad for holder in statistics.reducer.info.holders if holder.grad is not None]
+            if grads:  # Of small models a rank may have no piece.
+                torch._foreach_div_(grads, float(number))
 
     # What may be changed between steps.
 

@@ -12,6 +12,7 @@ from scale_adascale.adam_preconditioner import base_optimizer, is_adaptive, is_r
 from scale_adascale.gain import is_real
 from scale_adascale.measurement.param_info import all_params
 from scale_core.comm.group import Group
+from scale_core.dtensor import is_dtensor
 from scale_core.hooks.microbatch_grads import pipeline_ranks
 
 
@@ -28,7 +29,7 @@ def check_optimizer(optimizer: Any, wrapper: type[Optimizer]) -> None:
             "step. AdaScale can't tell what one is worth: use LBFGS without it"
         )
     for index, param in enumerate(all_params(optimizer)):
-        if hasattr(param, "placements"):
+        if is_dtensor(param):
             raise TypeError(
                 f"expected plain tensors, got parameter {index} of shape {tuple(param.shape)} as a DTensor, whose "
                 "gradients are reduced before AdaScale could measure them. Shard the model by scale_fsdp.fully_shard, "

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, TypeAlias, TypeVar
 
+import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -15,6 +16,7 @@ from scale_checkpoint.recompute.policy import SELECTIVE, OperatorPolicy, resolve
 from scale_checkpoint.recompute.recompute import (
     CheckpointConfig,
     CheckpointedForward,
+    ContextFunction,
     get_forward,
     unwrap_forward,
     wrap_forward,
@@ -40,6 +42,8 @@ def checkpoint_wrapper(
     offload_to: Target | None = None,
     min_bytes: int = MIN_BYTES,
     preserve_random_state: bool = True,
+    context_fn: ContextFunction | None = None,
+    determinism_check: Literal["default", "none"] = "default",
 ) -> M:
     """Makes a module keep its inputs alone, and compute the rest again in the backward pass.
 
@@ -66,6 +70,11 @@ def checkpoint_wrapper(
         offload_to: "host" or the path of a folder: where the inputs are kept.
         min_bytes: Of what is offloaded, smaller storages stay.
         preserve_random_state: False for a module that draws no random numbers, or need not draw them again.
+        context_fn: As torch's checkpoint takes it: called once for each call of the module; returns two contexts, one
+            around its forward and one around each recomputation, such as those of
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+        determinism_check: "none" leaves out torch's comparison of what the recomputation saves, by shape, dtype and
+            device, with what the forward has saved.
 
     Returns:
         `module` itself.
@@ -73,13 +82,25 @@ def checkpoint_wrapper(
     Raises:
         TypeError: `module` is no module, or is a list of modules, which is never called.
         ValueError: It is checkpointed with other settings already; an operator has no such name; `offload_to` is no
-            target; `min_bytes` is negative.
+            target; `min_bytes` is negative; `determinism_check` is another word.
         NotADirectoryError: There is no such folder.
     """
     target: Target | None = "host" if offload_to_cpu and offload_to is None else offload_to
     check_target("host" if target is None else target, min_bytes)
+    if determinism_check not in ("default", "none"):
+        raise ValueError(f'determinism_check: expected "default" or "none", got {determinism_check!r}')
     policy = None if keep is None else resolve_policy(keep)
-    _wrap(module, CheckpointConfig(True, policy, target, min_bytes, preserve_random_state))
+    _wrap(
+        module,
+        CheckpointConfig(
+            keep=policy,
+            offload_to=target,
+            min_bytes=min_bytes,
+            preserve_random_state=preserve_random_state,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+        ),
+    )
     return module
 
 
@@ -166,6 +187,11 @@ def _wrap(module: nn.Module, config: CheckpointConfig) -> None:
 def _check_is_called(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got a {type(module).__name__}: wrap the module, not its output")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            "a torch.jit.ScriptModule can't be checkpointed, because it takes no hooks: checkpoint the plain module "
+            "before torch.jit.script(...), or a module around it"
+        )
     if not _is_called(module):
         raise TypeError(
             f"a {type(module).__name__} is never called, so nothing of it can be checkpointed: wrap what it holds, "

@@ -35,7 +35,8 @@ from scale_core.flat.layout import BlockAtom, FlatLayout
 from scale_core.hooks.autograd import register_grad_published_hook, register_local_grad_hook, register_reduced_grad_hook
 from scale_core.optim.clip_grad import clip_grad_norm_, grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.shard import Axis, Placement, Shard, full_numel, full_shape, set_shard, shard_of
+from scale_core.shard import Axis, Placement, Shard, full_numel, full_shape, shard_of
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.param_ownership import num_parameters
 from scale_core.uneven_inputs import join
 

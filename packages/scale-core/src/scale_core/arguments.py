@@ -87,6 +87,19 @@ def did_you_mean(wrong: str | Iterable[str], names: Iterable[str], otherwise: st
     return f"there are {', '.join(map(repr, every[:8]))}{' ...' if len(every) > 8 else ''}"
 
 
+def refuse_inference_mode(call: str) -> None:
+    """Raises where tensors that `call` makes could never be trained.
+
+    Raises:
+        RuntimeError: It runs under `torch.inference_mode()`.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{call} was called under torch.inference_mode(). The tensors that it makes there could not be trained. "
+            "Call it before, and write the mode around the evaluation only: with torch.inference_mode(): model(batch)"
+        )
+
+
 def _checked(function: Callable[..., Any], title: str, own: Sequence[str]) -> Callable[..., Any]:
     signature = functools.cache(lambda: _Signature.of(function, own))
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import convert_parameters
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -66,11 +65,6 @@ def control_device(group: dist.ProcessGroup, wished: torch.device = _HOST) -> to
     return wished if wished.type in _device_types(group) else _HOST
 
 
-def reaches_host(group: dist.ProcessGroup) -> bool:
-    """Whether a group moves tensors on the host by itself."""
-    return _HOST.type in _device_types(group)
-
-
 def nccl_trace() -> list[dict[str, Any]]:
     """What torch's flight recorder knows of collectives on NCCL that have not ended; [] where there is none."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None) if dist.is_available() else None
@@ -85,20 +79,37 @@ def nccl_trace() -> list[dict[str, Any]]:
     return entries
 
 
-def gloo_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo process group of the same ranks, for tensors on the host; all of them call this together."""
+def gloo_twin(group: dist.ProcessGroup, limit: timedelta) -> dist.ProcessGroup:
+    """A gloo process group of the same ranks; all of them call this together, within `limit`."""
     # It lives while it is referenced, and is in none of torch's lists: torch names new groups by how many
     # there are on a rank, so ranks that are in different numbers of groups could not make one when they need it.
     c10d = cast(Any, dist)
-    store = c10d.PrefixStore("scale_core/host", dist.distributed_c10d._get_process_group_store(group))
-    rank, size = group.rank(), group.size()
+    store, rank, size = _twin_store(group), group.rank(), group.size()
+    store.set(f"{_ARRIVED}{rank}", "")
+    gloo = c10d.ProcessGroupGloo(store, rank, size, limit)
+    gloo._set_default_timeout(time_limit(group))
     twin = c10d.ProcessGroup(store, rank, size)
-    gloo = c10d.ProcessGroupGloo(store, rank, size, time_limit(group))
     kind = c10d.ProcessGroup.BackendType.GLOO
     twin._set_default_backend(kind)
     twin._register_backend(_HOST, kind, gloo)
     made: dist.ProcessGroup = twin
     return made
+
+
+_ARRIVED = "arrived/"
+
+
+def absent_from_twin(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a group that have not come to `gloo_twin` yet; [] where its store can't say."""
+    store = _twin_store(group)
+    try:
+        return [rank for rank in range(group.size()) if not store.check([f"{_ARRIVED}{rank}"])]
+    except RuntimeError:  # The rank that has the store is gone.
+        return []
+
+
+def _twin_store(group: dist.ProcessGroup) -> Any:
+    return cast(Any, dist).PrefixStore("scale_core/host", dist.distributed_c10d._get_process_group_store(group))
 
 
 def _device_types(group: dist.ProcessGroup) -> list[str]:
@@ -341,18 +352,6 @@ def available_device(device: torch.device | str) -> torch.device | None:
     return None if missing else wanted
 
 
-def hook_parameter_vectors(look: Callable[[Any], None]) -> None:
-    """Calls `look` with each parameter before torch copies it into or out of a vector."""
-    # Both functions call it for each parameter, also where they were imported by name.
-    own = convert_parameters._check_param_device
-
-    def look_then_check(param: Tensor, old_param_device: int | None) -> int:
-        look(param)
-        return own(param, old_param_device)
-
-    convert_parameters._check_param_device = look_then_check
-
-
 def values_of(tensor: Tensor, *, simulated: list[float]) -> list[float]:
     """The values of a tensor [n] as numbers: the one place where a step waits for the device."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -387,3 +386,9 @@ def watching_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> I
         yield
     finally:
         storage_type.resize_ = original
+
+
+def storage_use_counts(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    """Returns how many tensors and other objects have each of these storages."""
+    count: Callable[[int], int] = torch._C._storage_Use_Count
+    return [count(storage._cdata) for storage in storages]

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
 from scale_core.comm.group import Group, group_of
+from scale_core.parameters import copy_attributes
 from scale_core.shard import Axis, Placement, Shard
 
 
@@ -134,9 +135,7 @@ def local_parameter(param: nn.Parameter) -> nn.Parameter:
     """Returns a plain parameter of a DTensor's local tensor, whose memory it shares."""
     dtensor: Any = param.detach()
     local = nn.Parameter(compat.waited(dtensor.to_local()), param.requires_grad)
-    for name, value in vars(param).items():
-        if name not in ("_spec", "_local_tensor"):
-            vars(local).setdefault(name, value)
+    copy_attributes(param, local, leave_out=("_spec", "_local_tensor"))
     return local
 
 

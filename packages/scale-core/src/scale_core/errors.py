@@ -14,6 +14,7 @@
     |   |-- NewerSnapshotError     a newer version of scale-core wrote it
     |   `-- ForeignCheckpointError another library wrote it; says which, and how it is converted
     |-- StateMismatch              a state does not fit the model; also a ValueError
+    |-- ShardedTensorError         a function needs elements of a tensor that other ranks have
     |-- UseAfterReleaseError       scale_core.simulate: memory was read after it had been freed
     |-- RankError                  scale_core.testing: a rank ended without a result
     |-- RecomputationError         scale_checkpoint: the recomputed forward differs from the first one
@@ -169,6 +170,10 @@ def _reason_of(cause: str, who: str) -> tuple[str, bool]:
         limit = f"{int(found[1]) / 1000:g} s" if found[1] else "the limit"
         return f"no answer within {limit}", True
     return cause, False
+
+
+class ShardedTensorError(ScaleError):
+    """A function of torch needs elements of a tensor that other ranks have; nothing was changed."""
 
 
 class SnapshotError(ScaleError):

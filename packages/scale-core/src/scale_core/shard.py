@@ -1,26 +1,44 @@
 """Metadata of local shards: which elements of which parameter a tensor holds, and who holds the others.
 
 Optimizer wrappers, gradient norms, checkpoints and tensor-parallel layers all ask this of tensors that `parameters()`
-yields. The answer is in a map beside the tensor, never in hidden attributes on it.
+yields. The answer stands on the tensor itself; `sharded_tensor` makes it one that acts by it.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeAlias
+from typing import ParamSpec, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.comm.group import Group
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Ranges: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension the indices that are taken of it, as ranges [first, one past the last) in their order."""
+
+
+as_local = torch._C.DisableTorchFunctionSubclass
+"""A context in which sharded tensors are plain ones of this rank's elements, for code that knows about shards."""
+
+
+def on_local_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """Runs a function inside of `as_local`."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with as_local():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class Placement(enum.Enum):
@@ -138,14 +156,16 @@ class Stages(Protocol):
         """This rank's copies of parameters that other ranks hold as well, each with a name that all of them have."""
 
 
-_shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
+RECORD = "_shard_spec"
+"""The attribute of a tensor that has its `Shard`."""
+
 _stages: weakref.WeakKeyDictionary[Stages, None] = weakref.WeakKeyDictionary()  # in the order in which they were built
 _on_first_shard: list[Callable[[], None]] = []
 
 
-def set_shard(param: Tensor, shard: Shard) -> None:
-    """Records that `param` is this piece; replaces an earlier record."""
-    _shards[param] = shard
+def record_shard(tensor: Tensor, shard: Shard) -> None:
+    """Puts the record of a piece on the tensor; replaces an earlier one."""
+    vars(tensor)[RECORD] = shard
     _run_callbacks()
 
 
@@ -165,9 +185,8 @@ def _run_callbacks() -> None:
         _on_first_shard.pop()()
 
 
-def registered_parameters() -> Iterator[Tensor]:
-    """Yields all registered shards of this process, and the parameters of its stages."""
-    yield from list(_shards)
+def stage_parameters() -> Iterator[Tensor]:
+    """Yields the parameters of the stages of this process."""
     for model in list(_stages):
         yield from names_of_stages(model)
 
@@ -202,10 +221,10 @@ def stages_of(params: Iterable[Tensor]) -> list[Stages]:
 
 def shard_of(param: Tensor) -> Shard | None:
     """Returns the shard metadata of `param`, or None if it is a full tensor."""
-    found: Shard | None = _shards.get(param)
-    return found
+    return vars(param).get(RECORD)
 
 
+@on_local_tensors
 def title_of(param: Tensor) -> str:
     """Returns a parameter's name in errors: its qualified name where that is known, or else its shape."""
     shard = shard_of(param)
@@ -223,9 +242,15 @@ def unit_shard_of(param: Tensor) -> Shard | None:
 def is_divided(param: Tensor) -> bool:
     """Whether other ranks hold other elements of the parameter that `param` is a piece of."""
     shard = shard_of(param)
-    return shard is not None and any(axis.placement is Placement.SHARD and axis.group.size > 1 for axis in shard.axes)
+    return shard is not None and is_divided_shard(shard)
 
 
+def is_divided_shard(shard: Shard) -> bool:
+    """Whether other ranks hold other elements."""
+    return any(axis.placement is Placement.SHARD and axis.group.size > 1 for axis in shard.axes)
+
+
+@on_local_tensors
 def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: str) -> None:
     """Refuses a group of replicas whose ranks hold different parts of a parameter: `what` would mix their values.
 

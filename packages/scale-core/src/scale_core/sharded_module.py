@@ -8,9 +8,7 @@ or unpickling, and that state dicts hold full tensors under the plain model's na
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol, Self, cast
 from weakref import WeakValueDictionary
 
@@ -20,7 +18,9 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group
 from scale_core.errors import ScaleDistributedError
 from scale_core.optim.step_checks import watch_optimizers
-from scale_core.shard import Shard, set_shard, shard_of, unit_shard_of
+from scale_core.shard import Shard, on_local_tensors, shard_of, unit_shard_of
+from scale_core.sharded_tensor.tensor import set_shard
+from scale_core.state.gathered_tensor import Gather, GatheredTensor, plain_tensor, version_of
 from scale_core.state.torch_state_dict import StateDictRequest, saved_by_torch, torch_request
 
 
@@ -62,8 +62,15 @@ class ShardedModule(nn.Module):
 
     group: Group
     shardings: Mapping[str, Sharding]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A forward computes with this rank's elements; a mixed class is no subclass to the module's own class."""
+        if "forward" in vars(cls):
+            cls.forward = on_local_tensors(cls.forward)
+
     _saves_whole = True  # False: `state_dict()` has this rank's shard, as FairScale's layers have it.
 
+    @on_local_tensors
     def full_parameter(self, name: str) -> Tensor:
         """Returns a full parameter without gradients, on all ranks; all of them call it together."""
         return full_tensor(self.shardings[name], self.get_parameter(name), self.group, name)
@@ -73,17 +80,20 @@ class ShardedModule(nn.Module):
         super().register_parameter(name, param)
         self._set_shard_spec(name)
 
+    @on_local_tensors
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for name in self.shardings:
             self._set_shard_spec(name)
 
+    @on_local_tensors
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for name in self.shardings:
             self._set_shard_spec(name)
         return self
 
+    @on_local_tensors
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
@@ -91,6 +101,7 @@ class ShardedModule(nn.Module):
         refused = []
         for name, sharding in self.shardings.items():
             value = state_dict.get(prefix + name)
+            value = plain_tensor(value) if isinstance(value, Tensor) else value
             local = sharding.local_shape(self.group.rank)
             held = _local_tensor(value) if isinstance(value, Tensor) else None
             if held is not None:
@@ -111,6 +122,7 @@ class ShardedModule(nn.Module):
         if self.group.size > 1 and len(messages) > before:  # torch speaks of this rank's shard alone.
             messages.extend(refused)
 
+    @on_local_tensors
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Gives full tensors under the plain model's names, for which all ranks call `state_dict()` together.
 
@@ -120,11 +132,12 @@ class ShardedModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.group.size == 1 or keep_vars:
             return
-        if is_filled_again:  # What was given to an earlier call, `state_dict(destination=...)`.
-            _full_tensors.clear()
         asked = torch_request() or (StateDictRequest() if saved_by_torch() else None)
         if asked is None and not self._saves_whole:
             return
+        # The other names of a tied parameter get the same tensor, unless it was given to an earlier call of
+        # `state_dict(destination=...)`.
+        gathered = _GatheredParams() if is_filled_again else _gathered_params_in(destination)
         for name, sharding in self.shardings.items():
             param = self._parameters.get(name)
             if param is None or not sharding.is_divided or unit_shard_of(param) is not None:
@@ -135,8 +148,12 @@ class ShardedModule(nn.Module):
                 part, shard = param.detach().contiguous(), sharding.shard_spec(self.group)
                 destination[prefix + name] = LocalShard(part, shard.shape, shard.start, shard.stop, shard.ranges)
             else:
-                gather = partial(self._gather_full, sharding, param, prefix + name)
-                destination[prefix + name] = _full_tensors.get(destination, param, gather)
+                full = gathered.get(id(param))
+                if full is None or not full.source.gather.is_of(param):
+                    gather = _ParamGather(param, sharding, self.group.rank, gathered, is_copy=asked is not None)
+                    values = self._gather_full(sharding, param, prefix + name)
+                    full = gathered[id(param)] = GatheredTensor.of(values, gather, 0, prefix + name)
+                destination[prefix + name] = full
 
     def _gather_full(self, sharding: Sharding, param: Tensor, name: str) -> Tensor:
         """A full parameter; an error says what all ranks have to call."""
@@ -149,6 +166,7 @@ class ShardedModule(nn.Module):
                 f"for what this rank has, model.state_dict(keep_vars=True)\n{error}"
             ) from error
 
+    @on_local_tensors
     def _set_shard_spec(self, name: str) -> None:
         """Marks a parameter as a part, unless another package has said more of it."""
         sharding, param = self.shardings.get(name), self._parameters.get(name)
@@ -160,33 +178,40 @@ class ShardedModule(nn.Module):
             watch_optimizers()
 
 
-class _FullTensorCache:
-    """The full tensors of the `state_dict()` that runs, so that a tied parameter is gathered once."""
+class _ParamGather(Gather[nn.Parameter]):
+    """The gather of a divided parameter, whose tensor writes to this rank's shard, unless it is a copy."""
 
-    def __init__(self) -> None:
-        self._destination: weakref.ref[Any] | None = None
-        self._found: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
+    def __init__(
+        self, param: nn.Parameter, sharding: Sharding, rank: int, gathered: _GatheredParams, *, is_copy: bool
+    ) -> None:
+        super().__init__(param)
+        self._sharding, self._rank, self._is_copy = sharding, rank, is_copy
+        self.gathered = gathered
 
-    def get(self, destination: Any, param: Tensor, gather: Callable[[], Tensor]) -> Tensor:
-        """The full tensor of a parameter for this state dict, with the values that it has now."""
-        if self._destination is None or self._destination() is not destination:
-            self.clear()
-            try:
-                self._destination = weakref.ref(destination)
-            except TypeError:  # A plain dict, which was given: a tied parameter is gathered twice.
-                self._destination = None
-        key = id(param), 0 if param.is_inference() else param._version
-        full = self._found.get(key)
-        if full is None:
-            full = self._found[key] = gather()
-        return full
+    def write(self, number: int, full: Tensor, name: str, *, was_current: bool) -> None:
+        if not self._is_copy:
+            super().write(number, full, name, was_current=was_current)
 
-    def clear(self) -> None:
-        """Begins another call."""
-        self._destination, self._found = None, WeakValueDictionary()
+    def version(self, owner: nn.Parameter) -> int:
+        return version_of(owner)
+
+    def local_part(self, owner: nn.Parameter, number: int, full: Tensor) -> tuple[Tensor, Tensor]:
+        return self._sharding.local_part(full, self._rank), owner
+
+    def load(self, owner: nn.Parameter, number: int, full: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # The parameter is this rank's elements alone.
+            super().load(owner, number, full)
 
 
-_full_tensors = _FullTensorCache()
+class _GatheredParams(WeakValueDictionary[int, GatheredTensor]):
+    """The full tensors of one state dict, by the identity of their parameters."""
+
+
+def _gathered_params_in(destination: Mapping[str, Any]) -> _GatheredParams:
+    for value in reversed(list(destination.values())):
+        if isinstance(value, GatheredTensor) and isinstance(value.source.gather, _ParamGather):
+            return value.source.gather.gathered
+    return _GatheredParams()
 
 
 def _local_tensor(value: Tensor) -> Tensor | None:
@@ -195,21 +220,19 @@ def _local_tensor(value: Tensor) -> Tensor | None:
     return value.tensor if chunks is not None and isinstance(value, chunks.LocalShard) else None
 
 
-_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
-
-
 def mixed_class(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     """Returns a class that is both a mixin and a module's own class; one for each pair, under the own class's name.
 
     Its `original_class` is the own one. Where the mixin has a `mixed_attributes(own)`, its result is the class's, too.
     """
-    if (mixin, own) not in _classes:
-        known: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-        attributes = getattr(mixin, "mixed_attributes", None)
-        known |= {} if attributes is None else attributes(own)
-        known |= {"original_class": own, "__reduce_ex__": _reduce}
-        _classes[mixin, own] = type(own.__name__, (mixin, own), known)
-    return _classes[mixin, own]
+    for subclass in mixin.__subclasses__():
+        if vars(subclass).get("original_class") is own:
+            return subclass
+    members: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    attributes = getattr(mixin, "mixed_attributes", None)
+    members |= {} if attributes is None else attributes(own)
+    members |= {"original_class": own, "__reduce_ex__": _reduce}
+    return type(own.__name__, (mixin, own), members)
 
 
 def _reduce(self: Any, protocol: Any) -> Any:

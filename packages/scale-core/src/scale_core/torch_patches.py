@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad as torchs
@@ -27,14 +26,14 @@ from scale_core.optim.clip_grad import (
     check_finite,
     clip,
     gradient_holders,
-    has_gradient_keeper,
-    has_kept_gradients,
     is_shared,
     measured_gradients,
     norm_of,
     warn_if_used_up,
 )
-from scale_core.shard import check_undivided, is_divided, on_first_shard, registered_parameters, shard_of, stages_of
+from scale_core.optim.local_step import step_on_local_tensors
+from scale_core.shard import check_undivided, on_first_shard, on_local_tensors, shard_of, stage_parameters, stages_of
+from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 from scale_core.state.torch_state_dict import install_hooks
 
 
@@ -45,11 +44,8 @@ def install() -> None:
     compat.wrap_no_grad_function(torchs.clip_grad_value_, _clip_grad_value)
     compat.wrap_no_grad_function(torchs._get_total_norm, _get_total_norm)
     compat.wrap_no_grad_function(torchs._clip_grads_with_norm_, _clip_grads_with_norm)
-    compat.hook_parameter_vectors(_refuse_vector)
     register_module_module_registration_hook(_refuse_replicas)
-    GradScaler._unscale_grads_ = _refuse_lone_scaler(GradScaler._unscale_grads_)  # type: ignore[method-assign]
-    Optimizer.state_dict = _with_hooks(Optimizer.state_dict)  # type: ignore[method-assign]
-    Optimizer.load_state_dict = _with_hooks(Optimizer.load_state_dict)  # type: ignore[method-assign]
+    Optimizer.add_param_group = _with_hooks(Optimizer.add_param_group)  # type: ignore[method-assign]
 
 
 on_first_shard(install)
@@ -87,13 +83,6 @@ def _get_total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if not given and has_kept_gradients():
-        raise RuntimeError(
-            "get_total_norm: got no gradients. A model under ShardedDataParallel has its averaged ones in the "
-            "optimizer's pieces and none in param.grad: for their norm, call torch.nn.utils.clip_grad_norm_("
-            "model.parameters(), max_norm), which returns it (max_norm=math.inf only measures). If these are another "
-            "model's, it has no gradients: leave the call out"
-        )
     owners = _owners_of(given)
     gradients = [MeasuredGradient(owner, owner, tensor) for owner, tensor in zip(owners, given, strict=True)]
     stages = stages_of(owners)
@@ -129,43 +118,16 @@ def _clip_grad_value(
 
 
 def _owners_of(tensors: list[Tensor]) -> list[Tensor]:
-    """For each tensor, the registered parameter that it is the gradient of, or else itself."""
+    """For each tensor, the parameter of a pipeline's stage that it is the gradient of, or else itself."""
     # torch keeps the object that it has given as `param.grad` while it is referenced, so identity tells.
-    leaves = (param for param in registered_parameters() if param.is_leaf)
-    by_grad = {id(grad): (grad, param) for param in leaves if (grad := param.grad) is not None}
-    owners = []
-    for tensor in tensors:
-        grad, param = by_grad.get(id(tensor), (None, tensor))
-        owners.append(param if grad is tensor else tensor)
-    return owners
-
-
-# Scaling.
-
-
-def _refuse_lone_scaler(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses torch's scaler on sharded gradients: it looks for inf and NaN on one rank alone."""
-    # A scaler that has its own method, as ours and that of torch's FSDP, has the ranks agree.
-
-    @functools.wraps(own)
-    def unscale(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self)._unscale_grads_ is unscale:
-            for param in (param for group in optimizer.param_groups for param in group["params"]):
-                if (shard := shard_of(param)) is not None and is_divided(param):
-                    raise RuntimeError(
-                        f"{type(self).__name__}.step({type(optimizer).__name__}): torch's scaler looks for inf and NaN "
-                        f"in this rank's gradients alone, and of {shard.title} other ranks have other elements: some "
-                        "would step and others not. Write scaler = scale_core.ShardedGradScaler(...), which has all "
-                        "ranks agree"
-                    )
-        return own(self, optimizer, *args, **kwargs)
-
-    return unscale
+    by_grad = {id(param.grad): param for param in stage_parameters() if param.is_leaf and param.grad is not None}
+    return [by_grad.get(id(tensor), tensor) for tensor in tensors]
 
 
 # Wrapping.
 
 
+@on_local_tensors
 def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
     """Refuses DistributedDataParallel around a module that it would overwrite with rank 0's part."""
     # torch calls this where a module is put into another one: here when its group is known, and before it sends
@@ -184,42 +146,28 @@ def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> No
                 "by itself: train it as it is, without DistributedDataParallel; for replicas of it, pass fully_shard a "
                 "mesh of two dimensions"
             )
-    if (kept := next((listed for listed, param in params if has_gradient_keeper(param)), None)) is not None:
+    if (kept := next((listed for listed, param in params if reduced_gradient_of(param) is not None), None)) is not None:
         raise ValueError(
             f"DistributedDataParallel: '{kept}' and others are under ShardedDataParallel, which averages their "
             "gradients: train that as it is, without DistributedDataParallel"
         )
 
 
-# Vectors of parameters.
-
-
-def _refuse_vector(param: Any) -> None:
-    """Refuses a vector of parameters of which other ranks have other elements."""
-    # It would be that of another model, of another size on each rank; and one put into them would stand elsewhere.
-    shard = shard_of(param) if isinstance(param, Tensor) and is_divided(param) else None
-    if shard is not None:
-        where = (
-            "Call them where parameters are full: with model.summon_full_params(): vector = "
-            "parameters_to_vector(model.parameters())"
-            if shard.gathered
-            else "Take the full tensors of model.state_dict(), which all ranks call together"
-        )
-        raise RuntimeError(
-            f"parameters_to_vector, vector_to_parameters: {shard.title} is a shard, {list(param.shape)} of "
-            f"{list(shard.shape)}, and other ranks have other elements of it. {where}"
-        )
-
-
-# Saving.
+# Optimizers.
 
 
 def _with_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of Optimizer, to install the state-dict hooks of an optimizer on shards first."""
+    """Wraps `Optimizer.add_param_group`, which constructors call: steps and state dicts then know of shards."""
 
     @functools.wraps(own)
-    def with_hooks(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        install_hooks(self, loads=args[0] if args else kwargs.get("state_dict"))
-        return own(self, *args, **kwargs)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        own(self, param_group)
+        adopt(self)
 
-    return with_hooks
+    return add_param_group
+
+
+def adopt(optimizer: Optimizer) -> None:
+    """Makes an optimizer know of shards, if it is on some; any other refuses to load one rank's shard of a state."""
+    install_hooks(optimizer, refuses_parts=True)
+    step_on_local_tensors(optimizer)

@@ -27,12 +27,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     (`function` returns each tensor itself) is returned as the very same object; otherwise the containers on the way to
     what changes are new, and made without a call of their constructors.
     """
-    mapped: dict[int, Tensor] = {}
+    mapped: dict[int, tuple[Tensor, Tensor]] = {}  # With the tensor, whose id another one would have after it.
 
     def once(tensor: Tensor) -> Tensor:
         if id(tensor) not in mapped:
-            mapped[id(tensor)] = function(tensor)
-        return mapped[id(tensor)]
+            mapped[id(tensor)] = tensor, function(tensor)
+        return mapped[id(tensor)][1]
 
     return _map(once, tree, copies=False)
 

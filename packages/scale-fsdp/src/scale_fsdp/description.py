@@ -17,6 +17,7 @@ from scale_core.arguments import checked_arguments
 from scale_core.consistency.execution_order import PassKind
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.quantization.collectives import WireFormats
+from scale_core.shard import on_local_tensors
 from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, module_names, units_in
 
 _HEAD = ("unit", "class", "parameters", "elements", "shard", "padding", "shards in", "computes", "reduces", "lives on")
@@ -284,6 +285,7 @@ class Description:
 
 
 @checked_arguments
+@on_local_tensors
 def describe(model: nn.Module) -> Description:
     """Describes the units of a model and their memory on this rank; sends nothing.
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.arguments import checked_arguments
+from scale_core.shard import on_local_tensors
+from scale_core.sharded_tensor.replicated_parameter import wait_for
 from scale_core.state.optim_state_dict import local_chunk, part_of
 from scale_core.state.param_ownership import named_param_slices
 from scale_core.state.validation import StateMismatch
@@ -55,6 +57,7 @@ class ShardedEMA:
     """
 
     @checked_arguments
+    @on_local_tensors
     def __init__(
         self,
         model: nn.Module,
@@ -78,6 +81,7 @@ class ShardedEMA:
         self.buffer_averages = {name: copy(buffer) for name, buffer in model.named_buffers()}
 
     @torch.no_grad()
+    @on_local_tensors
     def update(self) -> None:
         """Averages the model's present parameters in; call it after each optimizer step.
 
@@ -135,6 +139,7 @@ class ShardedEMA:
                 "the averages were: train outside of it"
             )
 
+    @on_local_tensors
     def state_dict(self) -> dict[str, Any]:
         """Returns the averages by the plain model's names, without communication and without copies.
 
@@ -148,6 +153,7 @@ class ShardedEMA:
         return state | {f"{_PREFIX}model.{name}": average for name, average in self.buffer_averages.items()}
 
     @torch.no_grad()
+    @on_local_tensors
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads averages: this rank's shards as `state_dict` gives them, or full tensors.
 
@@ -197,6 +203,7 @@ class ShardedEMA:
             raise RuntimeError(f"the model has other buffers than when its average was begun: {other}")
         return [(now[name], average) for name, average in self.buffer_averages.items()]
 
+    @on_local_tensors
     def _check_same(self) -> None:
         now = list(self.model.parameters())
         if any(param.is_meta for param in self.averages):
@@ -215,12 +222,17 @@ class ShardedEMA:
             )
 
 
+@on_local_tensors
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for live, average in pairs:
+        wait_for(live)
         average.copy_(live)
 
 
+@on_local_tensors
 def _average(pairs: list[tuple[Tensor, Tensor]], decay: float) -> None:
+    for live, _ in pairs:
+        wait_for(live)
     floating = [pair for pair in pairs if pair[0].is_floating_point() or pair[0].is_complex()]
     if floating:
         new = [live.detach().to(average) for live, average in floating]
@@ -231,8 +243,10 @@ def _average(pairs: list[tuple[Tensor, Tensor]], decay: float) -> None:
 
 
 @torch.no_grad()
+@on_local_tensors
 def _swap(live: Tensor, average: Tensor) -> Tensor | None:
     """Exchanges average and live tensor; returns a copy of the live one where its dtype or device differs."""
+    wait_for(live)
     replaced = live.detach().clone()
     live.copy_(average)
     if live.dtype != average.dtype or live.device != average.device:

@@ -16,6 +16,7 @@ from scale_core.consistency.execution_order import Event, unit_title
 from scale_core.errors import ScaleDistributedError, StepError
 from scale_core.flat.buffer import FlatBuffer, State
 from scale_core.optim.clip_grad import clip_grad_norm_
+from scale_core.shard import on_local_tensors
 from scale_fsdp.reshard.convert import ConversionMethods
 from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
 from scale_fsdp.runtime.param_registry import register_owner
@@ -45,6 +46,12 @@ class FSDPModule(ConversionMethods):
     `unshard`, `reshard` and the setters, which are FSDP2's, act on the unit that the module is; those with `recurse`
     on the units inside as well.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keeps `__init_subclass__` of the module's own class from the unit's class, which is no class of the user's.
+
+        It may take arguments that are not known here, or register its subclasses by their names.
+        """
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients in place so that their norm over all ranks is at most `max_norm`.
@@ -269,7 +276,8 @@ class FSDPModule(ConversionMethods):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the plain module's state dict: full tensors under plain names. All ranks call it together.
 
-        Which ranks get it, and on which device, is set by `state_dict_on_rank_0_only` and `state_dict_device` of
+        What is written to the tensors is written to the shards; all ranks write the same. Which ranks get it, and on
+        which device, is set by `state_dict_on_rank_0_only` and `state_dict_device` of
         `FullyShardedDataParallel`; `full_state_dict` takes both at the call. The arguments are those of `nn.Module`.
 
         Raises:
@@ -278,6 +286,7 @@ class FSDPModule(ConversionMethods):
         """
         return state_dict_of(self, super().state_dict, *args, **kwargs)
 
+    @on_local_tensors
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads full tensors, as the plain module's state dict has them; each rank takes its elements, nothing is sent.
 
@@ -288,6 +297,7 @@ class FSDPModule(ConversionMethods):
         """
         return load_full_state_dict(self, super().load_state_dict, state_dict, strict, assign)
 
+    @on_local_tensors
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what this rank holds: its shards, and the module's buffers. Nothing is sent.
 
@@ -299,6 +309,7 @@ class FSDPModule(ConversionMethods):
         """
         return local_state_dict(self, super().state_dict, *args, **kwargs)
 
+    @on_local_tensors
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads what `local_state_dict()` gave on this rank, under the same wrapping. Nothing is sent.
 
@@ -334,6 +345,7 @@ class FSDPModule(ConversionMethods):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._register_unit()
 
+    @on_local_tensors
     def _register_unit(self) -> None:
         """Registers the parameters of a copy, or of what was read from a file, once it is complete."""
         unit = unit_of(self)
@@ -385,6 +397,9 @@ for _name in _WITHOUT_EFFECT:
     setattr(FSDPModule, _name, _method_without_effect(_name))
 for _name, _how in _REFUSED.items():
     setattr(FSDPModule, _name, _refused_method(_name, _how))
+
+
+_METHODS = sorted(name for name in dir(FSDPModule) if not name.startswith("_") and not hasattr(nn.Module, name))
 
 
 def _allocate_on_all_ranks(unit: Unit, buffers: Sequence[FlatBuffer]) -> None:
@@ -470,6 +485,14 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class that a module of this class has as a unit, under the same name."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": guarded_forward(cls)}
     return type(cls.__name__, (FSDPModule, cls), names)
+
+
+def shadowed_name(module: nn.Module) -> str | None:
+    """Returns a name of the module's own that a method of `FSDPModule` would take, or None."""
+    instance = {*module._modules, *module._parameters, *module._buffers, *vars(module)}
+    theirs = (cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] != "scale_fsdp")
+    classes = [vars(cls) for cls in theirs if cls not in nn.Module.__mro__]
+    return next((name for name in _METHODS if name in instance or any(name in names for names in classes)), None)
 
 
 def outermost_root(module: nn.Module) -> Root:

@@ -15,23 +15,26 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from scale_core import compat
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
 from scale_core.dtensor import DTensorSpec, is_dtensor, local_parameter
 from scale_core.errors import renamed_arguments
 from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, ShardGroups
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.shard_storage import copy_attributes
+from scale_core.flat.shard_storage import flat_alignment
 from scale_core.optim.step_checks import register_replaced
+from scale_core.parameters import MemoryRange, check_memory_unshared, copy_attributes
 from scale_core.quantization.float8_weights import Float8Weight, plain_parameter
-from scale_core.shard import check_undivided, set_shard, shard_of
+from scale_core.shard import check_undivided, on_local_tensors, shard_of
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_fsdp.api import AtomChoice, UnitOptions, resolve_placement, resolve_precision
 from scale_fsdp.communication import CommunicationPolicy, looks_like_embedding, unquantized_params
-from scale_fsdp.fsdp_module import sharded_class
+from scale_fsdp.fsdp_module import shadowed_name, sharded_class
 from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.reshard.convert import convert_buffers
 from scale_fsdp.reshard.meta_init import Init, check_init, materialize, should_initialize
@@ -136,7 +139,8 @@ def fully_shard(
         init: Initializes parameters and buffers on the meta device, in memory where the unit computes that is freed
             again once they are sharded. None is each module's own `reset_parameters`; a function is called with each
             module that directly has such parameters or buffers. False leaves the shards on meta and sends nothing:
-            then `model.to_empty(device=...)` gives them memory, and a checkpoint their values.
+            then `model.to_empty(device=...)` gives them memory, and a checkpoint or the modules' `reset_parameters()`
+            their values. If `fully_shard` is called under `torch.device("meta")`, None is False.
         sync_module_states: Begin with rank 0's parameters and buffers on all ranks. Where it is off, all ranks must
             have built equal ones.
         limit_seconds: The longest that a rank waits for another one before all of them raise. None is the process
@@ -154,8 +158,9 @@ def fully_shard(
     Raises:
         TypeError: An argument of the wrong kind, or under a name that FairScale has given it.
         ValueError: The module is a unit already, or a container that is never called; arguments that contradict
-            each other; nothing gives values to a parameter or buffer on meta; `shard_placement_fn` returns ranks for a
-            parameter of its own.
+            each other; two parameters, or a parameter and a buffer, share memory and are not one `Parameter`; nothing
+            gives values to a parameter or buffer on meta; `shard_placement_fn` returns ranks for a parameter of its
+            own, or a dimension that it does not have.
         ContractError: The ranks are about to shard different modules.
     """
     if dp_mesh_dims is not None:
@@ -171,6 +176,8 @@ def fully_shard(
     if shard_placement_fn is not None:
         check_shard_placements(modules, shard_placement_fn, ignored)
     mesh_info = resolve_mesh_info(mesh)
+    if init is None and stays_on_meta(modules, ignored):
+        init = False
     options = UnitOptions(
         mesh_info,
         resolve_precision(mp_policy, buffer_dtype),
@@ -196,6 +203,7 @@ def fully_shard(
 
 def check_modules(modules: Sequence[nn.Module], flatten_parameters: bool) -> list[nn.Module]:
     """Refuses what can't become a unit; returns those of the modules that no other of them holds."""
+    refuse_inference_mode("fully_shard")
     if not modules:
         raise ValueError("fully_shard: expected a module or a list of modules, got an empty list")
     for module in modules:
@@ -208,10 +216,40 @@ def check_modules(modules: Sequence[nn.Module], flatten_parameters: bool) -> lis
                 f"an {type(module).__name__} is never called, so it can't be gathered before it runs: "
                 "shard its members, for member in container: fully_shard(member), or list(container) as one unit"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                "fully_shard: this module is a torch.jit.ScriptModule. TorchScript reads its parameters itself and "
+                "takes no hooks, so nothing could gather them. Shard the plain module, and compile it by "
+                "module.compile()"
+            )
+        if isinstance(module, NonDynamicallyQuantizableLinear):
+            raise ValueError(
+                "fully_shard: this module is the out_proj of an nn.MultiheadAttention. The attention reads its weight "
+                "and never calls it, so nothing would gather the weight. Shard the attention itself, for example "
+                "fully_shard(layer.self_attn)"
+            )
+        if (name := shadowed_name(module)) is not None:
+            raise ValueError(
+                f"a {type(module).__name__} has a '{name}' of its own. fully_shard adds a method of that name to the "
+                f"module, which its forward would find instead. Rename the module's '{name}', for example to "
+                f"'own_{name}'"
+            )
         if flatten_parameters and flat_param_name(0) in module._parameters:
             raise ValueError(f"flatten_parameters=True needs the name {flat_param_name(0)}: rename that parameter")
     inner = {child for module in modules for child in module.modules() if child is not module}
     return [module for module in dict.fromkeys(modules) if module not in inner]
+
+
+def stays_on_meta(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> bool:
+    """Whether shards get no memory yet: it is called under `torch.device("meta")`, and all parameters are there.
+
+    Programs for FSDP2 are written so. They give the shards memory by `to_empty` afterwards.
+    """
+    if torch.get_default_device().type != "meta":
+        return False
+    ignored_ids = {id(param) for param in ignored}
+    params = (param for module in modules for param in module.parameters())
+    return all(param.is_meta for param in params if id(param) not in ignored_ids)
 
 
 def check_shard_placements(
@@ -219,7 +257,7 @@ def check_shard_placements(
     shard_placement_fn: Callable[[nn.Parameter], object],
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Refuses a `shard_placement_fn` that says more than along which dimension a parameter is cut.
+    """Refuses a `shard_placement_fn` that says more than along which of its dimensions a parameter is cut.
 
     Its `ShardPlacementResult` gives a parameter ranks of its own, over which its gradient is averaged.
     """
@@ -235,8 +273,16 @@ def check_shard_placements(
                 f"shard_placement_fn: expected Shard(dim) or None for '{info.name}', got {placement!r}: shard the "
                 "module of a parameter that has ranks of its own by itself, fully_shard(module, mesh=...)"
             )
+        num_dims = info.param.ndim
+        if not -num_dims <= placement.dim < max(num_dims, 1):
+            raise ValueError(
+                f"shard_placement_fn: expected Shard(dim) with a dimension of '{info.name}' "
+                f"{list(info.param.shape)}, got {placement!r}, because a parameter is cut along one of its own "
+                "dimensions. Return None for Shard(0)"
+            )
 
 
+@on_local_tensors
 def shard_modules(
     modules: Sequence[nn.Module],
     options: UnitOptions,
@@ -248,14 +294,15 @@ def shard_modules(
     """Puts shards in place of the modules' parameters, when all that can be refused has been."""
     ranks = options.mesh_info
     left = set(ignored)  # tensors are equal by identity alone to sets
-    paths = [""] if len(modules) == 1 else [str(number) for number in range(len(modules))]
-    places = (place for module, path in zip(modules, paths, strict=True) for place in managed_params(module, path))
+    paths = zip(modules, root_paths(modules), strict=True)
+    places = (place for module, path in paths for place in managed_params(module, path))
     own, shared = split_owned_and_shared([place for place in places if place.param not in left])
     original = [info.param for info in own]
     own, float8 = _plain_weights(own, init)
     own, specs = _local_pieces(own, init)
     check_parameters(own)
     check_tied_embeddings(shared)
+    check_memory(modules, own, left)
     check_undivided(((info.name, info.param) for info in own), ranks.whole, "fully_shard")
     if init is False:
         for info in own:
@@ -282,6 +329,7 @@ def shard_modules(
     slots += [ParamSlot(p.module, p.attribute, owner.unit.buffers[owner.buffer], owner.number) for p, owner in shared]
     specs += [owner.unit.spec_of(owner.buffer, owner.number) for _, owner in shared]
     unit = Unit(modules, slots, buffers, owners, options, specs)
+    unit.original_memory = [MemoryRange.of(info.name, info.param) for info in own]
     unit.ignored = [param for module in modules for param in module.parameters() if param in left]
     made_by = ranks.whole.backend, ranks.whole.ranks
     _num_units[made_by] += 1
@@ -357,10 +405,48 @@ def check_tied_embeddings(shared: Sequence[tuple[ParamModuleInfo, ParamOwner]]) 
             )
 
 
+def check_memory(
+    modules: Sequence[nn.Module], own: Sequence[ParamModuleInfo], ignored: Collection[nn.Parameter]
+) -> None:
+    """Refuses parameters that share memory with others, with buffers, or with what a unit inside has sharded before."""
+    names = {
+        id(child): path
+        for module, path in zip(modules, root_paths(modules), strict=True)
+        for path, child in module.named_modules(prefix=path)
+    }
+    moved = [
+        replace(memory, name=f"{names[id(slot.module)]}.{slot.attribute}".lstrip("."))
+        for module in modules
+        for unit in units_in(module)
+        for slot, memories in zip(unit.slots, unit.original_memory, strict=False)
+        for memory in memories
+        if id(slot.module) in names
+    ]
+    tensors = [
+        item
+        for module, path in zip(modules, root_paths(modules), strict=True)
+        for item in (*module.named_parameters(path), *module.named_buffers(path))
+    ]
+    others = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, nn.Parameter) or tensor in ignored]
+    check_memory_unshared("fully_shard", ((info.name, info.param) for info in own), others, moved)
+
+
+def root_paths(modules: Sequence[nn.Module]) -> list[str]:
+    """What the names of parameters begin with: nothing, or of several modules the number of each."""
+    return [""] if len(modules) == 1 else [str(number) for number in range(len(modules))]
+
+
+@on_local_tensors
 def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
     """Refuses parameters that can't stand in a flat buffer, and hooks that would be lost with them."""
     for info in own:
         param = info.param
+        if isinstance(info.module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"'{info.name}' is a parameter of a torch.jit.ScriptModule. TorchScript reads its parameters itself "
+                "and takes no hooks, so nothing could gather them. Shard the plain module, and compile it by "
+                "module.compile(); or keep its parameters unsharded, fully_shard(..., ignored_params={...})"
+            )
         if is_lazy(param):
             raise ValueError(
                 f"'{info.name}' has no shape yet, as that of a lazy module: run the model once, model(batch), before "
@@ -384,6 +470,7 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
 _num_units: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by backend and ranks, which make them together
 
 
+@on_local_tensors
 def _init_shards(
     parts: Sequence[tuple[nn.Module, Sequence[ParamModuleInfo]]],
     slots: Sequence[ParamSlot],
@@ -408,6 +495,7 @@ def _init_shards(
             slot.buffer.load(slot.number, values.pop(info.param))
 
 
+@on_local_tensors
 def _make_buffers(
     own: Sequence[ParamModuleInfo],
     groups: ShardGroups,
@@ -436,7 +524,9 @@ def _make_buffers(
         names = list(named.values())
         floating = dtype.is_floating_point
         dtypes = DtypePolicy(precision.param_dtype, precision.reduce_dtype) if floating else DtypePolicy()
-        layout = FlatLayout.plan(names, [tuple(param.shape) for param in params], groups.shard.size, options.atom)
+        alignment = flat_alignment(dtype, gathers_float8=is_float8)
+        shapes = [tuple(param.shape) for param in params]
+        layout = FlatLayout.plan(names, shapes, groups.shard.size, options.atom, alignment=alignment)
         devices = DevicePolicy() if on_meta else options.placement.devices_for(device)
         wire = None if is_unquantized or options.communication is None else options.communication.wire
         weights = [float8[param] for param in named] if is_float8 else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TypeAlias
 
 import torch
@@ -12,13 +11,11 @@ from torch import nn
 
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.optim.step_checks import register_unsharded
+from scale_core.parameters import copy_attributes
 from scale_fsdp.runtime.checks import param_replaced
-from scale_fsdp.runtime.unit import ParamSlot, Unit
+from scale_fsdp.runtime.unit import ParamSlot, Unit, units_in
 
 FullParams: TypeAlias = dict[FlatBuffer, list[nn.Parameter]]
-
-# Those of the units around the one that `apply()` is at.
-_gathered_by_apply: ContextVar[FullParams | None] = ContextVar("full parameters gathered by apply()", default=None)
 
 
 @contextmanager
@@ -46,12 +43,14 @@ def full_params(units: Iterable[Unit], *, keep: bool) -> Iterator[None]:
 @contextmanager
 def full_params_for_apply(unit: Unit) -> Iterator[None]:
     """Inside, the unit shows full parameters; at the end all ranks take over those of rank 0. May be nested."""
-    around = _gathered_by_apply.get()
+    around = unit.applied_params
     full: FullParams = {} if around is None else around
-    token = _gathered_by_apply.set(full)
     before = set(full)
     _show_full_params(unit, full)
     own = [buffer for buffer in full if buffer not in before]
+    units = [inner for module in unit.modules for inner in units_in(module)]
+    for inner in units:
+        inner.applied_params = full
     try:
         yield
         for _, slot in _replaced_slots([unit], full):
@@ -63,7 +62,8 @@ def full_params_for_apply(unit: Unit) -> Iterator[None]:
         for buffer in own:
             del full[buffer]
         _show_shards(unit)
-        _gathered_by_apply.reset(token)
+        for inner in units:
+            inner.applied_params = around
 
 
 @contextmanager
@@ -87,6 +87,9 @@ def _show_full_params(unit: Unit, full: FullParams) -> None:
                 trains = buffer.trains and buffer.dtype.is_floating_point
                 gathered = owner.gather_full_params(buffer)
                 full[buffer] = [nn.Parameter(tensor, requires_grad=trains) for tensor in gathered]
+                if not buffer.flatten:
+                    for shard, param in zip(buffer.sharded_params, full[buffer], strict=True):
+                        copy_attributes(shard, param)
                 register_unsharded(full[buffer], buffer)
     unit.in_summon = True
     unit.set_flat_params(shown=False)
@@ -116,5 +119,7 @@ def _show_shards(unit: Unit) -> None:
 def _write_back(full: FullParams, buffers: Iterable[FlatBuffer]) -> None:
     for buffer in buffers:
         buffer.release()
-        for index, tensor in enumerate(full[buffer]):
-            buffer.load(index, tensor)
+        for index, param in enumerate(full[buffer]):
+            buffer.load(index, param)
+            if not buffer.flatten:
+                copy_attributes(param, buffer.sharded_params[index])

@@ -19,6 +19,7 @@ from scale_core.comm.group import Group
 from scale_core.hooks.source_grads import has_source_grad_hooks, with_source_grads
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_module import ShardedModule
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_moe.grouped_linear import grouped_linear
 from scale_moe.mesh_info import ExpertMesh, ExpertMeshLike, resolve_expert_mesh
 from scale_moe.token_dispatcher import DispatchPlan, experts_per_rank
@@ -142,7 +143,7 @@ class Experts(ShardedModule):
     def reset_parameters(self) -> None:
         """Draws the values of all experts, one after another, and keeps those of this rank's."""
         for name, sharding in self.shardings.items():
-            param, shape, rank = self.get_parameter(name), sharding.shape, self.group.rank
+            param, shape, rank = local_tensor(self.get_parameter(name)), sharding.shape, self.group.rank
             if param.is_meta:
                 continue
             first, bound = sharding.local_ranges(rank)[0][0][0], 1 / math.sqrt(shape[2])

@@ -18,7 +18,7 @@ from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.errors import ContractError
 from scale_core.hooks.autograd import lacks_autograd_hooks, register_post_backward
 from scale_core.hooks.source_grads import call_source_grad_hooks, has_source_grad_hooks, mark_averaged
-from scale_core.shard import Placement, shard_of
+from scale_core.shard import Placement, on_local_tensors, shard_of
 from scale_moe.mappings import all_reduced
 
 
@@ -100,6 +100,7 @@ class _Order:
 def _average_hook(param: Tensor, group: Group, name: str, order: _Order) -> Callable[[Tensor], Tensor]:
     held = ref(param)  # Which holds the hook.
 
+    @on_local_tensors
     def average(grad: Tensor) -> Tensor:
         if (known := held()) is not None and has_source_grad_hooks():
             call_source_grad_hooks(known, grad, group.rank)

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core import compat
+from scale_core.shard import on_local_tensors
+from scale_core.sharded_tensor.tensor import local_tensor
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -46,12 +48,13 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tenso
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, local_tensor(weight))
         ctx.counts = counts
         return _by_expert(rows, weight.transpose(1, 2), counts)
 
     @staticmethod
     @once_differentiable
+    @on_local_tensors
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
         grad_rows = grad_weight = None

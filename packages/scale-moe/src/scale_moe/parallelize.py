@@ -24,6 +24,7 @@ from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.same_call import check_same_call
 from scale_core.optim.step_checks import register_replaced
+from scale_core.parameters import check_memory_unshared, copy_attributes
 from scale_core.shard import shard_of
 from scale_core.sharded_module import ShardedModule, mixed_class
 from scale_moe.experts import (
@@ -214,6 +215,10 @@ def _check(model: nn.Module, found: dict[str, nn.Module]) -> None:
             first = owners.setdefault(param, f"{path}.{name}")
             if first != f"{path}.{name}" and (path in found or first.rpartition(".")[0] in found):
                 raise ValueError(f"parallelize_experts: '{path}.{name}' is tied to '{first}': untie them first")
+    experts = {id(param) for module in found.values() for param in module.parameters(recurse=False)}
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    others = [(name, tensor) for name, tensor in tensors if id(tensor) not in experts]
+    check_memory_unshared("parallelize_experts", ((name, t) for name, t in tensors if id(t) in experts), others)
 
 
 def _plan(path: str, module: nn.Module, mesh: ExpertMesh) -> _Plan:
@@ -260,4 +265,6 @@ def _divide(module: nn.Module, plan: _Plan, mesh: ExpertMesh) -> None:
         whole = module.get_parameter(name)
         register_replaced(whole, _ReplacedParameter([f"{plan.path}.{name}"]), 0)
         part = sharding.local_part(whole.detach(), mesh.whole.rank).clone(memory_format=torch.contiguous_format)
-        module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        param = nn.Parameter(part, requires_grad=whole.requires_grad)
+        copy_attributes(whole, param)
+        module.register_parameter(name, param)

@@ -6,6 +6,7 @@ into the parameters of all ranks, and a reduced gradient is the shard with which
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Collection, Container, Sequence
 
@@ -17,19 +18,33 @@ from torch.profiler import record_function
 from scale_core import uneven_inputs
 from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
-from scale_core.compat import NO_RANGE, profiler_runs
+from scale_core.compat import NO_RANGE, profiler_runs, storage_use_counts
 from scale_core.consistency.execution_order import Event
 from scale_core.device.streams import Stream
+from scale_core.flat.layout import ShardSpan
 from scale_core.flat.reduction import FlatGradient, Reduction
 from scale_core.hooks.autograd import call_local_grad_hooks, local_grad_hooks
-from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
+from scale_core.parameters import MemoryRange, copy_attributes
+from scale_core.shard import Axis, Placement, Shard, on_local_tensors, record_shard, shard_of
+from scale_core.sharded_tensor.replicated_parameter import (
+    ReducedGradient,
+    can_be_awaited,
+    set_reduced_gradient,
+    set_unreduced_grad,
+    switch_awaited,
+    unreduced_grad,
+)
 from scale_oss.partition import BucketPartition
 from scale_oss.state_placement import Range, ShardedParam, StatePlacement
+
+# References to the storage of a parameter that nobody has an alias of: the parameter's, and the one in `_storages`.
+_STORAGE_USES = 2
 
 
 class Bucket:
     """Parameters of one dtype and device, replicated; each rank of the group updates its shard of them."""
 
+    @on_local_tensors
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -45,7 +60,15 @@ class Bucket:
         self.names = [entry.name for entry in partition.entries]
         self.dtype, self.device = params[0].dtype, params[0].device
         self.full = torch.zeros(partition.full_numel, dtype=self.dtype, device=self.device)  # all parameters
+        # Where the parameters were, to find others over that memory when the model is wrapped.
+        self.original_memory = [
+            memory
+            for index, (name, param) in enumerate(zip(self.names, self.params, strict=True))
+            if index not in self.unflattened
+            for memory in MemoryRange.of(name, param)
+        ]
         self._addresses = [_address(self.view(index)) for index in range(len(self.params))]
+        self._storages = [param.untyped_storage() for param in self.params]  # that of each parameter
         self.flatten(range(len(self.params)))
         self.spans = partition.spans_by_rank[group.rank]
         self._own_part = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
@@ -56,11 +79,12 @@ class Bucket:
         # Per parameter the part that this rank updates: a parameter in its local shape, a view of `full`.
         self.pieces = [nn.Parameter(view, requires_grad=trains) for view in self._pieces_of(self._own_part)]
         for param, piece, span, entry in zip(self.params, self.pieces, self.spans, partition.entries, strict=True):
+            copy_attributes(param, piece)
             within = shard_of(param)  # Its layer may have sharded it between other ranks.
             if within is None:
-                set_shard(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
+                record_shard(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
             else:
-                set_shard(piece, within.cut(entry.name, span.start, span.stop, axes))
+                record_shard(piece, within.cut(entry.name, span.start, span.stop, axes))
         self.placements = [self._placement(index) for index in range(len(self.params))]
         entries, numel = partition.entries, partition.full_numel
         self.gradient = FlatGradient(self.params, entries, numel, self.dtype, self.dtype)  # this rank's own
@@ -69,20 +93,21 @@ class Bucket:
         sizes = None if partition.is_even else partition.sizes
         self._sizes = sizes
         self.reduction = Reduction(group, Group(), self.dtype, self.device, Stream(), sizes)
+        self.reduction.keeps_memory = False  # Buckets differ in size, so that no other one could take it.
         self.needs_gather = False  # A step may change the parameters on some rank.
-        self.averaged: set[int] = set()  # indices whose gradients were reduced into the pieces, alike on all ranks
-        self._consumed: set[int] = set()  # indices used by steps since gradients were last cleared
-        self._consumed_grads: dict[int, Tensor | None] = {}  # of the last step, until a pass begins
-        self._restored: set[int] = set()  # indices among them that were restored
-        self._updating: list[nn.Parameter] = []  # parameters that the all-gather under way changes
+        # indices of gradients that a step has used, and to which the next pass doesn't add
+        self._consumed: set[int] = set()
+        self.can_be_awaited = False  # The classes of the parameters say whether an all-gather writes to them.
         self.is_gathering = False  # The all-gather of updated parameters is under way.
         self._gather: list[CollectiveWork] = []  # the all-gather, if one is under way
+        self._waits = threading.Lock()  # Several threads may read parameters.
         # A program that ends after its last step never waits for it; it would write into memory that is gone.
         weakref.finalize(self, _cancel, self._gather)
         self._wire_buffer: Tensor | None = None
 
     # The parameters.
 
+    @on_local_tensors
     def flatten(self, indices: Sequence[int] | range) -> None:
         """Copies the values of these parameters into the buffer, and moves their storage there unless unflattened."""
         with torch.no_grad():
@@ -92,12 +117,24 @@ class Bucket:
                     view.copy_(self.params[index].detach())
                     if index not in self.unflattened:
                         self.params[index].data = _with_own_storage(view)
+                        self._storages[index] = self.params[index].untyped_storage()
 
+    def is_read_past_parameters(self) -> bool:
+        """Whether somebody could read or write a parameter by another tensor, an alias of its memory.
+
+        An alias, such as a `param.data` that was kept, can't wait for an all-gather, as the parameter itself does.
+        """
+        if not self.can_be_awaited:
+            return all(storage.device.type != "meta" for storage in self._storages)  # Fake tensors have no values.
+        return max(storage_use_counts(self._storages), default=0) > _STORAGE_USES
+
+    @on_local_tensors
     def moved_indices(self) -> list[int]:
         """The parameters whose data is outside of the buffer: replaced, as by `model.to(...)`, or unflattened."""
         homes = enumerate(zip(self.params, self._addresses, strict=True))
         return [index for index, (param, home) in homes if param.numel() and _address(param.data) != home]
 
+    @on_local_tensors
     def resync_storage(self) -> None:
         """Moves parameters back into the buffer whose data was replaced, as by `param.data = ...`."""
         moved_indices = self.moved_indices()
@@ -121,17 +158,21 @@ class Bucket:
     def optimizer_params(self) -> list[nn.Parameter]:
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
-    # Gradients.
+    # Gradients. The averaged one of a parameter is the `grad` of its piece, which is empty where other ranks have all.
 
+    def has_grad(self, index: int) -> bool:
+        """Whether there is an averaged gradient of a parameter; alike on all ranks."""
+        return self.pieces[index].grad is not None
+
+    @on_local_tensors
     def shard_full_grads(self) -> None:
         """Gives each piece its part of the parameter's gradient, which was averaged elsewhere."""
-        self.needs_gather = any(param.requires_grad or param.grad is not None for param in self.params)
-        for param, piece, span, placement in zip(self.params, self.pieces, self.spans, self.placements, strict=True):
-            piece.grad = None
-            if param.grad is not None and placement.optimizer_param is not None:
-                grad = param.grad if param.grad.layout is torch.strided else param.grad.to_dense()
-                piece.grad = grad.reshape(-1)[span.start : span.stop].view(span.shape).to(piece.dtype)
+        grads = [unreduced_grad(param) for param in self.params]
+        self.needs_gather = any(p.requires_grad or grad is not None for p, grad in zip(self.params, grads, strict=True))
+        for grad, piece, span in zip(grads, self.pieces, self.spans, strict=True):
+            piece.grad = None if grad is None else part_of_gradient(grad, piece, span)
 
+    @on_local_tensors
     def reduce(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
         """Starts to average the packed gradients, sent in `wire_dtype`; parameters without one count as zeros."""
         share = uneven_inputs.active_share
@@ -146,81 +187,84 @@ class Bucket:
         with record_function(f"scale_oss::reduce_scatter ({self.title})") if profiler_runs() else NO_RANGE:
             self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
 
+    @on_local_tensors
     def commit(self, frozen: Container[int] = ()) -> None:
         """Adds the reduced gradients, which have arrived, to those of the pieces that train or are among `frozen`."""
         for reduced in self.reduction.results():
             self.needs_gather = True  # Even if it is frozen before the step: the plain optimizer would not ask either.
-            given = [index for index, param in enumerate(self.params) if param.requires_grad or index in frozen]
-            self.averaged.update(given)
             views = self._pieces_of(reduced)
-            for index in given:
-                piece = self.pieces[index]
-                if self.placements[index].optimizer_param is not None:
+            for index, (param, piece) in enumerate(zip(self.params, self.pieces, strict=True)):
+                if param.requires_grad or index in frozen:
                     piece.grad = views[index] if piece.grad is None else piece.grad.add_(views[index])
 
-    def restore_unused(self, index: int) -> None:
-        """Takes the gradient of zeros away from a parameter that no rank has used."""
-        self.averaged.discard(index)
-        self.pieces[index].grad = None
+    def show_grads(self, records: Sequence[ReducedGradient]) -> None:
+        """From now on the parameters show their averaged gradients as `grad`."""
+        for param, record in zip(self.params, records, strict=True):
+            set_reduced_gradient(param, record)
+        self.can_be_awaited = all(map(can_be_awaited, self.params))
+
+    def set_grad(self, index: int, grad: Tensor | None) -> None:
+        """Replaces an averaged gradient: this rank's part of it, or None."""
+        self._consumed.discard(index)
+        self.pieces[index].grad = grad
+        self.needs_gather = self.needs_gather or grad is not None
 
     def consume_grads(self) -> None:
-        """After a step: no pass adds to these gradients; another step without a pass uses them again."""
-        self._consumed |= self.averaged
-        self._restored = set()
-        self._consumed_grads = {index: self.pieces[index].grad for index in self.averaged}
-        self.averaged = set()
-        for piece in self.pieces:
-            piece.grad = None
+        """After a step: the next pass does not add to these gradients; a step before it uses them again."""
+        self._consumed = {index for index, piece in enumerate(self.pieces) if piece.grad is not None}
 
-    def restore_consumed_grads(self) -> None:
-        """Before a step: restores the gradients of the last one, if no pass has begun since."""
-        for index, grad in self._consumed_grads.items():
-            self.pieces[index].grad = grad
-        self.averaged |= self._consumed_grads.keys()
-        self.needs_gather = self.needs_gather or bool(self._consumed_grads)
-        self._restored |= self._consumed_grads.keys()
-        self._consumed_grads = {}
+    def prepare_step(self) -> None:
+        """Before a step: it changes the parameters that have a gradient, even without a pass since the last one."""
+        self.needs_gather = self.needs_gather or any(piece.grad is not None for piece in self.pieces)
 
     def drop_consumed_grads(self) -> None:
         """At the beginning of a pass: drops the gradients of the last step."""
-        for index in self._restored:
+        for index in self._consumed:
             self.pieces[index].grad = None
-        self.averaged -= self._restored
-        self._restored, self._consumed_grads = set(), {}
+        self._consumed.clear()
 
+    def drop_grads(self) -> None:
+        """Drops the parts of gradients that were averaged elsewhere."""
+        for piece in self.pieces:
+            piece.grad = None
+
+    @on_local_tensors
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Clears the gradients of the pieces, or sets them to zeros, with which the next step updates."""
-        self.consume_grads()
-        self.drop_consumed_grads()
-        cleared, self._consumed = self._consumed, set()
-        if set_to_none or not cleared:
-            return
-        self.averaged, self.needs_gather = cleared, True
-        for index in cleared:
-            if self.placements[index].optimizer_param is not None:
-                self.pieces[index].grad = torch.zeros_like(self.pieces[index])
+        """Clears all gradients, or sets them to zeros, with which the next step updates."""
+        self._consumed.clear()
+        for param in self.params:
+            if (grad := unreduced_grad(param)) is not None:
+                set_unreduced_grad(param, None if set_to_none else grad.detach().zero_())
+        for piece in self.pieces:
+            if piece.grad is not None:
+                if set_to_none:
+                    piece.grad = None
+                else:
+                    piece.grad.zero_()
+                    self.needs_gather = True
 
     def drop_packed_grads(self) -> None:
-        """Drops the gradients that were packed and not reduced; `param.grad` stays."""
-        grads = [param.grad for param in self.params]
+        """Drops the gradients that were packed and not reduced; those that were accumulated before stay."""
+        grads = [unreduced_grad(param) for param in self.params]
         self.gradient.drop()
         for param, grad in zip(self.params, grads, strict=True):
-            param.grad = grad
+            set_unreduced_grad(param, grad)
 
     # Updated parameters.
 
-    def all_gather(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
+    @on_local_tensors
+    def all_gather(self, tag: int, wire_dtype: torch.dtype | None = None, *, updates_all: bool = False) -> None:
         """Starts to send the part that this rank has updated to all ranks, in `wire_dtype`.
 
         With another dtype than the parameters' every rank computes with rounded ones, this one too, and keeps its own
-        part unrounded as `master`.
+        part unrounded as `master`. Without `updates_all` parameters have changed that have a gradient.
         """
         self.wait()
         self.needs_gather = False
         self._wire_dtype = wire_dtype or self.dtype
         rounds = self._wire_dtype != self.dtype or self.master is not None  # Or rounds no longer: all of them change.
-        stepped = (p for index, p in enumerate(self.params) if index in self.averaged or p.grad is not None)
-        self._updating = list(self.params if rounds else stepped)
+        updates_all = updates_all or rounds
+        stepped = [param for param, piece in zip(self.params, self.pieces, strict=True) if piece.grad is not None]
         if self._wire_dtype == self.dtype:
             if self.master is not None:
                 self._own_part.copy_(self.master)
@@ -231,6 +275,11 @@ class Bucket:
         with record_function(f"scale_oss::all_gather ({self.title})") if profiler_runs() else NO_RANGE:
             self._gather.append(all_gather(target, sent, self.group, sizes=self._sizes, tag=tag))
         self.is_gathering = True
+        increment_version(
+            self.params if updates_all else stepped
+        )  # What autograd has saved of them is no longer what was computed with.
+        if self.can_be_awaited:
+            switch_awaited(self.params)
         if self.group.size == 1:
             self.wait()  # Nothing is sent.
 
@@ -247,18 +296,23 @@ class Bucket:
             self._wire_dtype = sent_in
         piece.data.copy_(unrounded)
 
+    @on_local_tensors
     def wait(self, limit_seconds: float | None = None) -> None:
-        self.is_gathering = False
-        if not self._gather:
-            return
-        with record_function(f"scale_oss::wait_all_gather ({self.title})") if profiler_runs() else NO_RANGE:
-            self._gather.pop().wait(limit_seconds)
-        if self._wire_buffer is not None:
-            self.full.copy_(self._wire_buffer)
-            self._wire_buffer = None
-        for index in self.unflattened:
-            self.params[index].data.copy_(self.view(index))
-        increment_version(self._updating)  # What autograd has saved of them is no longer what was computed with.
+        """Returns when the parameters are up to date; where another rank has failed, raises each time."""
+        with self._waits:
+            if not self._gather:
+                return
+            with record_function(f"scale_oss::wait_all_gather ({self.title})") if profiler_runs() else NO_RANGE:
+                self._gather[0].wait(limit_seconds)
+            self._gather.clear()
+            if self._wire_buffer is not None:
+                self.full.copy_(self._wire_buffer)
+                self._wire_buffer = None
+            for index in self.unflattened:
+                self.params[index].data.copy_(self.view(index))
+            self.is_gathering = False
+            if self.can_be_awaited:
+                switch_awaited(self.params)
 
     def _placement(self, index: int) -> StatePlacement:
         entry, owners = self.partition.entries[index], self.partition.owners
@@ -276,6 +330,12 @@ class Bucket:
 
     def _pieces_of(self, part: Tensor) -> list[Tensor]:
         return [part.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
+
+
+def part_of_gradient(grad: Tensor, piece: Tensor, span: ShardSpan) -> Tensor:
+    """This rank's part of a full gradient; sparse ones become dense."""
+    dense = grad if grad.layout is torch.strided else grad.to_dense()
+    return dense.reshape(-1)[span.start : span.stop].view(span.shape).to(piece.dtype)
 
 
 def _with_own_storage(view: Tensor) -> Tensor:
@@ -320,6 +380,7 @@ class InPlaceBucket:
     def optimizer_params(self) -> list[nn.Parameter]:
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
+    @on_local_tensors
     def mark_updated(self) -> None:
         """Increments the versions of the updated parameters, by which gathered copies are known to be stale."""
         # On all ranks alike: one without elements of a parameter must gather it again with the others.

@@ -20,7 +20,9 @@ from torch.nn.parameter import is_lazy
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.dtensor import is_dtensor
-from scale_core.shard import check_undivided, is_divided, unit_shard_of
+from scale_core.flat.layout import alignment_of
+from scale_core.parameters import check_memory_unshared
+from scale_core.shard import check_undivided, is_divided, on_local_tensors, unit_shard_of
 from scale_oss.bucket import Bucket, InPlaceBucket
 from scale_oss.full_param_bucket import FullParamBucket
 from scale_oss.partition import assign_whole, choose_owners, cut_evenly, group_from_the_end, group_in_rounds
@@ -56,15 +58,26 @@ class BucketAssigner:
     def shard_buckets(self) -> list[InPlaceBucket | FullParamBucket]:
         return [*self.in_place, *self.full_param]
 
+    @on_local_tensors
     def add(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
         """Assigns the parameters of groups, from number `first` on; returns groups for this rank's optimizer.
 
-        Raises ValueError for a shard that can't be gathered, or ranks that are not all in the group; changes nothing.
+        Raises ValueError for parameters that share memory, a shard that can't be gathered, or ranks that are not all in
+        the group; changes nothing.
         """
         placements: dict[int, StatePlacement] = {}
-        for number, group in enumerate(groups, first):
-            for index, param in enumerate(group["params"]):
-                self._check(param, param_name(group, number, index))
+        named = [
+            (param_name(group, number, index), param)
+            for number, group in enumerate(groups, first)
+            for index, param in enumerate(group["params"])
+        ]
+        for name, param in named:
+            self._check(param, name)
+        check_memory_unshared(
+            "OSS",
+            (item for item in named if unit_shard_of(item[1]) is None),
+            moved=[memory for bucket in self.replicated for memory in bucket.original_memory],
+        )
         with self._contract.waiting("the shards given to OSS"):
             shards = [param for group in groups for param in group["params"] if unit_shard_of(param) is not None]
             known = gather_shards(shards, self._group, self._contract.limit_seconds)
@@ -105,6 +118,7 @@ class BucketAssigner:
             found.append(updated)
         return found
 
+    @on_local_tensors
     def _check(self, param: nn.Parameter, name: str) -> None:
         if not self._elementwise:
             check_not_flat(param, name, self._optim_name)
@@ -141,13 +155,14 @@ class BucketAssigner:
         self, params: Sequence[nn.Parameter], names: Sequence[str], keep_strides: Collection[Tensor]
     ) -> Bucket:
         shapes, size = [tuple(param.shape) for param in params], self._group.size
+        alignment = alignment_of(params[0].itemsize)
         if self._elementwise:
-            partition = cut_evenly(names, shapes, size)
+            partition = cut_evenly(names, shapes, size, alignment=alignment)
         elif self._together:
-            partition = assign_whole(names, shapes, [0] * len(params), size)
+            partition = assign_whole(names, shapes, [0] * len(params), size, alignment=alignment)
         else:
             owners = self._choose_owners([param.numel() for param in params], self._group, params[0].requires_grad)
-            partition = assign_whole(names, shapes, owners, size)
+            partition = assign_whole(names, shapes, owners, size, alignment=alignment)
         title = f"bucket {len(self.replicated)} of optimizer {self._number}"
         unflattened = [index for index, param in enumerate(params) if param in keep_strides]
         return Bucket(params, partition, self._group, title, unflattened)
@@ -222,6 +237,7 @@ def check_no_layer_shards(groups: Sequence[Mapping[str, Any]], ranks: Group, fir
         check_undivided(named, ranks, "OSS")
 
 
+@on_local_tensors
 def describe_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
     """Yields a line per parameter, which must be equal on all ranks."""
     for number, group in enumerate(groups, first):

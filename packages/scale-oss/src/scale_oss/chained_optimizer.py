@@ -176,6 +176,23 @@ class SplitOptimizer(Optimizer):
                 optimizer.add_param_group({**options, "params": chosen[kind]})
         self._sync_param_groups()
 
+    def __getattr__(self, name: str) -> Any:
+        """A method or an attribute of one of the two, or of both; see `OSS`."""
+        optimizers = [
+            optimizer for optimizer in (vars(self).get("matrix"), vars(self).get("other")) if hasattr(optimizer, name)
+        ]
+        if not optimizers or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(optimizers[0], name)
+        if not callable(value):
+            return value
+
+        def method(*args: Any, **kwargs: Any) -> None:
+            for optimizer in optimizers:
+                getattr(optimizer, name)(*args, **kwargs)
+
+        return method
+
     # The state.
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:

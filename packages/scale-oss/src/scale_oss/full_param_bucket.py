@@ -22,7 +22,8 @@ from torch.autograd.graph import increment_version
 from scale_core.comm.collectives import all_to_all
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
-from scale_core.shard import shard_of
+from scale_core.parameters import copy_attributes
+from scale_core.shard import on_local_tensors, shard_of
 from scale_oss.state_placement import Range, ShardedParam, StatePlacement
 
 
@@ -53,6 +54,7 @@ class FullParamBucket:
     def optimizer_params(self) -> list[nn.Parameter]:
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
+    @on_local_tensors
     def prepare(self) -> None:
         """Checks which parameters have a gradient; changes nothing."""
         self._check_params()
@@ -63,6 +65,7 @@ class FullParamBucket:
             self._contract.check_equal(f"the gradients that OSS steps with, in {self._title}", lines)
             self._with_grad = given
 
+    @on_local_tensors
     def gather_to_owners(self) -> bool:
         """Sends the shards that have a gradient to their owners, with their gradients."""
         if not self._with_grad:
@@ -76,6 +79,7 @@ class FullParamBucket:
             self._fill(index, parts)
         return True
 
+    @on_local_tensors
     def scatter_to_shards(self) -> None:
         """Sends the updated shards back, and frees the full parameters."""
         sent = [
@@ -180,7 +184,9 @@ def _unallocated(shard: ShardedParam) -> nn.Parameter:
     """
     whole = torch.empty(shard.shape, dtype=shard.param.dtype, device=shard.param.device)
     whole.untyped_storage().resize_(0)
-    return nn.Parameter(whole)
+    full = nn.Parameter(whole)
+    copy_attributes(shard.param, full)
+    return full
 
 
 def _describe(held: Range | None, dtype: torch.dtype, device: torch.device) -> str:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.hooks.autograd import weak_hook
+from scale_core.shard import on_local_tensors
+from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 
 
 class GradAccumulation:
@@ -46,35 +48,39 @@ class GradAccumulation:
 
         With `copied` it leaves a copy there, because the reduction writes into what it is given.
         """
-        assert param.grad is not None, "there is no sum to stash"
-        self.sums[id(param)] = param, param.grad
+        grad = unreduced_grad(param)
+        assert grad is not None, "there is no sum to stash"
+        self.sums[id(param)] = param, grad
         self._merged.add(id(param))
         if copied:
-            param.grad = param.grad.clone()
+            set_unreduced_grad(param, grad.clone())
 
     def merge(self) -> None:
         """Adds the gradients of a pass without reduction, which has succeeded, to the sums."""
         with torch.no_grad():
             for key, (param, aside) in self.sums.items():
                 if key not in self._merged:
-                    param.grad = aside if param.grad is None else _added(aside, param.grad)
+                    grad = unreduced_grad(param)
+                    set_unreduced_grad(param, aside if grad is None else _added(aside, grad))
         self.clear()
 
     def rollback(self) -> None:
         """Restores every `param.grad` as it was before the pass, which has failed."""
         for param in self.seen.values():
-            param.grad = None
+            set_unreduced_grad(param, None)
         for param, aside in self.sums.values():
-            param.grad = aside
+            set_unreduced_grad(param, aside)
         self.clear()
 
     def clear(self) -> None:
         """Forgets the pass and the sums that were set aside: they were reduced."""
         self.seen, self.sums, self._merged = {}, {}, set()
 
+    @on_local_tensors
     def _set_aside(self, held: weakref.ref[nn.Parameter], _: Tensor) -> None:
         param = held()
-        if param is None or param.grad is None or not param.requires_grad:  # Frozen since the forward, it gets none.
+        grad = None if param is None else unreduced_grad(param)
+        if param is None or grad is None or not param.requires_grad:  # Frozen since the forward, it gets none.
             return
         key = id(param)
         if key in self.sums:
@@ -82,10 +88,11 @@ class GradAccumulation:
                 # The second gradient in one pass, as of reentrant checkpoints: each is added to all before it.
                 self._merged.add(key)
                 with torch.no_grad():
-                    param.grad = _added(self.sums[key][1].clone(), param.grad)
+                    set_unreduced_grad(param, _added(self.sums[key][1].clone(), grad))
         elif key not in self.seen:
             self._on_set_aside()
-            self.sums[key], param.grad = (param, param.grad), None
+            self.sums[key] = param, grad
+            set_unreduced_grad(param, None)
 
 
 def _added(total: Tensor, grad: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.flat.packing import group_in_buckets
-from scale_core.shard import Placement, Shard, check_undivided, shard_of
+from scale_core.shard import Placement, Shard, check_undivided, on_local_tensors, shard_of
 from scale_oss.partition import cut_evenly
 from scale_oss.sharded_ddp import ShardedDataParallel
 
@@ -86,6 +86,7 @@ class LocalSGD:
     """
 
     @checked_arguments(own="sync_every")
+    @on_local_tensors
     def __init__(
         self,
         model: nn.Module,
@@ -168,6 +169,7 @@ class LocalSGD:
         return cls(model, optimizer, sync_every=sync_every, **outer, **options)
 
     @torch.no_grad()
+    @on_local_tensors
     def sync(self) -> None:
         """Takes the outer step now; all ranks call it together, after as many inner steps each.
 
@@ -200,6 +202,7 @@ class LocalSGD:
         self.num_syncs += 1
         self.steps_since_sync = 0
 
+    @on_local_tensors
     def state_dict(self) -> dict[str, Any]:
         """The outer state by the parameters' names, each rank's shard of it, as `LocalShard`s.
 
@@ -219,6 +222,7 @@ class LocalSGD:
             state.update(bucket.state())
         return state
 
+    @on_local_tensors
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state that `state_dict` has returned; the model's and the optimizer's are loaded by themselves.
 
@@ -281,6 +285,7 @@ class LocalSGD:
 class _OuterBucket:
     """Parameters of one dtype and device, and this rank's shard of their outer state."""
 
+    @on_local_tensors
     def __init__(
         self, params: Sequence[nn.Parameter], names: Sequence[str], group: Group, number: int, has_momentum: bool
     ) -> None:

@@ -6,6 +6,7 @@ state of that shard alone, and an all-gather brings the updated shards to all ra
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import pickle
@@ -15,9 +16,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import SGD, Optimizer
 
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.compat import profiler_runs
@@ -30,15 +32,19 @@ from scale_core.errors import renamed_arguments
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
-from scale_core.shard import stages_of
+from scale_core.shard import on_local_tensors, stages_of
+from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
+from scale_oss.bucket import Bucket
 from scale_oss.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
+from scale_oss.inner_methods import check_call, inner_attribute
+from scale_oss.piece_gradient import raise_unreduced
 from scale_oss.state_dict import OSSStateDictMixin, StateByParam
 from scale_oss.state_placement import ranks_of_shards
 
 _MASTER = "master_param"
 _logger = logging.getLogger(__name__)
 
-BUCKET_NUMEL = 2**23  # Elements of a bucket, some tens of megabytes: enough for full speed, small against a model.
+BUCKET_NUMEL = 2**22  # Elements of a bucket, 16 MB of fp32: enough for full speed, small against a model.
 
 
 class OSS(OSSStateDictMixin):
@@ -109,6 +115,7 @@ class OSS(OSSStateDictMixin):
         check_replicas_every: int | None = None,
         **defaults: Any,
     ) -> None:
+        refuse_inference_mode("OSS")
         known = is_elementwise(optim)
         check_kind(optim, elementwise=elementwise, together=together)
         self.elementwise = (known and not together) if elementwise is None else elementwise
@@ -127,6 +134,7 @@ class OSS(OSSStateDictMixin):
         self.group = ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group)
         check_no_layer_shards(self.param_groups, self.group)
         self.contract = Contract(self.group, limit_seconds)
+        self.recorded_steps = self.contract.recorded_steps
         self._check_same_arguments()
         self._assigner = BucketAssigner(
             self.group,
@@ -138,6 +146,7 @@ class OSS(OSSStateDictMixin):
             bucket_numel=bucket_numel,
         )
         self.buckets = self._assigner.replicated
+        self.contract.named_params = functools.partial(_named_params, self.buckets)
         self.in_place_buckets = self._assigner.in_place
         self.full_param_buckets = self._assigner.full_param
         self.placements = self._assigner.placements
@@ -180,7 +189,7 @@ class OSS(OSSStateDictMixin):
             f"the start of {self._optim_class.__name__}",
             self.contract,
         )
-        if self.together:
+        if not self.elementwise:  # It gets full tensors, also where they are shards of a model that one rank has whole.
             allow_full_state(made)
         return made
 
@@ -199,6 +208,8 @@ class OSS(OSSStateDictMixin):
 
         Raises:
             RuntimeError: Gradients have not been reduced, or a rank can't be reached.
+            ContractError: Ranks have other hyperparameters, for example of a scheduler that saw other losses. With
+                `ShardedDataParallel` it is raised at the end of the next backward pass.
         """
         return self._step(closure, kwargs)
 
@@ -216,6 +227,8 @@ class OSS(OSSStateDictMixin):
         self._num_steps += 1
         if self._check_every and self._num_steps % self._check_every == 1 % self._check_every:
             self._check_replicas()
+        if self.buckets:
+            self.recorded_steps.add(self)
         self.shard_grads()
         for bucket in self.full_param_buckets:
             bucket.prepare()
@@ -224,15 +237,17 @@ class OSS(OSSStateDictMixin):
         copy_options(self.optim.param_groups, self.param_groups)
         for shards in self.in_place_buckets:
             shards.mark_updated()
-        if self.waits_in_step or profiler_runs():  # No transfer may be under way when a profiler ends.
-            self.wait()
+        if self.buckets and not self.gets_reduced_gradients:  # No pass of ours compares; beside the all-gathers.
+            self.contract.compare_steps()
+        self._wait_unless_overlapped()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters, and of this rank's pieces of them."""
-        super().zero_grad(set_to_none)
         for bucket in self.buckets:
             bucket.zero_grad(set_to_none=set_to_none)
+        if not self.gets_reduced_gradients or self._assigner.shard_buckets:
+            super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self,
@@ -264,6 +279,47 @@ class OSS(OSSStateDictMixin):
         for bucket in self.buckets:
             if bucket.is_gathering:
                 self.contract.wait(bucket.gather_event, bucket.wait)
+
+    # Methods and attributes of the inner optimizer.
+
+    def __getattr__(self, name: str) -> Any:
+        return inner_attribute(self, vars(self).get("optim"), name, self._call_inner)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("optim")
+        if inner is None or name.startswith("_") or name in vars(self) or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _call_inner(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the inner optimizer on all ranks, and gathers what it has written; all ranks together."""
+        check_call(name, self.optim, [*args, *kwargs.values()], together=self.together, reassembles=self._reassembles)
+        self.wait()
+        self._invalidate()
+        self._resync_storage()
+        self.shard_grads()
+        copy_options(self.param_groups, self.optim.param_groups)
+        if self.together:
+            result = call_on_one_rank(self.optim, self.contract, name, args, kwargs, self.buckets)
+        else:
+            result = getattr(self.optim, name)(*args, **kwargs)
+        copy_options(self.optim.param_groups, self.param_groups)
+        for bucket in self.buckets:
+            self._send_bucket(bucket, updates_all=True)
+            if not self.gets_reduced_gradients:
+                bucket.drop_grads()
+        for shards in self.in_place_buckets:
+            increment_version(shards.params)
+        self._wait_unless_overlapped()
+        return result
+
+    @property
+    def _reassembles(self) -> bool:
+        """Whether full tensors are put together for the step."""
+        return bool(self.full_param_buckets)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -326,6 +382,7 @@ class OSS(OSSStateDictMixin):
 
     # The parts of the step, in order.
 
+    @on_local_tensors
     def _resync_storage(self) -> None:
         """Moves replaced parameters back into the buckets, and loads and syncs unrounded ones."""
         states = self.optim.state
@@ -338,6 +395,7 @@ class OSS(OSSStateDictMixin):
                     states[piece][_MASTER] = piece.data
             bucket.sync_master()
 
+    @on_local_tensors
     def _check_replicas(self) -> None:
         """Compares the parameters between the ranks; those of a whole module once for all its optimizers."""
         wrapper = None if self.reduced_by is None else self.reduced_by()
@@ -348,6 +406,7 @@ class OSS(OSSStateDictMixin):
         if named:
             compare_replicas(named, self.contract, self._num_steps)
 
+    @on_local_tensors
     def shard_grads(self) -> None:
         """Gives the pieces their parts of averaged gradients, unless these are reduced into them.
 
@@ -358,14 +417,12 @@ class OSS(OSSStateDictMixin):
             if not self.gets_reduced_gradients:
                 bucket.shard_full_grads()
                 continue
-            for name, param in zip(bucket.names, bucket.params, strict=True):
-                if param.grad is not None:
-                    raise RuntimeError(
-                        f"the gradient of '{name}', accumulated under no_sync(), has not been reduced. Call "
-                        "model.reduce(), or run the last backward() before the step outside of no_sync()"
-                    )
-            bucket.restore_consumed_grads()
+            for index, param in enumerate(bucket.params):
+                if unreduced_grad(param) is not None:
+                    raise_unreduced(bucket.names[index])
+            bucket.prepare_step()
 
+    @on_local_tensors
     def _step_optimizer(self, kwargs: Mapping[str, Any]) -> None:
         """Steps on this rank's shard and starts the all-gathers of the buckets."""
         here = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
@@ -376,7 +433,7 @@ class OSS(OSSStateDictMixin):
             return
         # An unknown optimizer takes one step: it may count its calls.
         if self.together:
-            step_on_one_rank(self.optim, self.contract, kwargs)
+            call_on_one_rank(self.optim, self.contract, "step", (), kwargs, self.buckets)
         elif self.full_param_buckets:
             here += [param for params in parts for param in params]
             try:
@@ -402,19 +459,40 @@ class OSS(OSSStateDictMixin):
                 yield [whole for whole in bucket.optimizer_params if whole.grad is not None]
                 bucket.scatter_to_shards()
 
+    @on_local_tensors
     def _gather_bucket(self, number: int) -> None:
         """Starts the all-gather of a bucket after its step; the number after the last one is that of the shards."""
         if number == len(self.buckets):
             return
         bucket = self.buckets[number]
         if bucket.needs_gather:
-            in_half = self.broadcast_fp16 and bucket.dtype == torch.float32
-            bucket.all_gather(message_tag(bucket.gather_event), torch.float16 if in_half else None)
-            if bucket.master is not None:  # Only this rank has it unrounded: save it with the state.
-                for piece in bucket.optimizer_params:
-                    if piece.grad is not None:
-                        self.optim.state.setdefault(piece, {})[_MASTER] = piece.data
-        bucket.consume_grads()
+            self._send_bucket(bucket)
+        if self.gets_reduced_gradients:
+            bucket.consume_grads()
+        else:
+            bucket.drop_grads()
+
+    def _send_bucket(self, bucket: Bucket, *, updates_all: bool = False) -> None:
+        """Starts the all-gather of what this rank has updated: parameters with a gradient, or all of them."""
+        in_half = self.broadcast_fp16 and bucket.dtype == torch.float32
+        wire_dtype = torch.float16 if in_half else None
+        bucket.all_gather(message_tag(bucket.gather_event), wire_dtype, updates_all=updates_all)
+        if bucket.master is not None:  # Only this rank has it unrounded: save it with the state.
+            for piece in bucket.optimizer_params:
+                if piece.grad is not None:
+                    self.optim.state.setdefault(piece, {})[_MASTER] = piece.data
+
+    def _wait_unless_overlapped(self) -> None:
+        """Waits for the all-gathers that can't run beside the next forward pass."""
+        waits = self.waits_in_step or profiler_runs()  # No transfer may be under way when a profiler ends.
+        for bucket in self.buckets:
+            if bucket.is_gathering and (waits or bucket.is_read_past_parameters()):
+                self.contract.wait(bucket.gather_event, bucket.wait)
+
+
+def _named_params(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    for bucket in buckets:
+        yield from zip(bucket.names, bucket.params, strict=True)
 
 
 def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
@@ -423,16 +501,35 @@ def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
         theirs.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
 
 
-def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, Any]) -> None:
-    """Steps on the first rank, which has all parameters, and copies its hyperparameters to the others."""
-    group, mine = contract.group, ""
+def call_on_one_rank(
+    optim: Optimizer,
+    contract: Contract,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    buckets: Sequence[Bucket],
+) -> Any:
+    """Calls a method on the first rank, which has all parameters.
+
+    The others take over its hyperparameters, and drop the gradients that it has dropped.
+    """
+    group, packed, result = contract.group, "", None
+    pieces = [piece for bucket in buckets for piece in bucket.pieces]
+    has_grads = [piece.grad is not None for piece in pieces]
     if group.rank == 0:
-        optim.step(**kwargs)
-        options = [{key: value for key, value in each.items() if key != "params"} for each in optim.param_groups]
-        mine = pickle.dumps(options).hex()
+        result = getattr(optim, name)(*args, **kwargs)
+        options = [{key: value for key, value in options.items() if key != "params"} for options in optim.param_groups]
+        packed = pickle.dumps((options, [piece.grad is not None for piece in pieces])).hex()
     with contract.waiting("the owner's options"):
-        packed = exchange_text(mine, group, limit_seconds=contract.limit_seconds)[0]
-    copy_options(pickle.loads(bytes.fromhex(packed)), optim.param_groups)
+        packed = exchange_text(packed, group, limit_seconds=contract.limit_seconds)[0]
+    options, keeps_grads = pickle.loads(bytes.fromhex(packed))
+    copy_options(options, optim.param_groups)
+    params = [param for bucket in buckets for param in bucket.params]
+    for param, piece, had_grad, keeps_grad in zip(params, pieces, has_grads, keeps_grads, strict=True):
+        if had_grad and not keeps_grad:
+            piece.grad = None
+            set_unreduced_grad(param, None)
+    return result
 
 
 def step_in_turn(
@@ -476,6 +573,7 @@ def _step_params(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mappi
 
 
 @torch.no_grad()
+@on_local_tensors
 def clip_grads_of(
     optimizers: Sequence[OSS],
     max_norm: float,

@@ -44,8 +44,12 @@ class BucketPartition:
         return sum(self.sizes[:rank])
 
 
-def cut_evenly(names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_size: int) -> BucketPartition:
+def cut_evenly(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_size: int, *, alignment: int = 1
+) -> BucketPartition:
     """Cuts the parameters at rows, where that costs little padding, or else at elements.
+
+    Each begins at a multiple of `alignment` elements, in the buffer as in a rank's shard.
 
     >>> partition = cut_evenly(["giant", "tiny"], [(1000, 10), (3,)], world_size=2)
     >>> partition.sizes
@@ -53,29 +57,37 @@ def cut_evenly(names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_si
     >>> [span.shape for span in partition.spans_by_rank[0]]
     [(500, 10), (3,)]
     """
-    layout = FlatLayout.plan(names, shapes, world_size)
+    layout = FlatLayout.plan(names, shapes, world_size, alignment=alignment)
     spans = tuple(tuple(layout.spans(rank)) for rank in range(world_size))
     return BucketPartition(tuple(layout.entries), (layout.shard_numel,) * world_size, spans)
 
 
 def assign_whole(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], owners: Sequence[int], world_size: int
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    owners: Sequence[int],
+    world_size: int,
+    *,
+    alignment: int = 1,
 ) -> BucketPartition:
-    """Gives each parameter whole to its owner; those of one owner are contiguous.
+    """Gives each parameter whole to its owner; those of one owner stand together.
+
+    Each begins at a multiple of `alignment` elements, in the buffer as in a rank's shard.
 
     >>> partition = assign_whole(["a", "b", "c"], [(2, 2), (3,), (5,)], owners=[1, 0, 1], world_size=2)
     >>> partition.sizes, [entry.offset for entry in partition.entries]
     ((3, 9), [3, 0, 7])
     """
     numels = [math.prod(shape) for shape in shapes]
+    aligned = [-(-numel // alignment) * alignment for numel in numels]
     offsets, place = [0] * len(names), 0
     for rank in range(world_size):
         for index, owner in enumerate(owners):
             if owner == rank:
                 offsets[index] = place
-                place += numels[index]
+                place += aligned[index]
     sizes = tuple(
-        sum(n for n, owner in zip(numels, owners, strict=True) if owner == rank) for rank in range(world_size)
+        sum(n for n, owner in zip(aligned, owners, strict=True) if owner == rank) for rank in range(world_size)
     )
     entries = tuple(
         LayoutEntry(name, shape, max(1, numel), "parameter", offset)

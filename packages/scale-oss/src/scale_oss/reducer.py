@@ -24,6 +24,9 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 from scale_core.hooks.autograd import after_gradient, in_backward, register_post_backward, weak_hook
+from scale_core.shard import on_local_tensors
+from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
+from scale_core.sharded_tensor.tensor import is_sharded
 from scale_core.tree import tensors_in
 from scale_oss.bucket import Bucket
 from scale_oss.grad_accumulation import GradAccumulation
@@ -118,7 +121,7 @@ class ReductionSchedule:
         self._unreduced.pop(0)
         self._is_announced, self._reducing = False, number
         for index in missing:
-            self.unused[number, index] = index not in bucket.averaged
+            self.unused[number, index] = not bucket.has_grad(index)
 
     def _wait(self) -> None:
         number, self._reducing = self._reducing, None
@@ -229,6 +232,7 @@ class Reducer:
 
     # Before a backward pass.
 
+    @on_local_tensors
     def prepare(self, *, in_step: bool = False, recomputes: bool = False) -> None:
         """Before a forward pass: aborts a pass that failed or was skipped, and hooks the parameters that train now.
 
@@ -247,8 +251,10 @@ class Reducer:
             for index, param in enumerate(bucket.params):
                 if param.requires_grad and (number, index) not in self._hooked:
                     self._hooked.add((number, index))
-                    after_gradient(param, weak_hook(self._post_accumulate_grad, number, index))
-                if param.grad is not None:
+                    is_shard = is_sharded(param)
+                    hook = self._post_accumulate_grad_of_shard if is_shard else self._post_accumulate_grad
+                    after_gradient(param, weak_hook(hook, number, index))
+                if unreduced_grad(param) is not None:
                     self.accumulation.watch(param)
 
     def begin_backward(self) -> None:
@@ -257,6 +263,7 @@ class Reducer:
         self.schedule = ReductionSchedule(self.buckets, self._order, self.contract, in_half=self._in_half)
         self.contract.begin(PassKind("backward", grad=True, training=True), new_step=True)
 
+    @on_local_tensors
     def reduce_now(self) -> bool:
         """Reduces the gradients accumulated in `param.grad` on all ranks; returns whether any had some."""
         self.prepare(recomputes=in_backward())
@@ -273,6 +280,11 @@ class Reducer:
             self.finalize_is_queued = True
             register_post_backward(self._finalize_backward, self._on_backward_failed)
 
+    @on_local_tensors
+    def _post_accumulate_grad_of_shard(self, number: int, index: int, grad: Tensor) -> None:
+        """The same for a parameter that its layer divides, of whose elements this rank has its own."""
+        self._post_accumulate_grad(number, index, grad)
+
     def _post_accumulate_grad(self, number: int, index: int, _: Tensor) -> None:
         """Packs a gradient into its bucket, where the pass reduces."""
         if not self.buckets[number].params[index].requires_grad:
@@ -282,12 +294,6 @@ class Reducer:
         bucket = self.buckets[number]
         param = bucket.params[index]
         self.accumulation.seen[id(param)] = param
-        if bucket.is_gathering:
-            raise RuntimeError(
-                f"'{bucket.names[index]}' was used before its update had arrived from the other ranks: its module was "
-                "read without being called, or ran before the step. Call optimizer.wait() after the step, or build "
-                "ShardedDataParallel(..., overlap_gather=False)"
-            )
         if not self.require_backward_grad_sync:
             return
         if self.schedule is None:
@@ -296,12 +302,13 @@ class Reducer:
         assert self.schedule is not None, "a pass that has begun runs"
         bucket.gradient.accumulate(index)
         if id(param) in self.accumulation.sums and (total := self.accumulation.pop(param)) is not None:
-            param.grad = total
+            set_unreduced_grad(param, total)
             bucket.gradient.accumulate(index)  # Adds it.
         self.schedule.mark_ready(number, index, self._pack_accumulated)
 
     # The end of the pass.
 
+    @on_local_tensors
     def _finalize_backward(self) -> None:
         """Ends a pass that autograd has finished."""
         self.finalize_is_queued = False
@@ -309,8 +316,9 @@ class Reducer:
             self._finish()
             return
         self.accumulation.merge()
-        for param in (param for bucket in self.buckets for param in bucket.params if param.grad is not None):
-            self.accumulation.watch(param)  # The next backward may come without a forward.
+        for param in (param for bucket in self.buckets for param in bucket.params):
+            if unreduced_grad(param) is not None:
+                self.accumulation.watch(param)  # The next backward may come without a forward.
 
     def _finish(self) -> bool:
         """Reduces the rest, compares and commits; returns whether any rank had gradients."""
@@ -326,12 +334,13 @@ class Reducer:
         self.schedule = None
         return some_had_grads
 
+    @on_local_tensors
     def _pack_accumulated(self, number: int) -> None:
         """Packs accumulated gradients of parameters that got none in this pass."""
         assert self.schedule is not None, "a pass that reduces has begun"
         bucket = self.buckets[number]
         for index, param in enumerate(bucket.params):
-            if param.grad is not None:
+            if unreduced_grad(param) is not None:
                 self.accumulation.stash(param, copied=len(bucket.params) == 1)  # One alone is taken over, not packed.
                 bucket.gradient.accumulate(index)
                 if not param.requires_grad:
@@ -390,7 +399,7 @@ class Reducer:
         unused_everywhere = set.intersection(*({(number, index) for number, index in keys} for keys in by_rank))
         for (number, index), had_none in unused.items():
             if (number, index) in unused_everywhere and had_none:
-                self.buckets[number].restore_unused(index)
+                self.buckets[number].set_grad(index, None)
 
     def _rebuild_order(self, ready: list[int]) -> None:
         """Reduces buckets from now on in the order in which they became ready on rank 0."""
@@ -412,6 +421,7 @@ class Reducer:
             where = f" after the {last}" if last is not None else ""
             self.abort(RuntimeError(f"its backward pass failed{where}, with an error that is raised there"))
 
+    @on_local_tensors
     def abort(self, error: BaseException) -> None:
         """Aborts the pass, together with the other ranks where that is possible, and restores the state before it."""
         self.finalize_is_queued = False

@@ -18,17 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from scale_core import uneven_inputs
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.hooks.autograd import in_backward
-from scale_core.optim.clip_grad import register_gradient_keeper
-from scale_core.optim.step_checks import register_owner, watch_optimizers
+from scale_core.optim.step_checks import invalidate_cache, watch_optimizers
+from scale_core.parameters import check_memory_unshared
 from scale_core.shard import unit_shard_of
+from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 from scale_oss.bucket import Bucket
 from scale_oss.oss import OSS
+from scale_oss.piece_gradient import PieceGradient
 from scale_oss.reducer import Reducer
 
 _logger = logging.getLogger(__name__)
@@ -79,7 +81,11 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
                 if id(param) in held:
                     raise ValueError(f"'{name}' is in two of the optimizers. Give each parameter to one of them")
                 held[id(param)] = name
-    check_params_held(module, [bucket for optimizer in optimizers for bucket in optimizer.buckets])
+    buckets = [bucket for optimizer in optimizers for bucket in optimizer.buckets]
+    check_params_held(module, buckets)
+    moved = [memory for bucket in buckets for memory in bucket.original_memory]
+    others = [(name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
+    check_memory_unshared("ShardedDataParallel", (), others, moved)
 
 
 def check_params_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
@@ -133,19 +139,14 @@ class GatherWait:
                 self.wait()
                 return
 
-    def wait(self, *_: Any) -> None:
-        """Returns when the parameters have arrived; also a hook."""
+    def wait(self) -> None:
+        """Returns when the parameters have arrived."""
         for bucket in self._buckets:
             if bucket.is_gathering and self._contract is not None:
                 self._contract.wait(bucket.gather_event, bucket.wait)
 
     def __reduce__(self) -> Any:
-        """A copy has parameters of its own and waits for nothing; torch copies parameters before hooks."""
-        if any(bucket.is_gathering for bucket in self._buckets):
-            raise RuntimeError(
-                "a module was copied or pickled before its updated parameters had arrived from the other ranks. "
-                "Call optimizer.wait() before, on all ranks, or build ShardedDataParallel(..., overlap_gather=False)"
-            )
+        """A copy has parameters of its own, and waits for nothing."""
         return GatherWait, ((), None)
 
 
@@ -165,7 +166,7 @@ class RootGatherWait:
 
 
 def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract: Contract) -> list[GatherWait]:
-    """Registers the waits of modules, before their forward and before their state is read or loaded; returns them."""
+    """Registers the waits of modules before their forward; returns them."""
     places = {id(param): number for number, bucket in enumerate(buckets) for param in bucket.params}
     inside: set[nn.Module] = set()  # Others read their parameters, or may do so.
     waits = []
@@ -177,11 +178,30 @@ def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract:
             waiting = GatherWait([buckets[number] for number in numbers], contract, has_run=module in inside)
             # Before hooks that were there already: those of weight and spectral norm compute with parameters.
             module.register_forward_pre_hook(waiting.pre_forward, prepend=True)
-            module.register_state_dict_pre_hook(waiting.wait)
-            # The all-gather would overwrite what is loaded.
-            module.register_load_state_dict_pre_hook(waiting.wait)
             waits.append(waiting)
     return waits
+
+
+def copy_what_is_assigned(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    """Before `load_state_dict(assign=True)`: values are copied to the parameters, which have their memory in buckets.
+
+    Raises:
+        ValueError: Parameters would get another dtype; nothing was loaded.
+    """
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, param in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and value.dtype != param.dtype and reduced_gradient_of(param) is not None:
+            raise ValueError(
+                f"load_state_dict(assign=True): '{prefix + name}' is {value.dtype} in the state and {param.dtype} in "
+                "the model, whose optimizer has a buffer of that dtype. Load without assign, which converts the "
+                f"values, or convert the model before OSS(...) is built, model.to({value.dtype})"
+            )
+    if any(reduced_gradient_of(param) is not None for param in module._parameters.values() if param is not None):
+        local_metadata["assign_to_params_buffers"] = False
 
 
 def _may_read_children(module: nn.Module) -> bool:
@@ -205,9 +225,8 @@ class ShardedDataParallel(nn.Module):
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
 
-    After a backward pass the averaged gradients are in the optimizer's pieces and `param.grad` is None.
-    `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` finds them there, as does
-    `optimizer.clip_grad_norm_(1.0)`. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
+    After a backward pass `param.grad` is this rank's part of the averaged gradient, a `ShardedTensor`, and the
+    optimizer steps with it as it is then. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
 
     Args:
         module: The model; all its parameters that train must be in one of the optimizers.
@@ -218,7 +237,7 @@ class ShardedDataParallel(nn.Module):
         sync_module_states: All ranks take rank 0's parameters and buffers now.
         reduce_fp16: Send gradients of fp32 parameters in half precision.
         overlap_gather: Updated parameters are gathered beside the next forward pass, and waited for at their first
-            use: by a module's forward, by `parameters()` or `state_dict()` of this wrapper. Off, `step` waits.
+            use. Off, `step` waits.
 
     Raises:
         TypeError: An optimizer is no `OSS`.
@@ -238,9 +257,15 @@ class ShardedDataParallel(nn.Module):
         overlap_gather: bool = True,
     ) -> None:
         super().__init__()
+        refuse_inference_mode("ShardedDataParallel")
         several = sharded_optimizer if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
         optimizers: list[OSS] = [unwrap_optimizer(each) for each in several]
         check_optimizers(module, optimizers, process_group)
+        if overlap_gather and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
+            raise ValueError(
+                "ShardedDataParallel: a torch.jit.ScriptModule in the module takes no hooks. With overlap_gather=True "
+                "nothing could wait there for the parameters. Write overlap_gather=False"
+            )
         self.module = module
         self.sharded_optimizers = optimizers
         self.group = optimizers[0].group
@@ -249,6 +274,7 @@ class ShardedDataParallel(nn.Module):
         self.is_multi_device_module = len(set(devices)) > 1  # what torch's own wrapper says of itself
         self.device_type = next((device.type for device in devices), "cpu")
         self._contract = Contract(self.group, optimizers[0].contract.limit_seconds)
+        self._contract.named_params = module.named_parameters
         self._reducer = Reducer(optimizers, self._contract, in_half=reduce_fp16)
         self._with_params = [member for member in module.modules() if member._parameters]
         self._overlaps = overlap_gather
@@ -261,9 +287,13 @@ class ShardedDataParallel(nn.Module):
             optimizer.gets_reduced_gradients = True
             optimizer.waits_in_step = not overlap_gather
             optimizer.reduced_by = weakref.ref(self)
+            optimizer.recorded_steps = self._contract.recorded_steps
         if sync_module_states:
             self._sync_model()
         watch_optimizers()
+        for member in module.modules():  # The outermost that is loaded looks at the parameters of all others.
+            if not isinstance(member, torch.jit.ScriptModule):  # It takes no hooks.
+                member.register_load_state_dict_pre_hook(copy_what_is_assigned)
         self._register_new_buckets()
         if self.group.rank == 0:
             _logger.info(
@@ -278,7 +308,7 @@ class ShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in a world of several ranks its backward pass reduces the gradients."""
         self._register_new_buckets()
-        if torch.is_grad_enabled() and self.training:
+        if torch.is_grad_enabled():
             self._check_params_held()
         recomputes = in_backward()
         takes_buffers = self.broadcast_buffers and self._reducer.begins_step and not recomputes
@@ -333,47 +363,18 @@ class ShardedDataParallel(nn.Module):
                 "reduce(): no gradient waits for it. Call it once, after the backward passes under no_sync()"
             )
 
-    # Gradient norms and clipping, torch's too.
-
-    @property
-    def has_reduced_gradients(self) -> bool:
-        """Whether averaged gradients wait for a step."""
-        return any(bucket.averaged for bucket in self._buckets)
-
-    def reduced_gradients(self) -> dict[int, Tensor]:
-        """Returns, by the id of each parameter, the piece that has its averaged gradient.
-
-        Raises:
-            RuntimeError: A gradient was accumulated under `no_sync()` and not reduced.
-        """
-        for optimizer in self.sharded_optimizers:
-            optimizer.shard_grads()
-        return {id(param): piece for each in self.sharded_optimizers for param, piece in each.grad_holders()}
-
     # The module.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients: of the parameters, and of the optimizers' pieces of them."""
-        super().zero_grad(set_to_none)
+        """Clears all gradients."""
         for optimizer in self.sharded_optimizers:
             optimizer.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
 
     def wait(self) -> None:
         """Returns when the parameters are up to date after an optimizer's step."""
         for optimizer in self.sharded_optimizers:
             optimizer.wait()
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters, up to date; `parameters()` does so, too."""
-        self.wait()
-        yield from super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the state, up to date, under the names that DistributedDataParallel gives it."""
-        self.wait()
-        return super().state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -401,8 +402,8 @@ class ShardedDataParallel(nn.Module):
 
     def _check_params_held(self) -> None:
         """Runs before each forward, so it looks for names only after a failure."""
-        here = (param for member in self._with_params for param in member._parameters.values() if param is not None)
-        if any(param.requires_grad and id(param) not in self._held_ids for param in here):
+        params = (param for member in self._with_params for param in member._parameters.values() if param is not None)
+        if any(id(param) not in self._held_ids and param.requires_grad for param in params):
             check_params_held(self.module, self._registered)
 
     def _sync_model(self) -> None:
@@ -428,9 +429,10 @@ class ShardedDataParallel(nn.Module):
         if new:
             for optimizer, bucket in ((each, bucket) for each in self.sharded_optimizers for bucket in each.buckets):
                 if bucket in new:
-                    register_owner(optimizer, bucket.params, bucket.names, self)
+                    indices = range(len(bucket.params))
+                    bucket.show_grads([PieceGradient(bucket, index, optimizer, self) for index in indices])
+            invalidate_cache()
             self._registered += new
             self._held_ids |= {id(param) for bucket in new for param in bucket.params}
-            register_gradient_keeper((param for bucket in new for param in bucket.params), self)
             if self._overlaps:
                 self._root_wait.waits += register_gather_waits(self.module, new, self._contract)

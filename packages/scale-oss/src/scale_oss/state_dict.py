@@ -23,7 +23,7 @@ from scale_core.comm.group import Group
 from scale_core.consistency.all_ranks import raise_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.flat.packing import group_in_buckets
-from scale_core.shard import unit_shard_of
+from scale_core.shard import on_local_tensors, unit_shard_of
 from scale_core.state.param_groups import NAMES, REGROUP, check_options
 from scale_core.state.param_ownership import ParamSlice
 from scale_core.state.validation import StateMismatch
@@ -44,6 +44,7 @@ def plain_state_dict(groups: Sequence[Mapping[str, Any]], states: Mapping[int, S
     return {"state": dict(states), "param_groups": packed}
 
 
+@on_local_tensors
 def local_state_dict(
     state_dict: Any,
     groups: Sequence[Mapping[str, Any]],
@@ -136,6 +137,7 @@ def _local_part(placement: StatePlacement, tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[start:stop].clone().view(placement.optimizer_param.shape)
 
 
+@on_local_tensors
 def _gather_states(
     placements: Sequence[StatePlacement],
     states: Mapping[Tensor, State],
@@ -248,6 +250,7 @@ class OSSStateDictMixin(Optimizer):
             self._state.clear()
             self._state.update(given)
 
+    @on_local_tensors
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Gathers the state of all ranks on the host of one of them, for its `state_dict()`; all ranks together.
 
@@ -276,6 +279,7 @@ class OSSStateDictMixin(Optimizer):
         if keeps:
             self._consolidated = plain_state_dict(self.param_groups, states)
 
+    @on_local_tensors
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Returns the full state in the form of the plain optimizer, which loads it, as OSS does at any world size.
 
@@ -336,6 +340,7 @@ class OSSStateDictMixin(Optimizer):
         self.contract.check_equal("the state dict given to OSS", list(describe_state_dict(state_dict)))
         return local
 
+    @on_local_tensors
     def load_checked(self, local: dict[str, Any]) -> None:
         """Loads what `check_state_dict` has returned."""
         self._invalidate()
@@ -347,6 +352,7 @@ class OSSStateDictMixin(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    @on_local_tensors
     def sharded_state(self, holding: ParamSlice) -> ParamSlice:
         """For `scale_core.state.sharded_state_dict`: this rank's shard of the state of a parameter."""
         self.wait()

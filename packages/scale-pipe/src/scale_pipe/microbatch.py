@@ -53,6 +53,13 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class Chunks(NamedTuple):
+    """Inputs of a mini-batch by micro-batch; `total` samples, None where each micro-batch gets the whole."""
+
+    by_micro_batch: Sequence[Any]
+    total: int | None
+
+
 def check_chunks(chunks: Any) -> int:
     """Returns a number of micro-batches as Python's integer. Raises ValueError if it is no positive integer."""
     number = plain_integer(chunks)

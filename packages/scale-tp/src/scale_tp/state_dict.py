@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group
 from scale_core.shard import unit_shard_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.layers.base import ParallelModule, ParamSharding
 
 
@@ -39,8 +40,9 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
         if not isinstance(value, Tensor):  # What a module has put there by get_extra_state.
             state[name] = value
             continue
-        group, placement = placed.get(name, (Group(), ParamSharding(tuple(value.shape))))
-        whole = placement.full_tensor(value, group, name)
+        part = local_tensor(value)
+        group, placement = placed.get(name, (Group(), ParamSharding(tuple(part.shape))))
+        whole = placement.full_tensor(part, group, name)
         state[name] = whole.to("cpu") if on_host else whole
     return state
 
@@ -70,7 +72,8 @@ def load_full_state_dict(
             "which takes full tensors as well; or give the layers their values before the model is sharded"
         )
     placed = dict(_param_shardings(model))
-    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    values = model.state_dict(keep_vars=True)
+    own = {name: local_tensor(value) for name, value in values.items() if isinstance(value, Tensor)}
     missing = set(own)
     for name, whole in tensors.items() if isinstance(tensors, Mapping) else tensors:
         if name not in own:

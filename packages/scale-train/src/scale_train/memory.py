@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_core.shard import full_shape
+from scale_core.shard import full_shape, on_local_tensors
 from scale_train.configuration.derived import model_shape
 from scale_train.errors import InputError
 from scale_train.huggingface.model import TransformersSource
@@ -25,6 +25,7 @@ from scale_train.resolve import model_config, pipeline_shape
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
+@on_local_tensors
 def peak_bytes(device: torch.device) -> int:
     """The most memory that this rank had at one time.
 
@@ -36,6 +37,7 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+@on_local_tensors
 def held_bytes(params: Iterable[Tensor], with_gradients: Iterable[Tensor], optimizer: Optimizer) -> int:
     """Bytes of parameters, gradients and optimizer state of this rank in a step; released gradients count too.
 
@@ -45,6 +47,7 @@ def held_bytes(params: Iterable[Tensor], with_gradients: Iterable[Tensor], optim
     return total + sum(map(_bytes, state_tensors(optimizer)))
 
 
+@on_local_tensors
 def replicated_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
     """The same, if this rank held every full parameter, as DDP does.
 
@@ -68,6 +71,7 @@ def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
+@on_local_tensors
 def check_fits(options: Options, local_ranks: int, world_size: int | None = None) -> None:
     """Raises InputError where the machine lacks memory for its ranks' models in fp32, full or sharded.
 
@@ -93,6 +97,7 @@ def check_fits(options: Options, local_ranks: int, world_size: int | None = None
     _check_batch_fits(options, local_ranks, num_ranks, available)
 
 
+@on_local_tensors
 def _check_batch_fits(options: Options, local_ranks: int, num_ranks: int, available: int | None) -> None:
     """Refuses a batch of which one tensor of activations, the input of the first block, would fill the machine."""
     data = options.data
@@ -106,11 +111,13 @@ def _check_batch_fits(options: Options, local_ranks: int, num_ranks: int, availa
         )
 
 
+@on_local_tensors
 def model_flag(options: Options) -> str:
     """Returns the option that names the model, for messages."""
     return f"--model {options.model.model}" if options.model.model else f"--size {options.model.size}"
 
 
+@on_local_tensors
 def count_parameters(options: Options) -> int:
     """Returns how many parameters the model has."""
     if options.model.model is not None:
@@ -119,6 +126,7 @@ def count_parameters(options: Options) -> int:
         return num_parameters(GPT(model_config(options)))
 
 
+@on_local_tensors
 def count_active_parameters(options: Options) -> int:
     """Returns how many parameters a token passes: of experts, those that it goes to."""
     model = options.model
@@ -126,10 +134,12 @@ def count_active_parameters(options: Options) -> int:
     return count_parameters(options) - _expert_parameters(options) * unused // max(1, model.experts)
 
 
+@on_local_tensors
 def _expert_parameters(options: Options) -> int:
     return 0 if options.model.model is not None else model_config(options).expert_parameters
 
 
+@on_local_tensors
 def machine_bytes() -> int | None:
     """The machine's memory, or the limit of its container; None where the system does not give it."""
     found = []
@@ -140,6 +150,7 @@ def machine_bytes() -> int | None:
     return min(found, default=None)
 
 
+@on_local_tensors
 def format_bytes(num_bytes: float) -> str:
     """Returns bytes in decimal units, two or three digits: 3.4 MB."""
     for unit in ("B", "kB", "MB"):
@@ -149,5 +160,6 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GB"
 
 
+@on_local_tensors
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import fingerprint_of
+from scale_core.shard import on_local_tensors
 from scale_moe import Balance, Experts, MoE, TokenChoice
 from scale_moe.mesh_info import ExpertMeshLike
 from scale_train.model_config import ModelConfig as ModelConfig
@@ -197,6 +198,7 @@ class GPT(nn.Module):
             self._init_weights(next(path for path, each in self.named_modules() if each is module), module)
 
     @torch.no_grad()
+    @on_local_tensors
     def _init_weights(self, path: str, module: nn.Module) -> None:
         std = math.sqrt(2 / (5 * self.config.width))
         residual_std = std / math.sqrt(2 * self.config.layers)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import clip_grad_norm_, shard_of
 from scale_core.comm.group import Group, GroupLike
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
@@ -241,7 +242,7 @@ def optimizer_state_where_ranks_have_no_expert() -> None:
     optimizer.step()
     whole: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
     for name, param in model.named_parameters():
-        shard, own = shard_of(param), optimizer.state[param]["exp_avg"].square().sum()
+        shard, own = shard_of(param), local_tensor(optimizer.state[param]["exp_avg"]).square().sum()
         dist.all_reduce(own)
         assert shard is not None and whole[name]["exp_avg"].shape == shard.shape
         torch.testing.assert_close(whole[name]["exp_avg"].square().sum(), own)

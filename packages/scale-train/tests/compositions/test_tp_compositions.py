@@ -6,6 +6,7 @@ spreads the model, three steps with clipped gradients equal plain PyTorch.
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -312,3 +313,36 @@ def test_parallel_attention_is_a_unit_like_any_other() -> None:
     expected = model(torch.ones(1, 2, 6, dtype=torch.float64))
     fully_shard(model)
     assert torch.equal(model(torch.ones(1, 2, 6, dtype=torch.float64)), expected)
+
+
+def edited_between_backward_and_forward() -> list[float]:
+    """Gradients are edited before the step and parameters after it; both are parts of divided parameters."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize(model, {"0": "colwise_gather_output", "2": "colwise_gather_output"}, mesh["tensor"])
+    optimizer = OSS(model.parameters(), SGD, mesh["data"].get_group(), lr=0.1, momentum=0.5)
+    wrapped, reference = ShardedDataParallel(model, optimizer), SGD(plain.parameters(), lr=0.1, momentum=0.5)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        batches = [torch.randn(3, 4, generator=generator).double() for _ in range(2)]
+        wrapped(batches[mesh["data"].get_local_rank()]).square().mean().backward()
+        (torch.stack([plain(batch).square().mean() for batch in batches]).mean()).backward()
+        for params, each in ((list(model.parameters()), optimizer), (list(plain.parameters()), reference)):
+            for param in params:
+                assert param.grad is not None and param.grad.shape == param.shape
+                param.grad.mul_(0.5)
+                param.grad = param.grad * 2 + param.grad.abs()
+            each.step()
+            with torch.no_grad():
+                for param in params:
+                    param.clamp_(-0.4, 0.4)
+            each.zero_grad()
+    whole = full_state_dict(model)
+    return [float((whole[name] - param.detach()).abs().max()) for name, param in plain.named_parameters()]
+
+
+def test_edits_under_two_axes_are_those_of_one_process() -> None:
+    for differences in run_ranks(edited_between_backward_and_forward, 4):
+        assert max(differences) < 1e-12

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from fault_trainings import KINDS, build
 from torch import Tensor, nn
 
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 
 
@@ -35,7 +36,7 @@ def differences() -> list[str]:
         if not once or len(once) != len(twice):
             wrong.append(f"{kind}: {len(once)} gradients after one backward, {len(twice)} after two")
         for one, two in zip(once, twice, strict=False):
-            torch.testing.assert_close(two, 2 * one)
+            torch.testing.assert_close(local_tensor(two), 2 * local_tensor(one))
     dist.barrier()
     return wrong
 

@@ -37,7 +37,7 @@ from scale_core.hooks.autograd import (
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepObserver, StepSignature, on_microbatch_steps
 from scale_core.hooks.source_grads import register_source_grad_hook, source_group
 from scale_core.optim.step_checks import sharded_param_of
-from scale_core.shard import title_of
+from scale_core.shard import on_local_tensors, title_of
 
 _OURS = ("scale_", "torch.")  # Hooks of these packages read gradients, and leave them as they are.
 _SHORT = 1 << 12  # Elements up to which a gradient is copied rather than read at once.
@@ -106,6 +106,7 @@ class LocalGradNorms:
         """Whether any parameter can have a gradient that is measured."""
         return bool(self._handles) or any(lacks_autograd_hooks(p) for p in self._params if p.requires_grad)
 
+    @on_local_tensors
     def register_hooks(self, params: Iterable[Tensor]) -> None:
         """Hooks those of these parameters that can have a gradient, by their indices in this order.
 
@@ -149,6 +150,7 @@ class LocalGradNorms:
         self._handles, self._global_handles, self._source_handle = {}, [], None
         self.reset()
 
+    @on_local_tensors
     def check_hooks(self) -> None:
         """Raises RuntimeError if hooks of others change gradients later, or an unfrozen parameter has no hook yet."""
         for index, param in enumerate(self._params):
@@ -206,6 +208,7 @@ class LocalGradNorms:
         self.failed = self.left_partial_grads = self.grads_restored = False
         self.squared_norms = {}
 
+    @on_local_tensors
     def _on_reported_grads(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Called with gradients of whatever sharded parameters."""
         for param, grad in zip(params, grads, strict=True):
@@ -213,6 +216,7 @@ class LocalGradNorms:
             if index is not None and index not in self._handles:
                 self._on_grad(index, grad)
 
+    @on_local_tensors
     def _on_source_grad(self, param: Tensor, grad: Tensor, source: int) -> None:
         """Called with the gradient of one rank's samples, ahead of that of all of them."""
         index = self._indices.get(id(sharded_param_of(param)))
@@ -230,6 +234,7 @@ class LocalGradNorms:
         self._sources.add((sample, index, source))
         self._accumulator_on(grad.device).add(index, grad.detach())
 
+    @on_local_tensors
     def _on_grad(self, index: int, grad: Tensor) -> None:
         sample = self._begin_gradient(index)
         if sample is None:

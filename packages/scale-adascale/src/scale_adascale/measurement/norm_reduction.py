@@ -24,6 +24,7 @@ from scale_core import compat
 from scale_core.comm.collectives import all_reduce, exchange, torch_group
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork
+from scale_core.shard import on_local_tensors
 
 
 class NormReducer:
@@ -51,6 +52,7 @@ class NormReducer:
             self.info = param_info_of(self._optimizer, self._data, self.model)
             self._key = key_of(self._optimizer)
 
+    @on_local_tensors
     @torch.no_grad()
     def start(
         self, squares: Iterable[Tensor], *, by_moments: bool, uncounted: frozenset[int] = frozenset()
@@ -66,6 +68,7 @@ class NormReducer:
         weights = [_zeroed(info.local_weights, uncounted), _zeroed(info.total_weights, uncounted)]
         return self._start([local, self._total_squares()], weights, by_moments)
 
+    @on_local_tensors
     @torch.no_grad()
     def start_consecutive(
         self, last_grads: Sequence[Tensor | None], *, by_moments: bool, uncounted: frozenset[int] = frozenset()

@@ -37,7 +37,7 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.hooks.autograd import lacks_autograd_hooks
 from scale_core.hooks.microbatch_grads import pipeline_ranks
 from scale_core.hooks.source_grads import source_group
-from scale_core.shard import Axis, Placement, shard_of, title_of
+from scale_core.shard import Axis, Placement, on_local_tensors, shard_of, title_of
 
 
 def all_params(optimizer: Optimizer) -> list[Tensor]:
@@ -209,6 +209,7 @@ class ParamInfo:
     totals: dict[torch.device, NormAccumulator] = field(default_factory=dict)  # of averaged gradients
 
 
+@on_local_tensors
 def param_info_of(optimizer: Optimizer, data: Group, model: Group) -> ParamInfo:
     """Builds it; raises as `norm_weights` does."""
     groups, params = optimizer.param_groups, all_params(optimizer)

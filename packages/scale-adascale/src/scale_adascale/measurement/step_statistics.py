@@ -23,6 +23,7 @@ from scale_adascale.measurement.local_grad_norms import LocalGradNorms
 from scale_adascale.measurement.norm_reduction import NormReducer
 from scale_core.comm.work import CollectiveWork
 from scale_core.hooks.microbatch_grads import StepSignature
+from scale_core.shard import on_local_tensors
 
 
 class ConsecutiveGradients:
@@ -140,6 +141,7 @@ class StepStatistics:
             self.reducer.refresh()
             self.local.register_hooks(self.reducer.info.params)
 
+    @on_local_tensors
     def _begin_pass(self) -> None:
         """A backward pass brings its first gradient."""
         number = self._settings.num_gradients
@@ -180,6 +182,7 @@ class StepStatistics:
         passes = f"{self.passes} of {self._settings.num_gradients} passes{as_adam}"
         return StepSignature(self.reducer.model.ranks, f"{groups} after {passes}")
 
+    @on_local_tensors
     def _end_pass(self, weights: Sequence[float]) -> None:
         """The averaged gradients of one more pass are there, with the weight of each sample in their mean."""
         if self._unmeasured is not None:
@@ -222,6 +225,7 @@ class StepStatistics:
         if self._unmeasured is not None:
             raise RuntimeError(self._unmeasured)
 
+    @on_local_tensors
     def count_zero_gradient_pass(self) -> None:
         """Counts a pass that brought gradients on other ranks alone, which have averaged them with zeros here.
 
@@ -284,6 +288,7 @@ class StepStatistics:
             )
         return finite
 
+    @on_local_tensors
     def commit_step(self, loss_scale: float) -> None:
         """The step whose gradients are there counts."""
         if self._settings.num_samples == 1:
@@ -304,6 +309,7 @@ class StepStatistics:
 
     # Between two steps.
 
+    @on_local_tensors
     def on_zero_grad(self, *, to_zeros: bool) -> None:
         """Gradients were just cleared: whether they are zeros need not be read."""
         if to_zeros:

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint, noop_context_fn
 
 from scale_checkpoint.offload.offload import MIN_BYTES, Sender, offload_activations, offload_inputs
 from scale_checkpoint.offload.storage import Target
@@ -37,6 +37,9 @@ from scale_checkpoint.state import STATE
 from scale_checkpoint.tree import extract_tensors, insert_tensors, unknown_classes
 from scale_core.device import rng
 
+ContextFunction: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Returns two contexts: one around the forward of a call, one around each recomputation of it."""
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -47,6 +50,8 @@ class CheckpointConfig:
     offload_to: Target | None = None  # where what is kept goes to; None leaves it on the device
     min_bytes: int = MIN_BYTES  # smaller storages are not offloaded
     preserve_random_state: bool = True
+    context_fn: ContextFunction | None = None
+    determinism_check: Literal["default", "none"] = "default"
 
 
 class ModuleStats:
@@ -90,7 +95,11 @@ class CheckpointedForward:
             # The compiler knows torch's own function, and sees to random numbers and buffers itself.
             if not config.recompute:
                 return forward(*args, **kwargs)
-            return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+            if config.context_fn is None:
+                return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+            # Dynamo looks at the kind of the function, which it has not yet loaded where it comes from an attribute.
+            contexts = partial(config.context_fn)
+            return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
         if not self._is_initialized:
             self._is_initialized = not any(map(is_lazy, chain(module.parameters(), module.buffers())))
             if not self._is_initialized:
@@ -182,7 +191,9 @@ def run_recomputed(
         tensors, rest = extract_tensors((args, kwargs))
         function = _Nested(forward, (args, kwargs), rest)
     call = _Call(module, function, rest, config, stats)
-    result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=False)
+    result = checkpoint(
+        call, *tensors, use_reentrant=False, preserve_rng_state=False, determinism_check=config.determinism_check
+    )
     if call.failure is None:
         return result
     failure, call.failure = call.failure, None
@@ -223,6 +234,9 @@ class _Call:
             to = config.offload_to
             send = None if to is None else Sender([module], to, config.min_bytes).send
             self._kept = SavedResults(config.keep, stats.unused, send)
+        # Innermost, so that a dispatch mode sees the operators of the module and no others.
+        context_fn: ContextFunction = config.context_fn or noop_context_fn
+        self._forward_context, self._recompute_context = context_fn()
         self._check = determinism_check.active
         self._steps: list[Any] = []  # what the forward has done, for the check
         self._has_begun = self._is_over = False
@@ -252,6 +266,7 @@ class _Call:
                 stack.enter_context(SaveResults(self._kept))
             if self._check is not None:
                 self._steps = stack.enter_context(CompareOperators(self._check, self._module)).steps
+            stack.enter_context(self._forward_context)
             result = self._function(*tensors)
         self._state.finish()
         self._drawn = rng.drawn_since(self._generators) if self._generators else []
@@ -292,6 +307,7 @@ class _Call:
                 if check is not None:
                     stack.enter_context(CompareOperators(check, self._module, self._steps))
                 stack.enter_context(self._recompute_hooks(to_the_end, read))
+                stack.enter_context(self._recompute_context)
                 self._function(*tensors)
         except _StopRecomputationError:  # By which torch ends it as soon as it has all that was saved.
             self._note_unused()

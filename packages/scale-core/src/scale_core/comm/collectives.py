@@ -5,6 +5,9 @@ bytes) and gathers through a temporary of the full output, so on gloo both are m
 and into the caller's buffers: each rank sends (W-1)/W of the full buffer, which is the least that any algorithm can do.
 A tag says what a message is for, so two ranks at different places never read each other's data: they time out, and that
 can be caught and named. Collectives of torch match by their order alone.
+
+All that moves on the host goes over a gloo group of our own. A user may send with any tag over the group that was
+passed, so no tag there is free for us.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ from scale_core.comm.work import CollectiveWork, Work, process_limit, start_work
 from scale_core.device import buffer_pool
 from scale_core.errors import TransferError
 
-# A group of NCCL alone moves nothing on the host. Control messages and shards that are kept on the host need that, so
-# such a group gets a twin: the same ranks over gloo, made by all of them at the first use.
-# None where a group reaches the host by itself: a value must not keep its own key alive.
-_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+# The twin of each group that was passed: a gloo group of the same ranks, which moves our data on the host. All ranks
+# make it together at its first use. So no message of ours meets one of the user's, whatever their tags. A group of NCCL
+# needs it too, because NCCL moves nothing on the host.
+_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def torch_group(group: Group) -> dist.ProcessGroup:
@@ -38,29 +41,40 @@ def torch_group(group: Group) -> dist.ProcessGroup:
     return group.process_group
 
 
-def group_for(device: torch.device, group: Group) -> dist.ProcessGroup:
+def group_for(device: torch.device, group: Group, *, limit_seconds: float | None = None) -> dist.ProcessGroup:
     """Returns the process group that moves tensors on this device: the group's own or, for the host, its twin.
 
-    The first time that a group needs its twin, all its ranks have to be here together, within the group's own limit.
+    Args:
+        device: Where the tensors are.
+        group: The ranks. At the first use of their twin, all of them have to be here together.
+        limit_seconds: How long to wait for them then; None is `SCALE_LIMIT_SECONDS`, or the group's own limit.
+
+    Raises:
+        TransferError: A rank did not come.
     """
-    own = torch_group(group)
-    if device.type != "cpu":
-        return own
-    if own not in _twins:
-        _twins[own] = None if compat.reaches_host(own) else _make_twin(own, group)
-    return _twins[own] or own
+    process_group = torch_group(group)
+    if not peer_to_peer(group, device):
+        return process_group
+    twin = _twins.get(process_group)
+    if twin is None:
+        twin = _twins[process_group] = _make_twin(process_group, group, limit_seconds or process_limit())
+    return twin
 
 
-def _make_twin(own: dist.ProcessGroup, group: Group) -> dist.ProcessGroup:
+def _make_twin(process_group: dist.ProcessGroup, group: Group, limit_seconds: float | None) -> dist.ProcessGroup:
     if not dist.is_gloo_available():
         raise RuntimeError(
-            f"ranks {list(group.ranks)} communicate on the host, but their group is one of {group.backend} alone, and "
-            "this torch was built without gloo: install one that was built with it"
+            f"ranks {list(group.ranks)} communicate on the host, and this torch was built without gloo: install one "
+            "that was built with it"
         )
+    limit = compat.time_limit(process_group) if limit_seconds is None else timedelta(seconds=limit_seconds)
     try:
-        return compat.gloo_twin(own)
+        return compat.gloo_twin(process_group, limit)
     except RuntimeError as error:
-        raise TransferError("meeting on the host", None, str(error).splitlines()[0], rank=group.rank) from error
+        absent, cause = compat.absent_from_twin(process_group), str(error).splitlines()[0]
+        if absent:
+            cause = f"timed out waiting {limit // timedelta(milliseconds=1)}ms"
+        raise TransferError("meeting on the host", absent[0] if absent else None, cause, rank=group.rank) from error
 
 
 # Tag 0 is data of no unit; tags from 1 on are records, by their length, because gloo ends the process when a message is
@@ -86,9 +100,9 @@ def post_messages(
 ) -> list[tuple[int | None, Work]]:
     """Posts all receives, then all sends, one message per rank; empty tensors are neither sent nor received."""
     # Gloo holds a message back until its receive is posted: two ranks that both wait for a send first would hang.
-    own = group_for(HOST, group)
-    works = [start_work(peer, partial(own.recv, [part], peer, tag)) for peer, part in targets.items() if part.numel()]
-    works += [start_work(peer, partial(own.send, [part], peer, tag)) for peer, part in sources.items() if part.numel()]
+    host = group_for(HOST, group)
+    works = [start_work(peer, partial(host.recv, [part], peer, tag)) for peer, part in targets.items() if part.numel()]
+    works += [start_work(peer, partial(host.send, [part], peer, tag)) for peer, part in sources.items() if part.numel()]
     return works
 
 
@@ -387,6 +401,7 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
     limit_seconds = process_limit() if limit_seconds is None else limit_seconds
     if fault_points.active is not None:
         fault_points.active("exchange", "")
+    group_for(HOST, group, limit_seconds=limit_seconds)
     # Row i is the record of rank + i.
     known = torch.tensor(record, dtype=torch.int64, device=HOST).repeat(group.size, 1)
     have = 1

@@ -7,7 +7,8 @@ compares them with the other ranks':
 1. before the first pass, what was built: names, shapes, dtypes, wrapping (`check_equal`);
 2. in the first two passes of a kind, and as soon as a pass leaves the order of the last one, each event *before* its
    collective (`record`); later events are kept apart by the tags of their messages;
-3. at the end of every pass, a fingerprint of all its events (`end_checked`);
+3. at the end of every pass, a fingerprint of all its events (`end_checked`), and of the steps that optimizers have
+   taken since the last one (`optimizer_steps`);
 4. when a wait fails, through the flight recorder in the rendezvous store, since the group may be dead (`waiting`).
 
 A rank that fails in a pass in which each event is compared says so at the next comparison (`abort`).
@@ -22,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
+from torch import Tensor
+
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
 from scale_core.comm.work import limit_of
@@ -34,13 +37,19 @@ from scale_core.consistency.flight_recorder import (
     format_failures,
 )
 from scale_core.consistency.late_ranks import late_ranks_by_environment
+from scale_core.consistency.optimizer_steps import (
+    OptimizerSteps,
+    are_different,
+    describe_difference,
+    have_diverged,
+)
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError, recovery_hint
 
 _CHECKED_PASSES = 2
 # All events since the last comparison, to name the first difference; that may be after very many passes.
 _KEPT_EVENTS = 10_000
 # All records have one length: gloo can't take a message of another one, and ranks may be at different places.
-_NOTES = 3
+_NOTES = 4
 _FAILED = fingerprint_of("this rank has failed")
 _LONGEST_REASON = 300
 
@@ -51,6 +60,11 @@ _SAME_MODEL = (
 _SAME_ORDER = (
     "All ranks must run the same units in the same order; where the data decides which of them is used, make one "
     "unit of all that can be chosen: fully_shard(the module that holds them)"
+)
+
+_ON_ONE_RANK = (
+    "For an evaluation that only one rank needs, call the model on all ranks and use the result on that rank; under "
+    "ShardedDataParallel that rank can call model.module(batch)"
 )
 
 
@@ -188,6 +202,9 @@ class Contract:
         self.limit_seconds = limit_of(group.process_group, limit_seconds)
         self.step = 0
         self.history = History()
+        self.recorded_steps = OptimizerSteps()
+        # This rank's parameters, with names that are the same on all ranks; whose they are says so.
+        self.named_params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         self._checking = False
         self._chain = 0  # what the fingerprint of the next `end_checked` starts from
         # Since the ranks were last found equal.
@@ -254,19 +271,45 @@ class Contract:
         """Ends the pass: all ranks compare their events in it, and give each other three integers at most, by rank.
 
         Raises:
-            ContractError: The events differ; names the first one that does, by rank.
+            ContractError: The events differ; names the first one that does, by rank. Or optimizers have taken other
+                steps on some ranks.
             StepError: Another rank aborts the step.
         """
         rows = [list(notes)]
         if not self.is_single_rank:
             # The pass is over only then: one that is aborted here was none, on any rank.
-            rows = self._compare(END, self._fingerprint(), notes)
+            rows = self._compare(END, self._fingerprint(), (self.recorded_steps.status(), *notes))
+            self._check_steps([row.pop(0) for row in rows])
             if self._late_ranks is not None:
                 self._late_ranks.step()
         self.history.end(closes=True)
         self._chain = 0
         self._unchecked_events.clear()
         return rows
+
+    def compare_steps(self) -> None:
+        """Compares the steps of optimizers, where no pass does. Raises ContractError where they differ."""
+        if not self.is_single_rank:
+            with self.waiting("the step of an optimizer"):
+                record = [self.recorded_steps.status(), 0, 0]  # No other record has three integers.
+                rows = exchange(record, self.group, limit_seconds=self.limit_seconds)
+            self._check_steps([row[0] for row in rows])
+
+    def _check_steps(self, statuses: Sequence[int]) -> None:
+        """Raises where ranks have taken different steps on one parameter, or on their parts after equal ones."""
+        if are_different(statuses):
+            steps = self.recorded_steps
+            with self.waiting("the comparison of optimizers' steps"):
+                text = json.dumps([steps.by_name(self.named_params()), steps.of_part()])
+                texts = exchange_text(text, self.group, limit_seconds=self.limit_seconds)
+            by_name, of_parts = zip(*map(json.loads, texts), strict=True)
+            difference = describe_difference(by_name)
+            if not difference and have_diverged(statuses):
+                difference = describe_difference(of_parts)
+            if difference:
+                where = f"step {self.step}: " if self.step else ""
+                raise self._fail(ContractError(f"{where}{difference}", step=self.step, rank=self.group.rank))
+        self.recorded_steps.end(statuses)
 
     def end_unchecked(self) -> None:
         """Ends the pass without a comparison; the next `end_checked` covers it."""
@@ -406,7 +449,7 @@ class Contract:
         ]
         lines.append(
             f"{_SAME_ORDER}. A rank that skips a batch, an evaluation or a checkpoint, or that has exited, leaves the "
-            f"others waiting. The process group can't be used any more: {recovery_hint()}"
+            f"others waiting. {_ON_ONE_RANK}. The process group can't be used any more: {recovery_hint()}"
         )
         unit = place.unit if isinstance(place, Event) else ""
         told = ScaleDistributedError(

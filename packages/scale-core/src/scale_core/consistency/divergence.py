@@ -31,7 +31,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, fingerprint_of
 from scale_core.consistency.flight_recorder import by_rank
 from scale_core.errors import DivergenceError, recovery_hint
-from scale_core.shard import Placement, names_of_stages, shard_of, stages_of
+from scale_core.shard import Placement, names_of_stages, on_local_tensors, shard_of, stages_of
 
 EVERY_VARIABLE = "SCALE_CHECK_REPLICAS_EVERY"
 """The environment variable that says how often techniques compare replicas by themselves, in steps; 0 is never."""
@@ -103,6 +103,7 @@ def named_replicas(model: nn.Module, *, buffers: bool) -> list[tuple[str, Tensor
 
 
 @torch.no_grad()
+@on_local_tensors
 def compare_replicas(named: Sequence[tuple[str, Tensor]], contract: Contract, step: int) -> None:
     """Compares tensors by name between the ranks of a contract: see `check_replicas`."""
     if contract.is_single_rank or contract.group.backend == "fake" or compat.active_fake_mode() is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from scale_core.convert.lazy_tensor import LazyTensor
+from scale_core.snapshot.state_codec import encode_extra
 from scale_core.state.param_groups import as_json, group_entry, is_group
 
 MODEL_WORDS = ("model", "state_dict", "model_state_dict", "model_state", "module", "weights")
@@ -29,7 +30,7 @@ class StoredState:
     Attributes:
         tensors: Each tensor by its key.
         values: What is no tensor, ready for JSON.
-        extra: What the program added.
+        extra: What the program added, as `encode_extra` returns it.
         step: The training step, 0 where it is not known.
         tied: Other names of a tensor, each with its first name.
     """
@@ -231,12 +232,7 @@ def _unflattened(optimizer: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
 
 def _rest(top: Mapping[str, Any], renaming: Renaming) -> Any:
     """What is neither model nor optimizer, for `extra`."""
-    kept = {key: _plain(value, key, renaming) for key, value in top.items()}
-    try:
-        json.dumps(kept, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{', '.join(kept)}: {error}: leave out what is no plain value with --skip") from error
-    return kept or None
+    return encode_extra({key: _plain(value, key, renaming) for key, value in top.items()} or None)
 
 
 def _plain(value: Any, at: str, renaming: Renaming) -> Any:

@@ -23,6 +23,7 @@ from scale_core.convert.naming import SNAPSHOT_MARK, StoredState
 from scale_core.pretrained.folder import INDEX, FolderLayout
 from scale_core.snapshot.format.safetensors_io import NAMES, TensorEntry, write_tensors
 from scale_core.snapshot.snapshot import save_snapshot
+from scale_core.snapshot.state_codec import decode_extra
 from scale_core.state.validation import SavedTensor
 
 MAX_SHARD_BYTES = 5 << 30
@@ -33,7 +34,7 @@ def write_snapshot(state: StoredState, destination: Path) -> Path:
     """Writes `destination/step-<step>`; of tied tensors the first name alone, as the state dicts of scale have it."""
     _check_dtypes(state.tensors)
     tensors = {key: tensor for key, tensor in state.tensors.items() if key not in state.tied}
-    return save_snapshot(destination, state.step, {**tensors, **state.values}, extra=state.extra)
+    return save_snapshot(destination, state.step, {**tensors, **state.values}, extra=decode_extra(state.extra))
 
 
 def write_safetensors(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from scale_core.comm.collectives import CollectiveWork, all_gather, all_reduce
 from scale_core.comm.group import Group
+from scale_core.consistency.optimizer_steps import OptimizerSteps
 from scale_core.device import buffer_pool
 from scale_core.device.streams import Stream
 from scale_core.flat.layout import FlatLayout
@@ -29,7 +30,6 @@ from scale_core.flat.shard_storage import (
     HostToDeviceCopy,
     NodeGroups,
     ShardGroups,
-    copy_attributes,
 )
 from scale_core.optim.step_checks import (
     invalidate_cache,
@@ -38,9 +38,11 @@ from scale_core.optim.step_checks import (
     register_unsharded,
     watch_optimizers,
 )
+from scale_core.parameters import copy_attributes
 from scale_core.quantization.blocks import BlockFormat, dequantize
 from scale_core.quantization.collectives import WireFormats, all_gather_quantized, new_messages
 from scale_core.quantization.float8_weights import Float8Weight
+from scale_core.shard import on_local_tensors
 
 
 class UnshardedParameter(nn.Parameter):
@@ -137,6 +139,7 @@ class FlatBuffer(FlatReduced):
     part: Tensor | None
     float8: Sequence[Float8Weight] | None
     gathers_float8: bool
+    recorded_steps: OptimizerSteps | None = None  # Of the model, whose ranks compare them
     _gathering: CollectiveWork | None
     _scales: list[Tensor]  # Of what was gathered in fp8 last, [] each
 
@@ -166,10 +169,12 @@ class FlatBuffer(FlatReduced):
     # What it is.
 
     @property
+    @on_local_tensors
     def version(self) -> int:
         """Grows whenever the shard is written to, directly or through a sharded parameter, and when it is replaced."""
         return self._past_versions + sum(tensor._version for tensor in self._written)
 
+    @on_local_tensors
     def follow_trainable(self) -> None:
         """Copies `requires_grad` from the sharded parameters to the unsharded ones."""
         sharded = self.sharded_params * len(self.names) if self.flatten else self.sharded_params
@@ -326,6 +331,7 @@ class FlatBuffer(FlatReduced):
 
     # Another shard in the place of this one.
 
+    @on_local_tensors
     def set_storage(
         self,
         shard: Tensor,
@@ -355,6 +361,7 @@ class FlatBuffer(FlatReduced):
         state = {"layout": layout, "groups": groups, "devices": self.devices, "shard": self.shard}
         return state | {name: getattr(self, name) for name in _KEPT}
 
+    @on_local_tensors
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name in _KEPT:
             setattr(self, name, state.get(name))  # An earlier version knew fewer.
@@ -376,6 +383,7 @@ class FlatBuffer(FlatReduced):
         self._stream = copy_stream(self.compute_device, "shards") if self._moves else Stream()
         self._sending = HostToDeviceCopy(self._stream)
 
+    @on_local_tensors
     def _init_unsharded(self, trainable: Sequence[bool]) -> None:
         """Makes the full buffer with its views, released, and the transfers between it and the shard."""
         self.is_aliased = self.group.size == 1 and self.compute_dtype == self.dtype and not self._moves

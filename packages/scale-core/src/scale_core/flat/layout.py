@@ -31,6 +31,9 @@ from typing import Any, Literal, TypeAlias
 from scale_core.arguments import did_you_mean
 from scale_core.flat.packing import Piece, pack
 
+ALIGNED_BYTES = 16
+"""Where a parameter starts in its flat buffer is a multiple of this many bytes; see `alignment_of`."""
+
 AUTO_PADDING = 100
 """An "auto" plan keeps rows while its padding is at most one part in this many."""
 
@@ -137,6 +140,8 @@ class FlatLayout:
         shapes: Sequence[Sequence[int]],
         world_size: int,
         atom: Atom | Callable[[str, tuple[int, ...]], Atom] = "auto",
+        *,
+        alignment: int = 1,
     ) -> FlatLayout:
         """Places the parameters; the same arguments give the same layout on every rank.
 
@@ -147,13 +152,17 @@ class FlatLayout:
             atom: What must not be cut, for all parameters or by a function of name and shape. "auto" is "row" for two
                 dimensions or more while the whole plan pads by at most 1 %, or by no more than elements would need;
                 otherwise the parameters with the longest rows are cut at elements, as few row lengths as possible.
+            alignment: Every parameter starts at a multiple of this many elements, and so does every local part of one
+                in its shard; see `alignment_of`. It costs fewer than `alignment` elements per parameter.
 
         Raises:
-            ValueError: Names, shapes or `world_size` make no layout, or an atom has an unknown name.
+            ValueError: Names, shapes, `world_size` or `alignment` make no layout, or an atom has an unknown name.
             TypeError: An atom is neither a name nor a `BlockAtom`.
         """
         if world_size < 1:
             raise ValueError(f"a layout needs a world of at least one rank, but world_size is {world_size}")
+        if alignment < 1:
+            raise ValueError(f"a parameter starts at a multiple of at least one element, but alignment is {alignment}")
         if len(names) != len(shapes):
             raise ValueError(f"each name needs one shape, but there are {len(names)} names and {len(shapes)} shapes")
         if len(set(names)) < len(names):
@@ -162,7 +171,7 @@ class FlatLayout:
         asked = [_asked(name, tuple(map(int, shape)), atom) for name, shape in zip(names, shapes, strict=True)]
         rows = [_resolve(entry, wish) for entry, wish in asked]
         free = {i for i, (_, wish) in enumerate(asked) if wish == "auto" and rows[i].cut == "row"}
-        return _keep_rows(rows, free, world_size)
+        return _keep_rows(rows, free, world_size, alignment)
 
     def span(self, index: int, rank: int) -> ShardSpan:
         """The part of parameter `index`, in the caller's order, that `rank` holds.
@@ -216,6 +225,19 @@ class FlatLayout:
         return str(first) if first == last else f"{first}-{last}"
 
 
+def alignment_of(itemsize: int) -> int:
+    """The alignment of parameters of this many bytes per element: 16 bytes, as of most kernels' loads.
+
+    A view of another dtype, such as `view_as_complex` or `view(torch.float16)` of bytes, is refused where the offset is
+    no multiple of that dtype's elements, and on a GPU a kernel may read 16 bytes at once. Tensors of their own start at
+    64 bytes or more, so models rely on it.
+
+    >>> [alignment_of(itemsize) for itemsize in (1, 2, 4, 8)]
+    [16, 8, 4, 2]
+    """
+    return max(1, ALIGNED_BYTES // itemsize)
+
+
 def row_dim(shape: Sequence[int]) -> int:
     """The dimension whose slices are the rows: the first one longer than one (0 where there is none)."""
     return next((dim for dim, length in enumerate(shape) if length > 1), 0)
@@ -253,21 +275,21 @@ def _resolve(entry: LayoutEntry, wish: Atom) -> LayoutEntry:
     return entry
 
 
-def _keep_rows(rows: list[LayoutEntry], free: set[int], world_size: int) -> FlatLayout:
+def _keep_rows(rows: list[LayoutEntry], free: set[int], world_size: int, alignment: int) -> FlatLayout:
     """Places `rows`; those of `free` with the longest rows are cut at elements where the plan would pad too much."""
 
     def demoted(longest: int) -> list[LayoutEntry]:
         return [_as_elements(e) if i in free and e.atom > longest else e for i, e in enumerate(rows)]
 
     if world_size == 1:
-        return _place_all(rows, 1)
+        return _place_all(rows, 1, alignment)
     lengths = [0, *sorted({rows[i].atom for i in free if rows[i].atom > 1})]
-    best = _place_all(demoted(0), world_size)
+    best = _place_all(demoted(0), world_size, alignment)
     most = max(best.shard_numel, (best.numel + best.numel // AUTO_PADDING) // world_size)
     # lengths[low] is known to pad little enough. The first trial keeps all rows, which is nearly always the answer.
     low, high, middle = 0, len(lengths) - 1, len(lengths) - 1
     while low < high:
-        trial = _place_all(demoted(lengths[middle]), world_size)
+        trial = _place_all(demoted(lengths[middle]), world_size, alignment)
         if trial.shard_numel <= most:
             best, low = trial, middle
         else:
@@ -293,13 +315,13 @@ def _local_shape(entry: LayoutEntry, held: int) -> tuple[int, ...]:
     return (held,)
 
 
-def _place_all(entries: Sequence[LayoutEntry], world_size: int) -> FlatLayout:
+def _place_all(entries: Sequence[LayoutEntry], world_size: int, alignment: int) -> FlatLayout:
     """Places entries with known atoms in the smallest shards that were found to hold them."""
     # Longest atoms first: large matrices stay aligned, small parameters remain for gaps and for the end. The order
     # depends on sizes before it depends on the caller's order, so that the latter can't change the padding.
     order = sorted(range(len(entries)), key=lambda i: (-_whole(entries[i]), -entries[i].numel, i))
     pieces = [Piece(entries[i].numel, _whole(entries[i])) for i in order]
-    shard_numel, offsets = pack(pieces, world_size)
+    shard_numel, offsets = pack(pieces, world_size, alignment)
     placed = list(entries)
     for i, offset in zip(order, offsets, strict=True):
         placed[i] = replace(entries[i], offset=offset)

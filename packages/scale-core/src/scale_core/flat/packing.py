@@ -14,6 +14,10 @@ ranks and N elements in all, and counting no atom as longer than its parameter:
                    max((W-1)·A, W·M - N) + W·(g-1))      no parameter is longer than a shard
 
 and no padding at all where W is 1. veScale-FSDP (arXiv 2602.22437) plans the same problem.
+
+With an alignment of k elements, every parameter starts at a multiple of k in the buffer, and every piece of one at a
+multiple of k in its shard. Then all of the above counts in units of k elements: a parameter of n elements is ⌈n/k⌉
+units long, an atom of a elements lcm(a, k)/k units. That adds fewer than k elements of padding per parameter.
 """
 
 from __future__ import annotations
@@ -45,10 +49,29 @@ class Piece(NamedTuple):
         return self.numel > self.atom
 
 
-def pack(pieces: Sequence[Piece], world_size: int) -> tuple[int, list[int]]:
-    """Returns the smallest shard size found, or one that is known to fit, and each piece's offset."""
+def pack(pieces: Sequence[Piece], world_size: int, alignment: int = 1) -> tuple[int, list[int]]:
+    """Returns the smallest shard size found, or one that is known to fit, and each piece's offset.
+
+    All of them are multiples of `alignment`, in elements.
+
+    >>> pack([Piece(6, 3), Piece(5, 1)], world_size=2), pack([Piece(6, 3), Piece(5, 1)], world_size=2, alignment=4)
+    ((6, [0, 6]), (8, [0, 8]))
+    """
+    is_large = world_size > 1 and sum(piece.numel for piece in pieces) >= ALIGN_FROM * world_size
+    units = [_in_units(piece, alignment) for piece in pieces]
+    size, offsets = _pack_units(units, world_size, max(1, ALIGN // alignment) if is_large else 1)
+    return size * alignment, [offset * alignment for offset in offsets]
+
+
+def _in_units(piece: Piece, alignment: int) -> Piece:
+    """A piece whose lengths are counted in units of `alignment` elements."""
+    numel = -(-piece.numel // alignment)
+    atom = math.lcm(piece.atom, alignment) // alignment if piece.divisible else numel
+    return Piece(numel, max(1, min(atom, numel)))
+
+
+def _pack_units(pieces: Sequence[Piece], world_size: int, align: int) -> tuple[int, list[int]]:
     total = sum(piece.numel for piece in pieces)
-    align = ALIGN if world_size > 1 and total >= ALIGN_FROM * world_size else 1
     least = max([-(-total // world_size), *(piece.numel for piece in pieces if not piece.divisible)])
     crossing = {piece.atom for piece in pieces if piece.divisible and piece.numel > -(-total // world_size)}
     sure = _sure_size(pieces, world_size, align, math.lcm(align, *crossing))

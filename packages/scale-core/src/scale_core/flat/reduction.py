@@ -36,6 +36,8 @@ from scale_core.quantization.collectives import (
     reduce_scatter_quantized,
 )
 from scale_core.quantization.error_feedback import ErrorFeedback
+from scale_core.shard import on_local_tensors
+from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 
 # From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
 # packed while they are in a processor's cache, which is what smaller ones gain by being packed at once.
@@ -90,7 +92,7 @@ class FlatGradient:
             if gradient.flat is None and not gradient._held:
                 before_first()
             if not gradient._params[index].requires_grad:  # Frozen since the forward; torch calls hooks all the same.
-                gradient._params[index].grad = None
+                set_unreduced_grad(gradient._params[index], None)
                 return
             if gradient.observer is not None:
                 gradient.observer(index)
@@ -103,9 +105,10 @@ class FlatGradient:
         # In a large buffer it stays apart until the next `pack` or `take`: the flat gradient then takes its W * S
         # elements after the backward, when the full buffer and the activations are free, not beside them.
         param = self._params[index]
-        grad, param.grad = param.grad, None
+        grad = unreduced_grad(param)
         if grad is None:
             return
+        set_unreduced_grad(param, None)
         if grad.requires_grad or grad.layout is not torch.strided:
             grad = self._dense(index, grad)
         elif grad.untyped_storage()._cdata == param.untyped_storage()._cdata:
@@ -189,7 +192,7 @@ class FlatGradient:
         self._forget_pass()
         self._is_taken = False
         for param in self._params:
-            param.grad = None
+            set_unreduced_grad(param, None)
 
     def use_zeros(self) -> None:
         """Makes every `take` return zeros until `rollback_pass`: the pass failed here and goes on elsewhere."""
@@ -278,7 +281,8 @@ class FlatGradient:
         place = 0
         entries = (self._entries[index] for index in self._packed)
         for entry in sorted((entry for entry in entries if entry.numel), key=lambda entry: entry.offset):
-            flat[place : entry.offset].zero_()
+            if place < entry.offset:
+                flat[place : entry.offset].zero_()
             place = entry.offset + entry.numel
         flat[place:].zero_()
 
@@ -326,6 +330,7 @@ class Reduction:
         self._dtype, self._device, self._stream = dtype, device, stream
         self._scattering: CollectiveWork | None = None
         self._flat: Tensor | None = None
+        self.keeps_memory = True  # That of a large flat gradient is kept for the next one of its size.
         self._replicating: CollectiveWork | None = None
         self._copies = replicas.size  # what the sum over the replicas is still to be divided by
         self._reduced: list[tuple[Tensor, StreamEvent | None]] = []  # [S] each; the copy that brings it to its device
@@ -361,7 +366,7 @@ class Reduction:
         pending, self._scattering = self._scattering, None
         flat, self._flat = self._flat, None
         reduced = pending.wait(limit_seconds)
-        if flat is not None and flat.nbytes >= buffer_pool.SMALLEST_BYTES:
+        if flat is not None and self.keeps_memory and flat.nbytes >= buffer_pool.SMALLEST_BYTES:
             buffer_pool.free_unshared(flat)
         if self._pending_inter_node is not None:
             self._wait_replicated(limit_seconds)
@@ -461,6 +466,7 @@ class FlatReduced(FlatShard):
     _unpublished: list[tuple[nn.Parameter, Tensor]]
 
     @property
+    @on_local_tensors
     def trains(self) -> bool:
         """Whether any of the parameters wants a gradient."""
         return any(param.requires_grad for param in self.sharded_params)
@@ -520,6 +526,7 @@ class FlatReduced(FlatShard):
         """As `wait_reduced`, for all parts of it."""
         self.reduction.finish(limit_seconds)
 
+    @on_local_tensors
     def wait_results(self, limit_seconds: float | None = None) -> list[tuple[nn.Parameter, Tensor]]:
         """Waits for what was reduced since the last call; returns it by sharded parameter, in local shapes."""
         new: list[tuple[nn.Parameter, Tensor]] = []
@@ -539,6 +546,7 @@ class FlatReduced(FlatShard):
         indices = [index for index in range(len(self.names)) if id(self.sharded_param(index)) in params]
         self.gradient.zero_accumulated(indices, set_to_none=set_to_none)
 
+    @on_local_tensors
     def publish_grads(self, params: Container[Tensor] | None = None, frozen: Collection[Tensor] = ()) -> None:
         """Adds kept results to the `.grad` of these sharded parameters, None is all, that train or are `frozen` now."""
         aside, self._unpublished = self._unpublished, []

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from scale_core import compat
 from scale_core.comm.group import Group
 from scale_core.device.streams import Stream, StreamEvent, copy_into
-from scale_core.flat.layout import FlatLayout
+from scale_core.flat.layout import FlatLayout, alignment_of
 from scale_core.hooks.autograd import mark_without_autograd_hooks
-from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
+from scale_core.parameters import copy_attributes
+from scale_core.shard import Axis, Placement, Shard, on_local_tensors, shard_of
+from scale_core.sharded_tensor.tensor import set_shard
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class DtypePolicy:
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+
+
+def flat_alignment(dtype: torch.dtype, *, gathers_float8: bool = False) -> int:
+    """Where parameters of `dtype` may start in their flat buffer: multiples of so many elements (`FlatLayout.plan`).
+
+    The layout stays where floating-point numbers are gathered in two bytes, or converted by `model.half()`.
+    """
+    if gathers_float8:
+        return alignment_of(1)
+    return alignment_of(min(dtype.itemsize, 2) if dtype.is_floating_point else dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -75,13 +87,6 @@ class ShardGroups:
         return self.shard if self.nodes is None else self.nodes.inter_node
 
 
-def copy_attributes(param: Tensor, other: Tensor) -> None:
-    """Copies attributes that users set on a parameter to the one that takes its place."""
-    # Such as `param._no_weight_decay = True`, by which parameter groups are made.
-    for name, value in vars(param).items():
-        vars(other).setdefault(name, value)  # What there is belongs to it, as a fake tensor's own device.
-
-
 class FlatShard:
     """This rank's shard of parameters of one dtype."""
 
@@ -97,6 +102,7 @@ class FlatShard:
 
     # What it is.
 
+    @on_local_tensors
     def rename(
         self,
         names: Sequence[str],
@@ -187,6 +193,7 @@ class FlatShard:
         # Per parameter, the view of `shard` that belongs to it, in its local shape.
         self.pieces = [self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
 
+    @on_local_tensors
     def _make_sharded_params(self, params: Sequence[Tensor]) -> list[nn.Parameter]:
         known = [shard_of(param) for param in params]
         self._outer_shards = [shard if shard is not None and not shard.gathered else None for shard in known]
@@ -198,6 +205,7 @@ class FlatShard:
             copy_attributes(param, sharded[-1])
         return sharded
 
+    @on_local_tensors
     def _rebind_params(self, sharded: Sequence[nn.Parameter]) -> None:
         """Makes existing sharded parameters views of the shard; new objects where torch can't do that."""
         self.sharded_params = []

@@ -32,6 +32,7 @@ local_grad_hooks: OrderedDict[int, GradsHook] = OrderedDict()  # a handle can't 
 reduced_grad_hooks: OrderedDict[int, GradsHook] = OrderedDict()
 grad_published_hooks: OrderedDict[int, tuple[GradPublishedHook, Container[Tensor]]] = OrderedDict()
 _reported: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_OWN_HOOK = "_scale_hook"  # the attribute of hooks of `after_gradient`
 _open_tasks: Counter[int] = Counter()  # autograd's numbers of the passes whose end is waited for
 
 
@@ -107,8 +108,14 @@ def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool
 
 def after_gradient(param: nn.Parameter, callback: Callable[[Tensor], None]) -> RemovableHandle:
     """Calls `callback` with the parameter as soon as its gradient of this pass is in `param.grad`."""
+    vars(callback)[_OWN_HOOK] = True
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(callback)
     return handle
+
+
+def is_own_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a hook on a parameter is one of `after_gradient`, and none of the user's."""
+    return hasattr(hook, _OWN_HOOK)
 
 
 def register_post_backward(finish: Callable[[], None], fail: Callable[[], None]) -> None:

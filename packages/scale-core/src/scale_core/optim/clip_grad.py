@@ -2,7 +2,7 @@
 
 Each element of each parameter counts once. `shard_of` says how a mesh axis holds a parameter: over an axis that shards
 it the norms of the pieces are combined, over one that replicates it they are not. Reduced gradients that are in another
-tensor than `param.grad` are found by `register_gradient_keeper`. The parameters of a pipeline's stages are on one rank
+tensor are found by `reduced_gradient_of`. The parameters of a pipeline's stages are on one rank
 each: the norms of its ranks are combined.
 
 The result is right to about one unit in the last place of fp32 at any size, and hardly depends on how the gradients are
@@ -15,35 +15,23 @@ from __future__ import annotations
 import math
 import struct
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.comm.group import Group, check_initialized
 from scale_core.dtensor import is_dtensor, local_gradient, sharding_groups
-from scale_core.shard import Placement, Stages, names_of_stages, shard_of, stages_of
+from scale_core.shard import Placement, Stages, names_of_stages, on_local_tensors, shard_of, stages_of
+from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 
 # So many squares can be added in fp32 before the error of the sum is that of its last rounding.
 _PIECE = 256
-
-
-class HasReducedGradients(Protocol):
-    """A class that averages gradients into other tensors than `param.grad`."""
-
-    @property
-    def has_reduced_gradients(self) -> bool:
-        """Whether there are any now; equal on all ranks."""
-
-    def reduced_gradients(self) -> Mapping[int, Tensor]:
-        """Returns, by the id of each parameter, the sharded tensor whose `grad` is its averaged gradient."""
 
 
 class MeasuredGradient(NamedTuple):
@@ -55,46 +43,13 @@ class MeasuredGradient(NamedTuple):
     grad: Tensor | None  # The elements of this rank; None counts as zeros
 
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each parameter, to a weak reference to its `HasReducedGradients`
-
-
-def register_gradient_keeper(params: Iterable[Tensor], keeper: HasReducedGradients) -> None:
-    """Records that the averaged gradients of these parameters are kept by `keeper`, while that is alive."""
-    reference = weakref.ref(keeper)
-    for param in params:
-        _kept[param] = reference
-
-
-def has_gradient_keeper(param: Tensor) -> bool:
-    """Whether another object keeps the averaged gradient of this parameter."""
-    return _keeper_of(param) is not None
-
-
-def has_kept_gradients() -> bool:
-    """Whether averaged gradients of this process are kept outside of `param.grad` now; equal on all ranks."""
-    keepers = {id(keeper): keeper for param in list(_kept) if (keeper := _keeper_of(param)) is not None}
-    return any(keeper.has_reduced_gradients for keeper in keepers.values())
-
-
 def gradient_holders(params: Sequence[Tensor]) -> list[Tensor]:
     """Returns, for each parameter, the tensor whose `grad` is its averaged gradient: mostly itself."""
-    if not _kept:
-        return list(params)
-    found: dict[int, Mapping[int, Tensor]] = {}
-    holders = []
-    for param in params:
-        keeper = _keeper_of(param)
-        if keeper is not None and id(keeper) not in found:
-            found[id(keeper)] = keeper.reduced_gradients()
-        holders.append(param if keeper is None else found[id(keeper)].get(id(param), param))
-    return holders
+    reduced = map(reduced_gradient_of, params)
+    return [p if gradient is None else gradient.holder() for p, gradient in zip(params, reduced, strict=True)]
 
 
-def _keeper_of(param: Tensor) -> HasReducedGradients | None:
-    reference: weakref.ref[HasReducedGradients] | None = _kept.get(param)
-    return None if reference is None else reference()
-
-
+@on_local_tensors
 def measured_gradients(params: Sequence[Tensor]) -> list[MeasuredGradient]:
     """Returns the gradients of these parameters, for a norm."""
     holders = gradient_holders(params)
@@ -127,6 +82,7 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
     return norm_of(measured_gradients(_listed(params)), norm_type, limit_seconds)
 
 
+@on_local_tensors
 def norm_of(
     gradients: Sequence[MeasuredGradient],
     norm_type: float = 2.0,
@@ -204,6 +160,7 @@ def clip(
     return norm
 
 
+@on_local_tensors
 def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
     """Multiplies what the parameters have in `grad` by a scalar, in place."""
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -26,7 +26,7 @@ from scale_core.comm.collectives import all_reduce, torch_group
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.optim.step_checks import owners_with_error_feedback
 from scale_core.quantization.error_feedback import ErrorFeedback, set_loss_scale
-from scale_core.shard import shard_of
+from scale_core.shard import on_local_tensors, shard_of
 
 
 class ShardedGradScaler(GradScaler):
@@ -176,6 +176,7 @@ class ShardedGradScaler(GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(self._scale_device or dev)
 
+    @on_local_tensors
     def _begin(self, optimizer: Optimizer) -> None:
         """Makes the scale on a rank that computes no loss, as a stage of a pipeline does."""
         self._per_optimizer_states[id(optimizer)].setdefault("scaled", self._scale is not None)
@@ -183,6 +184,7 @@ class ShardedGradScaler(GradScaler):
             device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
             self._lazy_init_scale_growth_tracker(device or torch.device("cpu"))
 
+    @on_local_tensors
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -256,6 +258,7 @@ class ShardedGradScaler(GradScaler):
                 found.append(feedback)
         return found, None
 
+    @on_local_tensors
     def _check_covers(self, optimizer: Optimizer, group: Group) -> None:
         """Checks that the scaler's group has all ranks that share a parameter."""
         params = [param for param_group in _with_gradients(optimizer).param_groups for param in param_group["params"]]

@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +21,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.compat import graph_task_id
-from scale_core.optim.traits import known_bases
-from scale_core.shard import is_divided, shard_of
+from scale_core.consistency.optimizer_steps import with_inner
+from scale_core.optim.local_step import step_on_local_tensors
+from scale_core.optim.traits import is_known_elementwise, known_bases
+from scale_core.optim.trial_step import check_first_step
+from scale_core.shard import is_divided, on_local_tensors, shard_of, stages_of
+from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_stepped_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order, for the first to be named
 _for_all: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -38,11 +41,20 @@ Whether a shard was written to is not: an optimizer may leave out what is empty 
 `param.data` counts no versions. Nor is the number of all steps of a process, which may train other models as well.
 Steps in backward passes count where they end, if hooks of users may have taken them.
 """
-# Checked optimizers: the owners of the shards that they step on, by the number of parameters and the first one of each
-# group (one that steps on a part of its groups at a time has several).
-_checked: weakref.WeakKeyDictionary[
-    torch.optim.Optimizer, dict[tuple[tuple[int, int], ...], list[weakref.ref[Any]]]
-] = weakref.WeakKeyDictionary()
+
+
+class _Stepped(NamedTuple):
+    """Whose parameters an optimizer steps on."""
+
+    owners: list[weakref.ref[Any]]  # of shards
+    pipelines: list[weakref.ref[Any]]
+
+
+# Checked optimizers: whose parameters they step on, by the number of parameters and the first one of each group (one
+# that steps on a part of its groups at a time has several).
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[tuple[int, int], ...], _Stepped]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def register_replaced(param: Tensor, owner: Any, index: int) -> None:
@@ -65,15 +77,6 @@ def sharded_param_of(param: Tensor) -> Tensor:
     held, index = _copies[param]
     owner = held()
     return param if owner is None else cast(Tensor, owner.sharded_param(index))
-
-
-def register_owner(
-    optimizer: torch.optim.Optimizer, params: Iterable[Tensor], names: Iterable[str], reducer: Any
-) -> None:
-    """Records that averaged gradients of these parameters go to `optimizer` (held weakly) and never to `.grad`."""
-    for param, name in zip(params, names, strict=True):
-        _stepped_by[param] = weakref.ref(optimizer), weakref.ref(reducer), name
-    invalidate_cache()
 
 
 def invalidate_cache() -> None:
@@ -120,7 +123,7 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    owners = _owners_of(optimizer)
+    owners = _stepped_of(optimizer).owners
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure) or not owners:
         _refuse_unreduced(optimizer, owners)
@@ -137,14 +140,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     return (args[0], closure_and_check, *args[2:]), kwargs
 
 
-def _owners_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Any]]:
-    """Returns the owners of the shards that an optimizer steps on, which is checked first, unless it has been."""
+@on_local_tensors
+def _stepped_of(optimizer: torch.optim.Optimizer) -> _Stepped:
+    """Returns whose parameters an optimizer steps on, which is checked first, unless it has been."""
     groups = tuple([(len(group["params"]), id(next(iter(group["params"]), None))) for group in optimizer.param_groups])
-    owners = _checked.get(optimizer, {}).get(groups)
-    if owners is None:
-        owners = _check(optimizer)
-        _checked.setdefault(optimizer, {})[groups] = owners
-    return owners
+    stepped = _checked.get(optimizer, {}).get(groups)
+    if stepped is None:
+        stepped = _check(optimizer)
+        _checked.setdefault(optimizer, {})[groups] = stepped
+    return stepped
 
 
 def _refuse_unreduced(optimizer: torch.optim.Optimizer, owners: list[weakref.ref[Any]]) -> None:
@@ -158,16 +162,20 @@ def _refuse_unreduced(optimizer: torch.optim.Optimizer, owners: list[weakref.ref
             )
 
 
-def _check(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Any]]:
-    """Refuses an optimizer that can't train its parameters; returns the owners of those that are shards."""
+def _check(optimizer: torch.optim.Optimizer) -> _Stepped:
+    """Refuses an optimizer that can't train its parameters; returns whose parameters they are."""
     _refuse_replaced(optimizer)
     _refuse_without_gradients(optimizer)
-    _refuse_pieces(optimizer)
+    _refuse_divided(optimizer)
+    step_on_local_tensors(optimizer)
     hooks = optimizer._optimizer_step_post_hooks.values()
-    if _after_step not in hooks and any(shard_of(param) is not None for param in _params(optimizer)):
+    params = list(_params(optimizer))
+    pipelines = stages_of(params) if params else []
+    if _after_step not in hooks and (pipelines or any(shard_of(param) is not None for param in params)):
         optimizer.register_step_post_hook(_after_step)
-    mine = {id(param) for param in _params(optimizer)}
-    return [weakref.ref(owner) for owner in _waiting if any(id(param) in mine for param in owner.sharded_params)]
+    mine = {id(param) for param in params}
+    owners = [owner for owner in _waiting if any(id(param) in mine for param in owner.sharded_params)]
+    return _Stepped([weakref.ref(owner) for owner in owners], [weakref.ref(pipeline) for pipeline in pipelines])
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
@@ -192,67 +200,51 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_without_gradients(optimizer: torch.optim.Optimizer) -> None:
-    around = {id(each) for each in _with_inner(optimizer)}
+    around = {id(each) for each in with_inner(optimizer)}
     for param in _params(optimizer):
-        if param not in _stepped_by:
-            continue
-        held, reducer, name = _stepped_by[param]
-        owner = held()
-        if owner is not None and reducer() is not None and id(owner) not in around:
-            who, wrapper = type(owner).__name__, type(reducer()).__name__
+        reduced = reduced_gradient_of(param)
+        owner = None if reduced is None else reduced.optimizer
+        if reduced is not None and owner is not None and id(owner) not in around:
+            who, wrapper = type(owner).__name__, type(reduced.wrapper).__name__
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): {wrapper} hands the averaged gradient of '{name}' to its {who}, "
-                "and leaves none in the parameter, so this step would train nothing, or each rank by its own "
-                f"gradients: call step() and zero_grad() of the {who}, and build schedulers and scalers around that"
+                f"{type(optimizer).__name__}.step(): {wrapper} hands the averaged gradient of '{reduced.name}' to its "
+                f"{who}, of which each rank has a part, so this step would change other parameters on each rank: call "
+                f"step() and zero_grad() of the {who}, and build schedulers and scalers around that"
             )
 
 
-def _with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizer, and those in its attributes that it steps."""
-    found = [optimizer]
-    for each in found:  # It grows.
-        for value in vars(each).values():
-            held = value if isinstance(value, list | tuple) else (value,)
-            found += (inner for inner in held if isinstance(inner, torch.optim.Optimizer) and inner not in found)
-    return found
-
-
-def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that would compute another update on shards than on full tensors."""
+def _refuse_divided(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer whose step needs elements that other ranks have, before its first step."""
     kind, bases = type(optimizer).__name__, known_bases(type(optimizer))
-    # One of which nothing is known is taken for elementwise.
-    needs = next((base.needs for base in bases if base.scope == "parameter"), None)
-    needs_all = next((base.needs for base in bases if base.scope == "all"), None)
     shards = [shard for param in _params(optimizer) if (shard := shard_of(param)) is not None and is_divided(param)]
-    if not shards:
+    if not shards or optimizer in _for_all or is_known_elementwise(type(optimizer)):
         return
-    if needs_all is not None and optimizer not in _for_all:
-        raise RuntimeError(
-            f"{kind}.step(): it measures {needs_all}, and this rank has only a part of them, as of "
-            f"{shards[0].title}: every rank would take another direction. Train with an optimizer that works element "
-            "by element, such as AdamW, or leave the model unsharded"
-        )
     if any(base.sparse for base in bases):
         raise RuntimeError(
             f"{kind}.step(): it takes sparse gradients, and those of shards are dense, as that of {shards[0].title}: "
             "train with torch.optim.Adam(model.parameters(), ...)"
         )
-    cut = next((shard for shard in shards if 0 < shard.stop - shard.start < shard.numel), None)
-    if needs is not None and cut is not None:
-        raise RuntimeError(
-            f"{kind}.step(): its update of a parameter needs {needs}, and of {cut.title} this rank has elements "
-            f"{cut.start:,} to {cut.stop:,} of {cut.numel:,} only. Let scale-oss hand each full tensor to one rank "
-            f"for the step, OSS(model.parameters(), optim={kind}, ...); or keep every parameter unsharded on one rank, "
-            'fully_shard(module, atom="parameter"), and give it those that are here, '
-            "[p for p in model.parameters() if p.numel()]; or train with one that works element by element, as AdamW"
-        )
+    if runs_on_shards(optimizer):
+        return
+    error = check_first_step(optimizer)
+    if error is not None:
+        raise RuntimeError(f"{kind}.step(): {error}") from error
 
 
+def runs_on_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of ours, whose step knows about shards by itself."""
+    return type(optimizer).__module__.partition(".")[0].startswith(("scale_", "fairscale"))
+
+
+@on_local_tensors
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Counts the step, and a version for fused optimizers, which change parameters without one."""
     if graph_task_id() == -1:
-        owners = [owner for held in _owners_of(optimizer) if (owner := held()) is not None]
+        owners, pipelines = ([each for ref in refs if (each := ref()) is not None] for refs in _stepped_of(optimizer))
         optimizer_steps.update({owner.group.ranks for owner in owners})
+        models = {getattr(each, "recorded_steps", None) for each in (*owners, *pipelines)}  # One record for each.
+        for steps in filter(None, models):
+            steps.add(optimizer)
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([param for param in group["params"] if shard_of(param) is not None])

@@ -36,6 +36,7 @@ class OptimizerTraits:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MEANS = "means over the elements of all parameters together"
 _DISTANCE = "the gradients of all parameters together"
 _FACTORS = "rows and columns of its second moment, and the norm of its update"
 _PRECONDITIONER = "a preconditioner of rows and columns"
@@ -61,6 +62,11 @@ _OF_TORCH = (
 )
 
 _ELSEWHERE = (
+    OptimizerTraits("Adai", "all", _MEANS),
+    OptimizerTraits("AdaiV2", "all", _MEANS),
+    OptimizerTraits("AdamS", "all", _MEANS),
+    OptimizerTraits("AvaGrad", "all", _MEANS),
+    OptimizerTraits("LoRARite", "all", "pairs of matrices"),
     OptimizerTraits("AdafactorBigVision", "parameter", _FACTORS),
     OptimizerTraits("CAME", "parameter", _FACTORS),
     OptimizerTraits("DAdaptAdaGrad", "all", _DISTANCE),
@@ -99,6 +105,33 @@ PER_PARAMETER = frozenset(cls for cls, kind in KINDS.items() if kind.scope == "p
 
 NUMBERS = frozenset(key for kind in KINDS.values() for key in kind.numbers)
 """The numbers that torch's optimizers keep per parameter: for a 0-dim parameter no shape could tell them."""
+
+
+_ELEMENTWISE_OF_PACKAGES = {
+    "bitsandbytes.optim": (
+        "Adagrad",
+        "Adam",
+        "AdEMAMix",
+        "Lion",
+        "RMSprop",
+        "SGD",
+        "PagedAdam",
+        "PagedLion",
+        "PagedAdEMAMix",
+    ),
+    "torchao.optim": ("Adam", "_Adam"),
+}
+"""Optimizers of other packages that update each element, or blocks of them, by itself; by how names begin."""
+
+
+def is_known_elementwise(optim_class: type[Optimizer]) -> bool:
+    """Returns whether a class is known to update each element by itself, of torch's own and of other packages."""
+    if optim_class in ELEMENTWISE:
+        return True
+    return any(
+        optim_class.__module__.startswith(package) and optim_class.__name__.startswith(names)
+        for package, names in _ELEMENTWISE_OF_PACKAGES.items()
+    )
 
 
 def known_bases(optim_cls: type[Optimizer]) -> list[OptimizerTraits]:

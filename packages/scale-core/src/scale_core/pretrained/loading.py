@@ -24,6 +24,7 @@ from scale_core.errors import SnapshotError
 from scale_core.pretrained.conversion import Assembled, Conversions, model_of_transformers
 from scale_core.pretrained.folder import WeightFolder, open_folder
 from scale_core.pretrained.materialize import Init, materialize
+from scale_core.shard import on_local_tensors
 from scale_core.snapshot.format.metadata import SavedChunk
 from scale_core.snapshot.format.planner import plan_reads
 from scale_core.snapshot.format.reads import Read, read_tensors
@@ -42,6 +43,7 @@ _COMPARED_BYTES = 16 << 20
 
 
 @checked_arguments
+@on_local_tensors
 def load_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],

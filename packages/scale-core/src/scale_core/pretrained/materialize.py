@@ -7,12 +7,14 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor, nn
 
-from scale_core.shard import Shard, set_shard, shard_of
+from scale_core.shard import Shard, on_local_tensors, shard_of
+from scale_core.sharded_tensor.tensor import set_shard
 
 Init = Callable[[nn.Module], object]
 
 
 @torch.no_grad()
+@on_local_tensors
 def materialize(model: nn.Module, device: torch.device, init: Init | None, filled_later: Container[Tensor]) -> None:
     """Gives memory to what is on meta, and values to those buffers that nobody fills later; all else stays.
 

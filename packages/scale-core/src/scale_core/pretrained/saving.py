@@ -23,6 +23,7 @@ from scale_core.consistency.all_ranks import CollectiveCall, Progress
 from scale_core.errors import SnapshotError
 from scale_core.pretrained.conversion import Conversions, SavedPiece, model_of_transformers, natural_key
 from scale_core.pretrained.folder import INDEX, FolderLayout, NewFile, size_in_bytes
+from scale_core.shard import on_local_tensors
 from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan
 from scale_core.snapshot.format.safetensors_io import memory_of
 from scale_core.snapshot.objects import unwrapped
@@ -36,6 +37,7 @@ _STAGED_BYTES = 16 << 20
 
 
 @checked_arguments
+@on_local_tensors
 def save_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],

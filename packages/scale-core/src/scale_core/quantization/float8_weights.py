@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from scale_core.parameters import copy_attributes
+
 
 @dataclass(frozen=True)
 class Float8Weight:
@@ -75,7 +77,5 @@ def plain_parameter(param: nn.Parameter) -> nn.Parameter:
     """Returns a parameter of the plain tensor inside a weight, whose memory it shares."""
     weight: Any = param
     plain = nn.Parameter(weight._tensor.detach(), param.requires_grad)
-    for name, value in vars(param).items():
-        if name not in ("_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale"):
-            vars(plain).setdefault(name, value)
+    copy_attributes(param, plain, leave_out=("_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale"))
     return plain

@@ -23,6 +23,7 @@ from scale_core.comm.group import Group
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.errors import SnapshotError
+from scale_core.shard import on_local_tensors
 from scale_core.snapshot.extra_state import KIND, extra_state_target, extra_states
 from scale_core.snapshot.format.planner import is_tensor
 from scale_core.snapshot.snapshot import INDEX
@@ -58,6 +59,7 @@ class _Model:
             state.update(_renamed(optimizer_entries(self.module, optimizers), "optim", name))
         return state | self._count()
 
+    @on_local_tensors
     def target(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What to read into, for all that was saved of them."""
         weights = self._weights(saved)
@@ -68,6 +70,7 @@ class _Model:
             target.update(_renamed(both, "optim", name))
         return target | self._count()
 
+    @on_local_tensors
     def load(self, state: Mapping[str, Any], left_out: Collection[str]) -> None:
         """Gives them what was read: all, unless some of it was left out."""
         strict = not any(
@@ -133,6 +136,7 @@ class Objects:
 
     # Saving.
 
+    @on_local_tensors
     def capture(self, rank: int) -> Capture:
         """What this rank has of them; the tensors are the live ones."""
         state: dict[str, Any] = {}
@@ -165,6 +169,7 @@ class Objects:
 
     # Loading.
 
+    @on_local_tensors
     def target(
         self, saved: Mapping[str, Any], group: Group, *, strict: bool, only_given: bool = False
     ) -> dict[str, Any]:
@@ -197,6 +202,7 @@ class Objects:
             target.update({key: unread(saved[key]) for key in others})
         return target
 
+    @on_local_tensors
     def load(self, state: Mapping[str, Any], group: Group, left_out: Collection[str] = ()) -> dict[str, Any]:
         """Gives the objects what was read; returns them, and the values that were read, by their names."""
         index = _index_of(state)

@@ -17,8 +17,8 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall, call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.errors import SnapshotError
+from scale_core.shard import on_local_tensors
 from scale_core.snapshot.background import AsyncSave, background_group, finish_pending
-from scale_core.snapshot.format.metadata import JSON
 from scale_core.snapshot.objects import Objects, collect
 from scale_core.snapshot.retention import remove_old
 from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, write_state
@@ -26,6 +26,7 @@ from scale_core.snapshot.staging import copy_to_host
 
 
 @checked_arguments
+@on_local_tensors
 def save(
     directory: str | os.PathLike[str],
     step: int,
@@ -33,7 +34,7 @@ def save(
     *,
     process_group: GroupLike = None,
     keep: int | None = None,
-    extra: JSON = None,
+    extra: Any = None,
 ) -> Path:
     """Saves the objects of a training as `directory/step-<step>`, which is there in the end as a whole, or not at all.
 
@@ -59,7 +60,7 @@ def save(
             that differ between ranks. What `sharded_state_dict` returns can be given, too.
         process_group: The ranks that hold the state together; the default group if None.
         keep: How many snapshots stay in the directory, the newest ones, at least 1; None for all.
-        extra: Anything that JSON knows, of rank 0.
+        extra: Plain Python values of rank 0, without tensors; `load(...).extra` returns them as they were.
 
     Returns:
         The snapshot's directory.
@@ -76,6 +77,7 @@ def save(
 
 
 @checked_arguments
+@on_local_tensors
 def async_save(
     directory: str | os.PathLike[str],
     step: int,
@@ -83,7 +85,7 @@ def async_save(
     *,
     process_group: GroupLike = None,
     keep: int | None = None,
-    extra: JSON = None,
+    extra: Any = None,
 ) -> AsyncSave:
     """Saves as `save` does, in the background: returns when the state has been copied to host memory.
 
@@ -108,7 +110,7 @@ def async_save(
         objects: By name.
         process_group: The ranks that hold the state together.
         keep: How many snapshots stay.
-        extra: Anything that JSON knows.
+        extra: Plain Python values, as for `save`.
 
     Raises:
         ValueError: As `save`.
@@ -119,7 +121,7 @@ def async_save(
     writers = background_group(own)
     state = collect(objects, Contract(own), lambda: _begin(directory, step, keep))
     failure: Exception | None = None
-    held: JSON = None
+    held: Any = None
     try:
         state, held = copy_to_host(state), copy.deepcopy(extra)
     except Exception as error:  # Such as no memory. The other ranks write already, and hear of it there.
@@ -140,7 +142,7 @@ def _write(
     state: Callable[[], dict[str, Any]],
     group: Group,
     keep: int | None,
-    extra: JSON,
+    extra: Any,
 ) -> Path:
     path = write_state(directory, step, state, group, extra)
     if keep is not None and group.rank == 0:
@@ -149,6 +151,7 @@ def _write(
 
 
 @checked_arguments
+@on_local_tensors
 def load(
     directory: str | os.PathLike[str],
     objects: Mapping[str, Any],

@@ -42,6 +42,7 @@ from scale_core.snapshot.format.verification import (
     find_damage,
     verify_snapshot,
 )
+from scale_core.snapshot.state_codec import decode_extra, encode_extra
 from scale_core.state.validation import StateDifferences, StateMismatch, compare_states
 
 _FINISHED = re.compile(r"step-(\d{8,})")
@@ -67,13 +68,13 @@ class Snapshot:
     path: Path
     step: int
     state: dict[str, Any]
-    extra: JSON
+    extra: Any
     left_out: frozenset[str] = frozenset()
 
 
 @checked_arguments
 def save_snapshot(
-    directory: str | os.PathLike[str], step: int, state: State, process_group: GroupLike = None, extra: JSON = None
+    directory: str | os.PathLike[str], step: int, state: State, process_group: GroupLike = None, extra: Any = None
 ) -> Path:
     """Saves a state as `directory/step-<step>`, which is there in the end as a whole, or not at all.
 
@@ -85,7 +86,8 @@ def save_snapshot(
         state: As `sharded_state_dict` returns it, with more keys if you like: `LocalShard`s, tensors (the lowest rank's
             of those that have the key) and values that JSON knows (the same on each rank that has the key).
         process_group: The ranks that hold the state together; the default group if None.
-        extra: Anything that JSON knows, of rank 0: position in the data, schedule, random states.
+        extra: Plain Python values of rank 0: position in the data, schedule, random states. They may hold tuples, sets,
+            bytes, infinities and numpy numbers, and no tensors.
 
     Returns:
         The snapshot's directory.
@@ -98,7 +100,7 @@ def save_snapshot(
 
 
 def write_state(
-    directory: str | os.PathLike[str], step: int, state: Callable[[], State], group: Group, extra: JSON
+    directory: str | os.PathLike[str], step: int, state: Callable[[], State], group: Group, extra: Any
 ) -> Path:
     """`save_snapshot` of what `state` returns; what that raises on one rank is an error on all, as all else is."""
     _check_arguments(group, "save_snapshot", directory=os.fspath(directory), step=step)
@@ -112,10 +114,14 @@ def write_state(
                 set_last_snapshot(str(place))
 
     def make_room(progress: Progress) -> tuple[Path, str]:
-        return (_make_room(place, made, progress), uuid.uuid4().hex) if group.rank == 0 else (place, "")
+        if group.rank > 0:
+            return place, ""
+        encoded_extra.append(encode_extra(extra))
+        return _make_room(place, made, progress), uuid.uuid4().hex
 
     together = CollectiveCall(group, f"saving {place}", SnapshotError, on_lost=name_if_committed)
     made: list[Path] = []  # on rank 0: what must not stay if anything fails
+    encoded_extra: list[JSON] = []  # on rank 0
     try:
         unfinished, save = together.all_ranks_with_progress(make_room)[0]
         own = together.each_rank(lambda: LocalPlan.of(state(), group))
@@ -123,7 +129,7 @@ def write_state(
         everyones = together.each_rank(lambda: GlobalPlan.of(plans))
         plan = everyones.plans[group.rank]
         written = together.all_ranks_with_progress(partial(write_part, unfinished, save, own, plan, group, at_stage))
-        together.rank0(lambda: _commit(unfinished, place, everyones.manifest(save, step, written, extra)))
+        together.rank0(lambda: _commit(unfinished, place, everyones.manifest(save, step, written, *encoded_extra)))
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
@@ -224,7 +230,7 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
     overwriting.all_ranks_with_progress(partial(read_tensors, path, reads))
     values = {key: value for key, value in manifest.values.items() if key in fits}
     set_last_snapshot(str(path))
-    return Snapshot(path, manifest.step, {**target, **values}, manifest.extra, left_out)
+    return Snapshot(path, manifest.step, {**target, **values}, decode_extra(manifest.extra), left_out)
 
 
 def _read_manifest_of(path: Path) -> Manifest:

@@ -77,6 +77,36 @@ def decode(value: JSON, tensor_of: Callable[[str], Tensor]) -> Any:
         raise ValueError(f"{str(value)[:200]} is no encoded value: {type(error).__name__}: {error}") from error
 
 
+def encode_extra(extra: Any) -> JSON:
+    """Returns what a caller adds to a snapshot, as JSON; `decode_extra` gives it back.
+
+    Raises:
+        TypeError: Something in it is a tensor, or can't be read back; the message says where it stands.
+        ValueError: It is nested too deeply.
+    """
+    try:
+        encoded = encode(extra, "extra")
+    except TypeError:
+        try:
+            json.dumps(extra, allow_nan=False)
+        except (TypeError, ValueError):
+            pass
+        else:
+            return extra  # type: ignore[no-any-return]  # Classes that JSON writes as a dict, a list or a number.
+        raise
+    if encoded.tensors:
+        raise TypeError(
+            f"{next(iter(encoded.tensors))} is a tensor or an array. extra= has no tensor files, because rank 0 writes "
+            "it alone. Save it as an object: snapshot.save(directory, step, {..., 'name': value})"
+        )
+    return encoded.value
+
+
+def decode_extra(value: JSON) -> Any:
+    """Returns what `encode_extra` was given; a ValueError says that it is no encoded value."""
+    return decode(value, dict[str, Tensor]().__getitem__)
+
+
 def tensor_keys(value: JSON) -> list[str]:
     """Returns the keys of the tensors in an encoded state, in order."""
     if isinstance(value, list):
@@ -170,7 +200,8 @@ class _Encoder:
         raise self._refusal(value, path)
 
     def _add(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        wanted = key = ".".join([self.key, *map(str, path)])
+        # The key itself is that of the JSON which describes the tensor, such as the dtype of an array.
+        wanted = key = ".".join([self.key, *map(str, path)]) if path else f"{self.key}#data"
         number = 1
         while key in self.tensors:  # As where {"a.b": ...} stands beside {"a": {"b": ...}}.
             number += 1

@@ -140,14 +140,16 @@ class StatefulPart:
         if isinstance(value, LocalShard):
             return value, {}
         encoded = encode(value, key, f"{self.name}[{key!r}]")
-        if encoded.value == {TYPE: "tensor", "key": key}:  # Of the host, it needs no entry that says what it is.
-            return encoded.tensors[key], {}
+        if isinstance(value, Tensor) and encoded.value == {TYPE: "tensor", "key": next(iter(encoded.tensors))}:
+            return value, {}  # It needs no description.
         return encoded
 
     def target(self, saved: Mapping[str, Any], entry: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
         """What to read into, for all that was saved of it and this rank needs."""
         if entry.get("kind") == "sharded":
-            live = {f"{self.name}.{key}": value for key, (value, _) in self.capture(rank).items.items()}
+            live = self.capture(rank).flat(self.name)
+            kept = [saved[key] for key in live if key in saved and not isinstance(saved[key], SavedTensor)]
+            live.update({f"{self.name}.{inner}": None for value in kept for inner in tensor_keys(value)})
             read = places({key: saved[key] for key in live if key in saved})
             return {key: value if isinstance(value, LocalShard) else read.get(key) for key, value in live.items()}
         scopes = tuple(f"{scope}." for scope in self._scopes(entry, rank, size))

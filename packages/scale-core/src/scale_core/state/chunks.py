@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from scale_core.shard import Ranges, elements_of
+from scale_core.sharded_tensor.tensor import local_tensor
 
 
 class Chunk(NamedTuple):
@@ -132,6 +133,7 @@ class LocalShard(Tensor):
         *,
         written: bool = True,
     ) -> Self:
+        tensor = local_tensor(tensor)
         is_all = tuple(tensor.shape) == (_sizes(ranges) if ranges else tuple(shape))
         if tensor.numel() != stop - start or not (is_all or tensor.is_contiguous()):
             raise ValueError(

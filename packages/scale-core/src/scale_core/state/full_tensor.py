@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.errors import ContractError
-from scale_core.shard import Ranges, Shard
+from scale_core.shard import Placement, Ranges, Shard, on_local_tensors
 from scale_core.state.chunks import LocalShard
 
 _PARAMETER = Event("full parameter of a divided layer", "")
@@ -35,6 +36,7 @@ class Part(NamedTuple):
 
 
 @torch.no_grad()
+@on_local_tensors
 def gather_full_param(part: Tensor, shard: Shard, group: Group, limit_seconds: float | None = None) -> Tensor:
     """Returns a full parameter whose indices are sharded over a group; all its ranks call it together."""
     # Before anything is sent the ranks tell each other, on the host, which elements they have. So a rank that calls it
@@ -90,3 +92,26 @@ def join_parts(
         else:
             whole.view(-1)[part.start : part.stop] = piece
     return whole
+
+
+def gather_shard(local: Tensor, shard: Shard) -> Tensor:
+    """Returns the full tensor of a shard, over all axes that divide it; all ranks that share it call this together."""
+    groups = [axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1]
+    event = Event("full_tensor", shard.name.partition("@")[0])
+    pieces, part = local.reshape(-1), Part(shard.start, shard.stop, shard.ranges)
+    for group in groups[:-1]:  # The ranks of an inner axis have ranges of one piece, which another axis divides.
+        contract = Contract(group)
+        (parts,) = gather_parts([(event.unit, part)], contract, event)
+        sizes = [member.numel for member in parts]
+        gathered = torch.empty(sum(sizes), dtype=local.dtype, device=local.device)
+        if gathered.numel():
+            with contract.waiting(event):
+                work = all_gather(gathered, pieces, group, sizes=sizes, tag=message_tag(event))
+                work.wait(contract.limit_seconds)
+        if group.backend == "fake":
+            return local.new_empty(shard.shape)
+        by_start = sorted(zip(parts, gathered.split(sizes), strict=True), key=lambda pair: pair[0].start)
+        pieces = torch.cat([piece for _, piece in by_start])
+        filled = [member for member in parts if member.numel] or [part]
+        part = Part(min(member.start for member in filled), max(member.stop for member in filled), shard.ranges)
+    return gather_full_param(pieces, replace(shard, start=part.start, stop=part.stop), groups[-1])

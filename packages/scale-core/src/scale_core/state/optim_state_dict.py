@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.dtensor import is_dtensor
-from scale_core.shard import elements_of
+from scale_core.shard import elements_of, on_local_tensors
 from scale_core.state.block_state import BLOCK_SIZES, CODE_BOOKS, block_shard, num_blocks, whole_shape
 from scale_core.state.chunks import LocalShard
 from scale_core.state.param_groups import (
@@ -74,6 +74,7 @@ def _whole(holding: ParamSlice, tensor: Tensor) -> LocalShard | Tensor:
     return LocalShard(tensor, tuple(tensor.shape), 0, tensor.numel(), written=False)
 
 
+@on_local_tensors
 def optimizer_entries(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Returns the optimizers' part of a sharded state: see `scale_core.state.sharded_state_dict`."""
     state: dict[str, Any] = {}
@@ -87,6 +88,7 @@ def optimizer_entries(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict
     return state
 
 
+@on_local_tensors
 def optimizer_targets(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -189,6 +191,7 @@ class Loaded(NamedTuple):
     options: list[Mapping[str, Any]]  # Of each of its groups
 
 
+@on_local_tensors
 def state_entries(
     state: Mapping[str, Any],
     model: nn.Module,
@@ -242,6 +245,7 @@ def _strangers(state: Mapping[str, Any], known: Container[str], name_here: Calla
     return ""
 
 
+@on_local_tensors
 def entries_from(
     given: Mapping[str, Mapping[str, Any]],
     owners: Mapping[Tensor, Sequence[ParamSlice]],

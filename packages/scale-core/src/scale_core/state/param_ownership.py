@@ -18,7 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from scale_core.arguments import checked_arguments
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.optim.traits import NUMBERS
-from scale_core.shard import Placement, Ranges, shard_of
+from scale_core.shard import Placement, Ranges, on_local_tensors, shard_of
+from scale_core.sharded_tensor.replicated_parameter import wait_for
 
 _flat: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each flat parameter, to a weak reference to its buffer
 
@@ -82,8 +83,10 @@ def flat_buffer_of(param: Tensor) -> FlatBuffer | None:
     return buffer
 
 
+@on_local_tensors
 def param_slices(param: Tensor, listed: str) -> Iterator[ParamSlice]:
-    """Yields the slices in `param`, listed under this name."""
+    """Yields the slices in `param`, listed under this name, when its values are there."""
+    wait_for(param)
     buffer, shard = flat_buffer_of(param), shard_of(param)
     if shard is not None and any(axis.placement is Placement.PARTIAL for axis in shard.axes):
         raise ValueError(f"{shard.name}: each rank holds a summand of it: reduce it before its state is taken")
@@ -99,6 +102,7 @@ def param_slices(param: Tensor, listed: str) -> Iterator[ParamSlice]:
         yield ParamSlice(listed, param, shape, 0, param.numel(), 0, shape, is_shard=False)
 
 
+@on_local_tensors
 def named_param_slices(model: nn.Module) -> dict[str, ParamSlice]:
     """Returns a model's slices by the names of the plain model; a tied parameter is listed once."""
     found: dict[str, ParamSlice] = {}
@@ -137,6 +141,7 @@ def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
 
 
 @checked_arguments
+@on_local_tensors
 def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
     """Returns the number of elements of a model's full parameters; a tied one counts once. Sends nothing.
 

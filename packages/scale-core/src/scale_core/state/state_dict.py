@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from scale_core.arguments import checked_arguments
 from scale_core.flat.buffer import wait_sent
-from scale_core.shard import shard_of
+from scale_core.shard import on_local_tensors, shard_of
 from scale_core.state.chunks import Chunk, LocalShard, chunks_of
 from scale_core.state.optim_state_dict import local_chunk, optimizer_entries, optimizer_targets, part_of, state_entries
 from scale_core.state.param_groups import GROUPS, SavedGroup, fill_groups, is_group, saved_groups
@@ -43,6 +43,7 @@ Optimizers: TypeAlias = Optimizer | Iterable[Optimizer] | None
 
 
 @checked_arguments
+@on_local_tensors
 def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
     """Returns what this rank holds of a model and its optimizer, without communication and without copies.
 
@@ -76,6 +77,7 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
 
 
 @checked_arguments
+@on_local_tensors
 def target_state_dict(
     model: nn.Module, optimizer: Optimizers, saved: Mapping[str, Any], *, strict: bool = True
 ) -> dict[str, Any]:
@@ -112,6 +114,7 @@ def _compare(expected: Mapping[str, Any], given: Mapping[str, Any], optimizer: O
     return compare_states(expected, {key: value for key, value in given.items() if key.startswith(kinds)})
 
 
+@on_local_tensors
 def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
     """Returns the full tensors of which this rank has elements: the `model.<name>` of `sharded_state_dict`, by name.
 
@@ -127,6 +130,7 @@ def names_in_model(model: nn.Module) -> Mapping[str, str]:
 
 
 @checked_arguments
+@on_local_tensors
 def load_sharded_state_dict(
     state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True, strict: bool = True
 ) -> None:
@@ -152,6 +156,7 @@ def load_sharded_state_dict(
         warnings.warn(f"the state is loaded in part, as strict=False says: {differences}", stacklevel=3)
 
 
+@on_local_tensors
 def load_what_fits(
     state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True, strict: bool = False
 ) -> StateDifferences:

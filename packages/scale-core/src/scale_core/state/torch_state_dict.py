@@ -26,7 +26,10 @@ from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.flat.packing import group_in_buckets
-from scale_core.shard import Placement, Shard, elements_of, names_of_stages, shard_of, stages_of
+from scale_core.optim.local_step import mark_state
+from scale_core.optim.traits import is_known_elementwise
+from scale_core.shard import Placement, Shard, elements_of, names_of_stages, on_local_tensors, shard_of, stages_of
+from scale_core.sharded_tensor.tensor import is_sharded
 from scale_core.state.param_ownership import (
     ParamSlice,
     flat_buffer_of,
@@ -59,17 +62,29 @@ _BETWEEN = (
 )
 
 
-def install_hooks(optimizer: Any, loads: Any = None) -> None:
-    """Registers the state-dict hooks of an optimizer, once, if it is on shards or about to load a part (`loads`)."""
+@on_local_tensors
+def install_hooks(optimizer: Any, *, refuses_parts: bool = False) -> None:
+    """Registers the state-dict hooks of an optimizer on shards, once; of another one, that it refuses a part."""
     if not isinstance(optimizer, Optimizer):
         return
     if _with_ranges in optimizer._optimizer_state_dict_post_hooks.values():
         return
-    is_part = isinstance(loads, Mapping) and SHARDS in loads
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if is_part or any(shard_of(param) is not None for param in params) or (params and stages_of(params)):
-        optimizer.register_state_dict_post_hook(_with_ranges)
+    is_sharded_here = any(shard_of(param) is not None for param in params) or bool(params and stages_of(params))
+    has_load_hook = _with_own_elements in optimizer._optimizer_load_state_dict_pre_hooks.values()
+    if not has_load_hook and (is_sharded_here or refuses_parts):
         optimizer.register_load_state_dict_pre_hook(_with_own_elements)
+    if is_sharded_here:
+        optimizer.register_state_dict_post_hook(_with_ranges)
+        optimizer.register_load_state_dict_post_hook(_mark_loaded)
+
+
+def _mark_loaded(optimizer: Optimizer) -> None:
+    """Load hook: what was loaded for a shard is sharded, as what the optimizer makes itself."""
+    if not (is_known_elementwise(type(optimizer)) or _keeps_whole_state(optimizer)):
+        for param, values in optimizer.state.items():
+            if is_sharded(param):
+                mark_state(param, values)
 
 
 class StateDictRequest(NamedTuple):
@@ -112,6 +127,7 @@ def _outer_caller(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+@on_local_tensors
 def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """State-dict hook: `LocalShard`s or full tensors for torch's checkpoint functions, `SHARDS` for others."""
     # To others it says so beside the tensors.
@@ -149,6 +165,7 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     return _made_whole(optimizer, state_dict, labelled, asked) if asked.whole else labelled
 
 
+@on_local_tensors
 def _made_whole(
     optimizer: Optimizer, state_dict: dict[str, Any], labelled: dict[str, Any], asked: StateDictRequest
 ) -> dict[str, Any]:
@@ -238,6 +255,7 @@ class _Piece(NamedTuple):
         return gather_full_param(tensor, replace(shard, start=first, stop=first + tensor.numel()), self.other)
 
 
+@on_local_tensors
 def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """Load hook: takes this rank's elements out of `LocalShard`s and full tensors."""
     if _keeps_whole_state(optimizer):

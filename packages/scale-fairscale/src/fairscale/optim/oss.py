@@ -12,7 +12,8 @@ from torch.optim import SGD, Optimizer
 
 import scale_oss
 from fairscale._warnings import warn_argument, warn_once
-from scale_oss.bucket import Bucket
+from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
+from scale_oss.bucket import Bucket, part_of_gradient
 from scale_oss.state_placement import StatePlacement
 
 
@@ -169,7 +170,7 @@ class OSS(scale_oss.OSS):
             (bucket, index)
             for bucket in self.buckets
             for index, param in enumerate(bucket.params)
-            if param.grad is not None
+            if unreduced_grad(param) is not None
         ]
 
     @property
@@ -216,13 +217,11 @@ class OSS(scale_oss.OSS):
 def _step_on_local_grad(bucket: Bucket, index: int) -> None:
     """Gives a piece its part of this rank's own gradient, in addition to what was reduced."""
     param, piece, span = bucket.params[index], bucket.pieces[index], bucket.spans[index]
-    assert param.grad is not None, "found by its gradient"
-    grad = param.grad if param.grad.layout is torch.strided else param.grad.to_dense()
-    param.grad = None
-    if bucket.placements[index].optimizer_param is not None:
-        part = grad.reshape(-1)[span.start : span.stop].view(span.shape).to(piece.dtype)
-        piece.grad = part if piece.grad is None else piece.grad + part
-    bucket.averaged.add(index)
+    grad = unreduced_grad(param)
+    assert grad is not None, "found by its gradient"
+    set_unreduced_grad(param, None)
+    part = part_of_gradient(grad, piece, span)
+    piece.grad = part if piece.grad is None else piece.grad + part
 
 
 __all__ = ["OSS"]

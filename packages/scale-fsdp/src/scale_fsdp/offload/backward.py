@@ -23,7 +23,7 @@ from scale_core.hooks.autograd import (
     register_post_backward,
     register_reduced_grad_hook,
 )
-from scale_core.shard import title_of, unit_shard_of
+from scale_core.shard import on_local_tensors, title_of, unit_shard_of
 from scale_core.tree import tensors_in
 from scale_fsdp.offload.host_kernel import CHUNK_ELEMENTS
 from scale_fsdp.offload.host_update import OffloadUpdate, buckets
@@ -86,6 +86,7 @@ class GradientPrefetch:
                 if not copy.is_copy_of(grad):
                     copy.start(grad, self._update.transfer_for(grad.device))
 
+    @on_local_tensors
     def valid_copies(self, parts: Sequence[StatePart]) -> dict[StatePart, Tensor]:
         """Gradients of these parts that are on the host as they are now."""
         copies = [(part, self._copies[part]) for part in parts if part in self._copies]
@@ -123,6 +124,7 @@ class OptimizerInBackward:
         if sum(part.numel for part in self._pending) >= CHUNK_ELEMENTS:
             self._start_updates()
 
+    @on_local_tensors
     def finish_step(self) -> None:
         """Waits for all updates and drops the placeholders of gradients."""
         self._check_not_aborted()
@@ -158,6 +160,7 @@ class OptimizerInBackward:
         self._futures.clear()
         self._update.join()
 
+    @on_local_tensors
     def _start_updates(self) -> None:
         parts, self._pending = [part for part in self._pending if part.param.grad is not None], []
         for part in parts:
@@ -177,6 +180,7 @@ class OptimizerInBackward:
             self._updated[part.param] = None
             part.param.grad = ConsumedGradient(part.param)
 
+    @on_local_tensors
     def finish_backward(self) -> None:
         """Updates what is left and waits for all updates of the pass."""
         self._in_backward = False

@@ -21,7 +21,7 @@ from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.device.streams import on_host
 from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm
-from scale_core.shard import shard_of, title_of
+from scale_core.shard import on_local_tensors, shard_of, title_of
 from scale_fsdp.offload.backward import ConsumedGradient, GradientPrefetch, GradReadyHooks, OptimizerInBackward
 from scale_fsdp.offload.host_kernel import FUSED_MULTIPLE, host_options
 from scale_fsdp.offload.host_update import OffloadUpdate
@@ -214,6 +214,7 @@ class OffloadOptimizer(Optimizer):
             )
         return self._clipping.measure(self._params(), max_norm, norm_type)
 
+    @on_local_tensors
     def cast_to(self, param: Tensor, target: Tensor | None) -> None:
         """Makes each step also write the new values of a parameter to another tensor, as a bf16 copy to compute with.
 
@@ -234,6 +235,7 @@ class OffloadOptimizer(Optimizer):
         for part in self._placed.parts_of(param):
             part.cast_target = None if target is None else target.detach()
 
+    @on_local_tensors
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates all parameters that have a gradient.
 
@@ -258,6 +260,7 @@ class OffloadOptimizer(Optimizer):
         self._register_hooks()
         return loss
 
+    @on_local_tensors
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, or fills them with zeros."""
         self._clipping.reset()
@@ -268,6 +271,7 @@ class OffloadOptimizer(Optimizer):
                 param.grad = None
         super().zero_grad(set_to_none)
 
+    @on_local_tensors
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the `state_dict()` of this or of the plain optimizer.
 
@@ -315,6 +319,7 @@ class OffloadOptimizer(Optimizer):
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
+    @on_local_tensors
     def _check_param(self, param: Tensor) -> None:
         if hasattr(param, "__tensor_flatten__"):
             raise TypeError(
@@ -329,6 +334,7 @@ class OffloadOptimizer(Optimizer):
                 'such as AdamW, or keep each parameter on one rank by fully_shard(module, atom="parameter")'
             )
 
+    @on_local_tensors
     def _place_group(self, group: dict[str, Any]) -> None:
         """Decides where the state of a new group's parameters is kept."""
         params = list(dict.fromkeys(group["params"]))
@@ -349,6 +355,7 @@ class OffloadOptimizer(Optimizer):
             return 0
         return FUSED_MULTIPLE if host_options(group, param.dtype).get("fused") else 1
 
+    @on_local_tensors
     def _register_hooks(self) -> None:
         if self._in_backward is not None:
             self._grad_hooks.register(self._params())
@@ -357,6 +364,7 @@ class OffloadOptimizer(Optimizer):
             self._grad_hooks.register(copied)
 
     @torch.no_grad()
+    @on_local_tensors
     def _on_grad_ready(self, param: Tensor, grad: Tensor) -> None:
         parts = self._placed.parts_of(param)
         if self._in_backward is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from scale_core.consistency.execution_order import unit_title
 from scale_core.flat.buffer import DevicePolicy, FlatBuffer
+from scale_core.shard import on_local_tensors
 from scale_fsdp.runtime.checks import (
     check_not_in_use,
     check_not_replaced,
@@ -66,6 +67,7 @@ class ConversionMethods(nn.Module):
         return self
 
 
+@on_local_tensors
 def rebind_params(units: Iterable[Unit]) -> None:
     """Registers the parameters of units that have moved in their modules, and in units that share them."""
     for unit in units:
@@ -73,6 +75,7 @@ def rebind_params(units: Iterable[Unit]) -> None:
         unit.set_flat_params()
 
 
+@on_local_tensors
 def convert_buffers(unit: Unit) -> None:
     """Moves the module's own buffers to where it computes, in the policy's buffer dtype."""
     dtype = unit.precision.buffer_dtype
@@ -102,6 +105,7 @@ def _check_convertible(unit: Unit, fn: Conversion) -> None:
             )
 
 
+@on_local_tensors
 def _convert_flat_buffer(unit: Unit, buffer: FlatBuffer, fn: Conversion) -> bool:
     """Converts one flat buffer and the gradients of its parameters; returns whether anything has changed."""
     shard = fn(buffer.shard)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
+from scale_core.parameters import copy_attributes
 from scale_fsdp.runtime.checks import Uninitialized
 from scale_fsdp.runtime.param_registry import ParamModuleInfo, managed_modules
 from scale_fsdp.runtime.unit import set_param
@@ -85,6 +86,8 @@ def materialize(
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
     values = {param: nn.Parameter(empty(param), param.requires_grad) for param in first}
+    for param, value in values.items():
+        copy_attributes(param, value)  # An initialization may look at them.
     buffers = list(_meta_buffers(module))
     memory = {place.param: empty(place.param) for place in buffers}
     for place in buffers:

@@ -26,6 +26,8 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag, unit_title
 from scale_core.flat.buffer import DevicePolicy, FlatBuffer
 from scale_core.flat.layout import FlatLayout
+from scale_core.flat.shard_storage import flat_alignment
+from scale_core.shard import on_local_tensors
 from scale_fsdp.ema import ShardedEMA
 from scale_fsdp.mesh_info import MeshInfo, resolve_mesh_info
 from scale_fsdp.reshard.attached_state import AttachedState, AttachedStateSpec
@@ -140,6 +142,7 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
 
 
 @checked_arguments
+@on_local_tensors
 def reshard_to(
     model: nn.Module,
     process_group: NewGroup = "same",
@@ -303,7 +306,8 @@ class _Reshard:
         params, layout = list(buffer.sharded_params), old
         if ranks is not None:
             names, shapes = [entry.name for entry in old.entries], [entry.shape for entry in old.entries]
-            layout = FlatLayout.plan(names, shapes, ranks.shard.size, unit.options.atom)
+            alignment = flat_alignment(buffer.dtype, gathers_float8=bool(buffer.float8))
+            layout = FlatLayout.plan(names, shapes, ranks.shard.size, unit.options.atom, alignment=alignment)
 
         def gather(dtype: torch.dtype, tensors: Mapping[int, Tensor] | None = None) -> Tensor:
             """[W * S] of the old layout: all ranks' shards, or attached tensors of one kind."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from scale_core.hooks.autograd import (
 )
 from scale_core.optim.step_checks import optimizer_steps
 from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
+from scale_fsdp.runtime.escaped_tensors import EscapedTensorSearch
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
 from scale_fsdp.runtime.recovery import PassStatus, abort_message, abort_on_all_ranks, can_abort, raise_aborted
 from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, UnitContext
@@ -64,6 +65,12 @@ class LateGradients(NamedTuple):
     frozen: list[ParamKey]  # parameters that were frozen when they had a gradient from under `no_sync`
 
 
+def _named_shards(units: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
+    """Yields this rank's part of each parameter; of flattened ones the flat parameter by its first name."""
+    for buffer in (buffer for unit in units for buffer in unit.buffers):
+        yield from zip(buffer.names, buffer.sharded_params, strict=False)
+
+
 class Root(UnitContext):
     """The units of one model in their passes."""
 
@@ -76,6 +83,8 @@ class Root(UnitContext):
         self._unused: dict[ParamKey, bool] = {}  # what was reduced as zeros, and whether it had no gradient before
         self._in_transit: Unit | None = None  # its reduced gradients go on to replicas or the host; no hook has run
         self._published: set[Tensor] = set()  # in this pass, before its end
+        self.escaped_tensors: EscapedTensorSearch | None = None  # in the forward pass that runs now
+        self.searched_kinds: set[PassKind] = set()  # of forward passes, for such tensors
         self.calls_reduced_hooks = False  # someone wants reduced gradients before the end of this pass
         self._is_aborting = False
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
@@ -89,6 +98,9 @@ class Root(UnitContext):
         self.contract.check_equal("how the model is built and wrapped", describe_units(self.units, group))
         for unit in self.units:
             unit.root, unit.contract = self, self.contract
+            for buffer in unit.buffers:
+                buffer.recorded_steps = self.contract.recorded_steps
+        self.contract.named_params = functools.partial(_named_shards, self.units)
         if group.rank == 0 and _logger.isEnabledFor(logging.INFO):
             self._log_plan()
 
@@ -449,7 +461,7 @@ class Root(UnitContext):
 
     def abort(self, error: BaseException) -> None:
         """The pass has failed on this rank: aborts it together with the others, or alone, and is as before it."""
-        self.entry_unit = None
+        self.entry_unit = self.escaped_tensors = None
         self.in_backward, self._is_aborting = False, True
         on_all_ranks = False
         try:

@@ -25,10 +25,13 @@ from scale_core.hooks.autograd import (
     alias_outputs,
     before_backward,
     has_reduced_grad_hooks,
+    in_backward,
     register_post_backward,
 )
+from scale_core.shard import on_local_tensors
 from scale_fsdp.api import cast_floating
 from scale_fsdp.runtime import checks
+from scale_fsdp.runtime.escaped_tensors import EscapedTensorSearch
 from scale_fsdp.runtime.root import Root
 from scale_fsdp.runtime.unit import UNIT, ForwardCalls, Unit, units_in
 
@@ -46,6 +49,8 @@ def pre_forward(
         root = _begin_forward(unit, method)
         recomputing = root.in_backward
         root.unshard(unit, "recomputation" if recomputing else "forward")
+        if root.escaped_tensors is not None:
+            root.escaped_tensors.enter_unit(unit)
         dtype = unit.precision.param_dtype
         if dtype is not None and root.casts_inputs_of(unit):
             args, kwargs = cast_floating((args, kwargs), dtype)
@@ -70,6 +75,8 @@ def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: 
     assert isinstance(root, Root)
     if unit.ranges:
         unit.close_range()
+    if root.escaped_tensors is not None:
+        root.escaped_tensors.leave_unit(unit)
     try:
         raised = sys.exc_info()[1]
         if raised is not None and raised is not unit.error_at_entry:
@@ -88,13 +95,19 @@ def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: 
         if root.nonfinite is not None and not root.in_backward and root.contract.history.current.kind.grad:
             root.nonfinite.add_output(unit, output)
         if torch.is_grad_enabled():
+            unit.forward_calls.shard_versions = versions
             output = alias_outputs(output)
             observed = before_backward(output, functools.partial(pre_backward, unit, versions, unit.forward_calls))
             # Where no output was found, nothing shows when the backward begins, so it stays gathered until it has.
-            unit.backward_unobserved = unit.backward_unobserved or (not observed and unit.trains)
+            is_unobserved = unit.has_escaped_tensors or (not observed and unit.trains)
+            unit.backward_unobserved = unit.backward_unobserved or is_unobserved
         unit.modules_to_run.discard(id(module))
         root.reshard(unit)
         if root.entry_unit is unit:
+            if root.escaped_tensors is not None:
+                search, root.escaped_tensors = root.escaped_tensors, None
+                search.hook_tensors(_begin_escaped_backward)
+                root.searched_kinds.add(root.contract.history.current.kind)
             root.end_forward()
         return output
     except BaseException as error:
@@ -177,6 +190,7 @@ def root_of(unit: Unit) -> Root:
     return root
 
 
+@on_local_tensors
 def follow_user_changes(units: Sequence[Unit]) -> None:
     """Follows `requires_grad`, hooks the gradients of what trains, and refuses other changes since the last pass."""
     for buffer in (buffer for unit in units for buffer in unit.buffers):
@@ -213,6 +227,19 @@ def abort_on_interrupt(unit: Unit, error: BaseException) -> None:
         error.add_note(f"the other ranks could not be reached: {other}")
 
 
+def guard(unit: Unit, module: nn.Module) -> None:
+    """Before `module`, which holds parameters of a unit that does not run, computes: they must not be shards.
+
+    In a backward pass it is computed again, by a checkpoint in the unit. No output has announced that pass where the
+    unit has returned an object of a class that torch does not know, or where the loss is one of other tensors.
+    """
+    if in_backward() and unit.pending_backwards > 0 and not unit.in_backward and unit.root is not None:
+        with torch.no_grad():  # As autograd's own hooks run; the checkpoint has enabled gradients.
+            pre_backward(unit, unit.forward_calls.shard_versions, unit.forward_calls)
+    else:
+        checks.check_not_sharded(unit, module)
+
+
 class ShardGuard:
     """Forward pre-hook of a module inside a unit: refuses to compute with shards, past the unit."""
 
@@ -221,7 +248,7 @@ class ShardGuard:
 
     def __call__(self, module: nn.Module, _: object) -> None:
         if not self.unit.use_count:
-            checks.check_not_sharded(self.unit, module)
+            guard(self.unit, module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGuard:
         """Copies the guard with its unit, never the unit for the guard's sake."""
@@ -237,7 +264,7 @@ def guarded_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit: Unit | None = self.__dict__.get(UNIT)
         if unit is not None and not unit.use_count:
-            checks.check_not_sharded(unit, self)
+            guard(unit, self)
         try:
             return cls.forward(self, *args, **kwargs)
         except BaseException as error:
@@ -258,7 +285,19 @@ def _begin_forward(unit: Unit, method: str) -> Root:
     if root.entry_unit is None and not root.in_backward:
         root.begin_forward(unit, method)
         follow_user_changes(root.units)
+        root.escaped_tensors = _new_search(root)
     return root
+
+
+def _new_search(root: Root) -> EscapedTensorSearch | None:
+    """A search for the first forward of each kind that has a backward."""
+    kind = root.contract.history.current.kind
+    return EscapedTensorSearch() if kind.grad and kind not in root.searched_kinds else None
+
+
+def _begin_escaped_backward(unit: Unit) -> None:
+    unit.has_escaped_tensors = True
+    pre_backward(unit, unit.forward_calls.shard_versions, unit.forward_calls)
 
 
 def _begin_backward(root: Root) -> None:

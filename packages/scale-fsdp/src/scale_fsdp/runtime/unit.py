@@ -25,6 +25,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, LogEntry, message_tag, unit_title
 from scale_core.dtensor import DTensorSpec
 from scale_core.flat.buffer import FlatBuffer, State
+from scale_core.parameters import MemoryRange
 from scale_fsdp.api import UnitOptions
 from scale_fsdp.runtime.flattened_parameter import FlattenedParameter, flattened_parameter
 
@@ -88,9 +89,10 @@ class RegisteredNames(NamedTuple):
 
 @dataclass
 class ForwardCalls:
-    """How many forward calls of a unit in one pass have a backward to come."""
+    """The forward calls of a unit in one pass that have a backward to come."""
 
     count: int = 0
+    shard_versions: Sequence[int] = ()  # of the shards that the last one computed with
 
 
 class Unit:
@@ -131,6 +133,8 @@ class Unit:
         self.hooked: set[tuple[int, int]] = set()  # (buffer, parameter) whose gradients are hooked
         self.registered: list[RegisteredNames] = []
         self.ignored: list[nn.Parameter] = []  # parameters in its modules that stay whole
+        # By slot where the parameters were before, to find others over that memory when the model around it is sharded.
+        self.original_memory: list[list[MemoryRange]] = []
 
         # What the user sets.
         self.reshard_after_forward = options.mesh_info.reshards_after_forward(options.reshard_after_forward)
@@ -139,6 +143,10 @@ class Unit:
         self.prefetch: dict[str, list[Unit]] = {}  # by hand, in a "forward" and in a "backward"
         self.kept_unsharded = False  # from `unshard()` to the next pass that runs it, or `reshard()`
         self.in_summon = False  # inside `summon_full_params`
+        # Full parameters of the units around the one that `apply()` is at, and of that one.
+        self.applied_params: dict[FlatBuffer, list[nn.Parameter]] | None = None
+        self.state_dict_call: object | None = None  # the `state_dict()` that runs now
+        self.loads_local = False  # `load_state_dict` takes this rank's shards now
 
         # The pass that runs now.
         self.forward_calls = ForwardCalls()
@@ -148,6 +156,7 @@ class Unit:
         self.in_backward = False  # between the first gradient at its outputs and the last at its inputs
         self.had_backward = False  # since the last forward pass began
         self.input_grads_seen = False  # a gradient at an input has said that a call's backward is over
+        self.has_escaped_tensors = False  # a backward has begun at a tensor that it had not returned
         self.backward_unobserved = False  # it returned nothing through which its backward could be seen to begin
         self.error_at_entry: BaseException | None = None  # what was being handled when its forward began
         self.ranges: list[record_function] = []  # its forward and backward in the trace of a profiler that records

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.consistency.execution_order import unit_title
-from scale_core.shard import elements_of, shard_of
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.shard import elements_of, on_local_tensors, shard_of
+from scale_core.sharded_tensor.tensor import mark_sharded
+from scale_core.state.gathered_tensor import plain_tensor
 from scale_fsdp.runtime.checks import check_not_in_use
 from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, unit_of, units_in
 from scale_fsdp.state_dict.naming import all_names, param_names, persistent_buffers, plain_order
 
 LOCAL_METADATA = "scale_fsdp.local"  # the key in torch's `_metadata` of a local state dict
 
-# Local tensors that have replaced full ones in a state dict that is being loaded.
-_local_tensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-_loads_local: ContextVar[bool] = ContextVar("this rank's own shards are being loaded", default=False)
+_IS_LOCAL = "_scale_is_local"  # Attribute of a local tensor that has replaced a full one in a state dict that is loaded
 
 
+@on_local_tensors
 def load_full_state_dict(
     module: nn.Module, plain: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
@@ -48,15 +47,19 @@ def load_full_state_dict(
 
 
 @contextmanager
-def loading_local() -> Iterator[None]:
-    """Inside, a module's `load_state_dict` takes this rank's shards."""
-    token = _loads_local.set(True)
+def loading_local(module: nn.Module) -> Iterator[None]:
+    """Inside, the module's `load_state_dict` takes this rank's shards."""
+    units = units_in(module)
+    for unit in units:
+        unit.loads_local = True
     try:
         yield
     finally:
-        _loads_local.reset(token)
+        for unit in units:
+            unit.loads_local = False
 
 
+@on_local_tensors
 def shard_pre_hook(
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -75,9 +78,13 @@ def shard_pre_hook(
     """
     own_unit = unit_of(module)
     if unit is not None:
-        found = [(prefix + slot.attribute, slot) for slot in unit.slots if slot.module is module]
-        named = [(name, slot) for name, slot in found if name in state_dict and state_dict[name] not in _local_tensors]
-        if not named or _loads_local.get():
+        slots = [(prefix + slot.attribute, slot) for slot in unit.slots if slot.module is module]
+        named = [
+            (name, slot)
+            for name, slot in slots
+            if name in state_dict and not getattr(state_dict[name], _IS_LOCAL, False)
+        ]
+        if not named or unit.loads_local:
             return
     else:
         unit = own_unit
@@ -87,7 +94,7 @@ def shard_pre_hook(
     check_loadable(unit.module, "load_state_dict")
     for buffer in dict.fromkeys([*unit.buffers, *(slot.buffer for _, slot in named)]):
         buffer.release()
-    if _loads_local.get():
+    if unit.loads_local:
         return
     for name, slot in named:
         _replace_by_shard(state_dict, name, slot, missing_keys, error_msgs)
@@ -117,15 +124,20 @@ def _replace_by_shard(
         if not problem:
             buffer.load(number, full)
         return
-    span, shard = buffer.spans[number], shard_of(buffer.sharded_params[number])
-    if problem:
-        local = buffer.pieces[number]
-    elif shard is not None and tuple(full.shape) == shard.shape:
-        local = elements_of(full.detach(), shard.start, shard.stop, shard.ranges).view(span.shape)
-    else:  # of what the layer has on this rank
-        local = full.detach().reshape(-1)[span.start : span.stop].view(span.shape)
+    local = buffer.pieces[number].detach() if problem else local_elements(buffer, number, full)
+    if (shard := shard_of(buffer.sharded_params[number])) is not None:
+        mark_sharded(local, shard)  # torch compares its shape with that of the parameter.
+    setattr(local, _IS_LOCAL, True)
     state_dict[name] = local
-    _local_tensors[local] = None
+
+
+def local_elements(buffer: FlatBuffer, number: int, full: Tensor) -> Tensor:
+    """This rank's elements of a full tensor, or of what the parameter's layer has on this rank of it."""
+    full, span = plain_tensor(full).detach(), buffer.spans[number]
+    shard = None if buffer.flatten else shard_of(buffer.sharded_params[number])
+    if shard is not None and tuple(full.shape) == shard.shape:
+        return elements_of(full, shard.start, shard.stop, shard.ranges).view(span.shape)
+    return full.reshape(-1)[span.start : span.stop].view(span.shape)
 
 
 def check_loadable(module: nn.Module, what: str) -> None:

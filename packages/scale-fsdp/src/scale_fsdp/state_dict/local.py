@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.arguments import checked_arguments
+from scale_core.shard import on_local_tensors
 from scale_fsdp.runtime.unit import flat_param_name, module_names, units_in
 from scale_fsdp.state_dict.full import local_state_dict_of
 from scale_fsdp.state_dict.loading import LOCAL_METADATA, check_loadable, loading_local
@@ -59,6 +60,7 @@ def shard_metadata(module: nn.Module) -> dict[str, Any]:
     }
 
 
+@on_local_tensors
 def load_local_state_dict(
     module: nn.Module,
     plain_state: Callable[..., Any],
@@ -72,7 +74,7 @@ def load_local_state_dict(
     if given is not None:
         _check_metadata(given, shard_metadata(module))
     _check_tensors(local_state_dict_of(module, plain_state), state_dict, strict)
-    with loading_local():
+    with loading_local(module):
         return plain_load(state_dict, strict)
 
 
@@ -153,6 +155,7 @@ class _RankState(NamedTuple):
 
 
 @checked_arguments
+@on_local_tensors
 def consolidate_local_state_dicts(local_state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the plain model's state dict, on the CPU, from the local states of all ranks; needs no process group.
 
@@ -182,6 +185,7 @@ def consolidate_local_state_dicts(local_state_dicts: Sequence[Mapping[str, Any]]
     return consolidate_shards(local_state_dicts, metadata)
 
 
+@on_local_tensors
 def consolidate_shards(
     shard_weights: Sequence[Mapping[str, Any]],
     shard_metadata: Sequence[Mapping[str, Any]],

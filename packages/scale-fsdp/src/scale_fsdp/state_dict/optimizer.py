@@ -24,7 +24,7 @@ from scale_core.comm.collectives import HOST
 from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.flat.layout import ShardSpan
-from scale_core.shard import unit_shard_of
+from scale_core.shard import on_local_tensors, unit_shard_of
 from scale_core.state.param_groups import NAMES, REGROUP
 from scale_core.state.param_ownership import ParamSlice, check_known
 from scale_core.state.torch_state_dict import SHARDS, install_hooks
@@ -52,6 +52,7 @@ class OptimizerLike(Protocol):
 
 
 @checked_arguments
+@on_local_tensors
 def full_optim_state_dict(
     model: nn.Module, optimizer: OptimizerLike, *, recipient_rank: int | None = 0
 ) -> dict[str, Any] | None:
@@ -137,6 +138,7 @@ def full_optim_state_dict(
 
 
 @checked_arguments(own="full")
+@on_local_tensors
 def shard_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, optimizer: OptimizerLike | None = None
 ) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
+from scale_core.parameters import MemoryRange, check_memory_unshared
 from scale_pipe.distributed.p2p.channel import P2PChannel
 from scale_pipe.distributed.p2p.messages import WHOLE, Payload, pack, unpack
 from scale_pipe.distributed.program import state_slots
@@ -68,6 +69,22 @@ class ModelFQNs:
         in_order = sorted(found, key=lambda name: positions.get(name.rpartition(".")[0], 0))
         self.first_names = {name: found[name] for name in in_order}  # each with the first name of the same tensor
         self.top_level |= {name.partition(".")[0] for name in found}
+
+
+def check_stage_memory(stages: Sequence[nn.Module], placement: StagePlacement) -> None:
+    """Refuses parameters that share memory and are on stages of different ranks, where each would train by itself."""
+    moved: list[MemoryRange] = []
+    seen: set[int] = set()  # One parameter on several stages is kept equal.
+    for indices in placement.stages_of:
+        named = [
+            (original_fqn(module_fqns(stages[index]), name), param)
+            for index in indices
+            for name, param in stages[index].named_parameters()
+            if id(param) not in seen
+        ]
+        check_memory_unshared("DistributedPipe", (), named, moved)
+        moved += [memory for name, param in named for memory in MemoryRange.of(name, param)]
+        seen.update(id(param) for _, param in named)
 
 
 class LocalStages(MutableMapping[int, nn.Module]):
@@ -235,7 +252,11 @@ class StageModuleView(nn.Module):
 
     def _gather_full(self, local: Mapping[str, Any], rank: int, channel: P2PChannel, placement: StagePlacement) -> Any:
         """The state dicts of all ranks on the first one's host, in the model's order; {} on others. Raises P2PError."""
-        on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in local.items()}
+        # A copy of this rank's part as well: a write to the result must not reach one stage of the model alone.
+        on_host = {
+            name: value.detach().to("cpu", copy=rank == 0) if isinstance(value, Tensor) else value
+            for name, value in local.items()
+        }
         found: dict[str, Any] = {}
         for other, slot in enumerate(state_slots(placement), start=1):
             if rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,13 +17,15 @@ from scale_core.consistency.divergence import check_interval, compare_replicas
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.hooks.microbatch_grads import microbatch_steps_wanted, register_pipeline
 from scale_core.optim.clip_grad import clip, measured_gradients
+from scale_core.optim.step_checks import watch_optimizers
 from scale_core.shard import register_stages
 from scale_pipe.batch_norm import DeferredBatchNorm
 from scale_pipe.distributed.errors import failure_from_error
 from scale_pipe.distributed.gradients.data_parallel import check_disjoint_wrappers
 from scale_pipe.distributed.gradients.microbatch_grads import MicrobatchGrads, ranks_with_parameters
+from scale_pipe.distributed.gradients.param_hooks import hooks_called_once
 from scale_pipe.distributed.gradients.shared_params import SharedParams
-from scale_pipe.distributed.module_view import ModelFQNs, StageModuleView
+from scale_pipe.distributed.module_view import ModelFQNs, StageModuleView, check_stage_memory
 from scale_pipe.distributed.p2p.messages import StepKind
 from scale_pipe.distributed.profile import (
     costs_from_spans,
@@ -68,8 +71,8 @@ class DistributedPipe(StageModuleView):
             optimizer.step()
             optimizer.zero_grad()
 
-    A step equals plain PyTorch that accumulates the gradients of the same micro-batches. Each counts as many samples as
-    it has, so the loss function gives a mean over samples.
+    A step equals plain PyTorch on the batch. Each micro-batch counts as many samples as it has, so the loss function
+    gives a mean over samples, or over the targets that count, as with `ignore_index`.
 
     Args:
         module: An `nn.Sequential`, or the stages that `split(model, [...])` returns; only those of this rank are kept.
@@ -127,10 +130,11 @@ class DistributedPipe(StageModuleView):
         stages = split_into_stages(module, self._schedule.num_stages, balance)
         placement = self._schedule.placement
         self._cross_stage, shared_names = find_connections(stages, placement)
+        check_stage_memory(stages, placement)
         self._fqns = ModelFQNs(stages)
         self._contract = Contract(self.group, limit_seconds)
         self._limit = self._contract.limit_seconds
-        self._loop = StepLoop(self.group, self._limit)
+        self._loop = StepLoop(self._contract)
         lines = fingerprint_lines(self._schedule, stages, self._cross_stage)
         self._contract.check_equal("how the pipeline is built", list(lines))
         for index in placement.stages_of[self.group.rank]:
@@ -146,7 +150,9 @@ class DistributedPipe(StageModuleView):
         self._shared = SharedParams(shared, shared_names, placement, self.group.rank, self)
         self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
         self._check_every = check_every if shared else 0
+        self.recorded_steps = self._contract.recorded_steps
         register_stages(self)
+        watch_optimizers()
         if self.group.rank == 0:
             _logger.info(
                 "DistributedPipe: %d stages on %d ranks (stages by rank: %s), schedule %s of %d micro-batches, %d "
@@ -218,7 +224,7 @@ class DistributedPipe(StageModuleView):
             target: Second argument of the loss function: tensors [N, ...] in any nesting; needed on the rank of the
                 last stage.
             loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: the mean over the samples of a
-                micro-batch. None where the last stage returns the loss.
+                micro-batch, or the cross entropy of the targets that count. None where the last stage returns the loss.
             optimizer: Steps each stage as soon as its gradients are complete, or where gradients are measured, as by
                 AdaScale, when all ranks have finished; one for all stages of this rank, or one for each by its number.
                 None leaves it to the caller, who may clip gradients before.
@@ -231,7 +237,8 @@ class DistributedPipe(StageModuleView):
 
         Raises:
             StageError: A stage has failed, or its arguments are wrong; on all ranks alike. Gradients are as before the
-                step, and training can go on.
+                step, and training can go on. One reason is a loss that is a mean over other numbers of elements in
+                each micro-batch, so that their mean is not that of the batch.
             ScaleDistributedError: A rank was lost.
         """
         step_args = StepArgs(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, optimizer)
@@ -239,7 +246,11 @@ class DistributedPipe(StageModuleView):
         # In whatever mode a step is called it computes gradients, and such as can be used outside of inference mode.
         with torch.inference_mode(False), torch.enable_grad():
             inputs = prepare_inputs(step_args, StepKind.STEP, self._schedule, self.group.rank, self._device)
-            with restore_grads_on_error(self._runners.values()):
+            stages = {index: runner.module for index, runner in self._runners.items()}
+            params = (param for stage in stages.values() for param in stage.parameters())
+            has_hooks = any(getattr(param, "_post_accumulate_grad_hooks", None) for param in params)
+            calling_hooks = hooks_called_once(stages, inputs) if has_hooks else nullcontext(inputs)
+            with restore_grads_on_error(self._runners.values()), calling_hooks as inputs:
                 try:
                     inputs = self._begin_gradients(inputs)
                     _, loss = self._run(inputs)
@@ -385,8 +396,9 @@ class DistributedPipe(StageModuleView):
 
         Args:
             args: `destination`, `prefix`, `keep_vars`, as torch has them.
-            full: Return the full state dict, in the model's order, on the host of the first rank, and {} on others;
-                all ranks call it together, with those that shard a stage or its layers.
+            full: Return a copy of the full state dict, in the model's order, on the host of the first rank, and {} on
+                others; all ranks call it together, with those that shard a stage or its layers. Without it, what is
+                written to the tensors is written to the model.
             kwargs: The same by keyword.
         """
         local = super().state_dict(*args, **kwargs)

@@ -59,6 +59,7 @@ class PassRuntime:
         self.failure: Failure | None = inputs.failure
         self.cause: Exception | None = inputs.cause  # what was raised on this rank
         self.losses: dict[int, Tensor] = {}  # by micro-batch, on the rank of the last stage
+        self.loss: Tensor | None = None  # their mean, a scalar
         self.output: Any = None  # of the whole mini-batch, likewise, in an evaluation
         self.chunk_sizes: dict[int, ChunkSize] = dict(enumerate(inputs.chunk_sizes))  # by micro-batch
         self.stepped_stages: list[int] = []
@@ -254,7 +255,7 @@ class PassRuntime:
             gradients = stage.backward(
                 micro_batch,
                 arrived,
-                None if loss is None else torch.full_like(loss, chunk_size.weight),
+                None if loss is None else self._loss_grad(loss, micro_batch),
                 inputs_only=kind is Kind.INPUT_GRADIENT,
                 reduces=self._last_backwards.get(number) == micro_batch,
             )
@@ -262,7 +263,22 @@ class PassRuntime:
         trees = {name: found[0] if len(found) == 1 else found for name, found in gradients.items()}
         return {name: Payload(*pack(tree), chunk_size) for name, tree in trees.items()}
 
+    def _loss_grad(self, loss: Tensor, micro_batch: int) -> Tensor:
+        assert self.inputs.loss_fn is not None
+        weight = self.inputs.loss_fn.weight(micro_batch)
+        if isinstance(weight, Tensor):
+            return weight.to(loss.dtype).expand_as(loss)
+        return torch.full_like(loss, weight)
+
     # The end of a pass.
+
+    def merge_losses(self) -> None:
+        """Computes the loss of the batch, once all micro-batches have theirs."""
+        if self.failure is None and self.losses and self.inputs.loss_fn is not None:
+            try:
+                self.loss = self.inputs.loss_fn.mean(self.losses)
+            except ValueError as error:
+                self._error(error, Action(Kind.FORWARD, self._program.num_stages - 1, EVERY_MICRO_BATCH))
 
     def _merge_outputs(self) -> None:
         """Merges the outputs of an evaluation, while a failure can still be sent to all ranks."""

@@ -117,7 +117,7 @@ class Stage:
             self._begun = True
             for norm in self._batch_norms:
                 norm.begin_mini_batch(chunk_size.num_micro_batches)
-        aliases = {name: [_alias(t) if trains else t for t in each.tensors] for name, each in arrived.items()}
+        aliases = {name: [input_alias(t) if trains else t for t in each.tensors] for name, each in arrived.items()}
         trees = {name: unpack(each.structure, aliases[name]) for name, each in arrived.items()}
         with ExitStack() as stack:
             if self.wrappers is not None:
@@ -218,7 +218,8 @@ class Stage:
             self.wrappers.discard_grads()
 
 
-def _alias(tensor: Tensor) -> Tensor:
+def input_alias(tensor: Tensor) -> Tensor:
+    """Returns the same memory, as no leaf of the graph where it needs a gradient."""
     alias: Tensor = _InputAlias.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
     return alias
 

@@ -9,10 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from scale_core.tree import map_tensors
 from scale_pipe.distributed.errors import failure_from_error
+from scale_pipe.distributed.loss import BatchLoss
 from scale_pipe.distributed.p2p.messages import ChunkSize, Failure, StepKind
-from scale_pipe.distributed.stage import StageLoss
-from scale_pipe.microbatch import Arguments, batch_size_of, copy_to, scatter, scatter_with_sizes, unwrap_no_chunk
+from scale_pipe.microbatch import (
+    Arguments,
+    Chunks,
+    batch_size_of,
+    copy_to,
+    scatter,
+    scatter_with_sizes,
+    unwrap_no_chunk,
+)
 from scale_pipe.schedules.schedule import Schedule
 
 LossFunction = Callable[..., Any]
@@ -35,19 +44,12 @@ class StepArgs(NamedTuple):
     with_output: bool = False  # of an evaluation with a loss
 
 
-class Chunks(NamedTuple):
-    """Inputs of a mini-batch by micro-batch; `total` samples, None where each micro-batch gets the whole."""
-
-    by_micro_batch: Sequence[Any]
-    total: int | None
-
-
 class StepInputs(NamedTuple):
     """What a rank needs to run a pass."""
 
     chunk_sizes: Sequence[ChunkSize] = ()  # on the rank of the first stage; elsewhere they arrive
     arguments: Mapping[int, Chunks] = {}  # by stage of this rank, the `Arguments` beside what arrives
-    loss_fn: StageLoss | None = None  # on the rank of the last stage, where a loss is wanted
+    loss_fn: BatchLoss | None = None  # on the rank of the last stage, where a loss is wanted
     keep_output: bool = False  # on the rank of the last stage, in an evaluation
     step_optimizer: StepOptimizer | None = None  # called for each stage where the schedule steps it
     failure: Failure | None = None  # what is wrong with them
@@ -80,7 +82,7 @@ def prepare_inputs(args: StepArgs, kind: StepKind, schedule: Schedule, rank: int
         stage = num_stages - 1
         has_loss = kind is StepKind.STEP or args.target is not None or args.loss_fn is not None
         return inputs_of_rank._replace(
-            loss_fn=_stage_loss(args, chunks, device) if has_loss else None,
+            loss_fn=_batch_loss(args, chunks, device) if has_loss else None,
             keep_output=kind is StepKind.EVALUATION and (args.with_output or not has_loss),
         )
     except Exception as error:
@@ -152,28 +154,10 @@ def _cut(inputs: Any, chunks: int, device: torch.device) -> Chunks:
     return Chunks(copy_to(device, parts), total)
 
 
-def _stage_loss(args: StepArgs, chunks: int, device: torch.device) -> StageLoss:
+def _batch_loss(args: StepArgs, chunks: int, device: torch.device) -> BatchLoss:
     check_mean_loss(args.loss_fn)
-    loss_fn, targets = args.loss_fn, Chunks([], None)
-    if args.target is not None:
-        targets = _cut(args.target, chunks, device)
-
-    def stage_loss(output: Any, micro_batch: int, chunk_size: ChunkSize) -> Any:
-        if targets.total is not None and targets.total != chunk_size.total:
-            raise ValueError(
-                f"the mini-batch has {chunk_size.total} samples, and target has {targets.total}: give target for the "
-                "same samples"
-            )
-        if loss_fn is None:
-            return output
-        if args.target is not None:
-            return loss_fn(output, targets.by_micro_batch[micro_batch])
-        try:
-            return loss_fn(output)
-        except TypeError as error:
-            error.add_note(
-                "No target was given on the rank of the last stage: write target=target, as loss_fn takes it"
-            )
-            raise
-
-    return stage_loss
+    if args.target is None:
+        return BatchLoss(args.loss_fn, None)
+    with torch.inference_mode(False):  # The graph of a loss may keep them.
+        target = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, args.target)
+        return BatchLoss(args.loss_fn, _cut(target, chunks, device))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import time
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from scale_core import ScaleDistributedError
-from scale_core.comm.collectives import exchange
-from scale_core.comm.group import Group
+from scale_core import Contract, ContractError, ScaleDistributedError
+from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.consistency.flight_recorder import FlightRecorder
+from scale_core.consistency.optimizer_steps import describe_difference, have_diverged
 from scale_core.errors import TransferError, recovery_hint
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.gradients.data_parallel import grad_holders
@@ -36,6 +37,7 @@ class StepStatus(NamedTuple):
     measured_ranks: list[int]  # where gradients are measured by micro-batch
     signatures_match: bool  # they are measured alike on all ranks
     steps_after_all: bool  # some rank steps its stages now that all have finished
+    optimizer_steps: list[int]  # since the last pass, by rank, as `OptimizerSteps.status`
 
 
 class TimedPass(NamedTuple):
@@ -46,13 +48,17 @@ class TimedPass(NamedTuple):
     wall_clock: float  # seconds since the epoch
 
 
+_OWN_STEPS = "Stages may have hyperparameters of their own from the first step on, or by groups of their own"
+
+
 class StepLoop:
     """The passes of a rank: `kind` is that of the present one, `last` the latest one that went well."""
 
-    def __init__(self, group: Group, limit_seconds: float | None) -> None:
+    def __init__(self, contract: Contract) -> None:
         self.last: TimedPass | None = None
-        self._group = group
-        self._limit = limit_seconds
+        self._group = group = contract.group
+        self._limit = contract.limit_seconds
+        self._steps = contract.recorded_steps
         self._recorder = FlightRecorder(group)
         self._number = 0  # of passes
         self.kind = StepKind.STEP
@@ -84,6 +90,7 @@ class StepLoop:
             status = self._exchange_status(runtime, steps_after_all, device)
             if status.failed_ranks:
                 self._abort(runtime)
+            self._compare_steps(status.optimizer_steps)
         if status.measured_ranks:
             self._report_microbatch_grads(runtime, status)
         if status.steps_after_all:
@@ -114,18 +121,18 @@ class StepLoop:
 
     def _exchange_status(self, runtime: PassRuntime, steps_after_all: bool, device: torch.device) -> StepStatus:
         """Exchanges how the pass went; the one place where a step waits for what a device has computed."""
+        runtime.merge_losses()
         failed, grads = runtime.failure is not None, runtime.grads
-        # Records of other lengths, as those of a contract, are never taken for these five integers.
+        # Records of other lengths, as those of a contract, are never taken for these seven integers.
         bits, dtype, flags, fingerprint = 0, -1, int(grads.is_measured) + 2 * int(steps_after_all), 0
-        if runtime.losses and not failed:
-            losses, sizes = runtime.losses, runtime.chunk_sizes
-            first, *terms = (losses[number].reshape(()) * sizes[number].weight for number in sorted(losses))
-            loss = sum(terms, first)
+        if runtime.loss is not None and not failed:
+            loss = runtime.loss
             (bits,) = struct.unpack("<q", struct.pack("<d", float(loss)))
             dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
         if grads.is_measured:
             fingerprint = zlib.crc32(repr(list(map(tuple, grads.signatures))).encode()) if grads.signatures else 0
-        rows = exchange([int(failed), bits, dtype, flags, fingerprint], self._group, limit_seconds=self._limit)
+        record = [int(failed), bits, dtype, flags, fingerprint, self._steps.status(), 0]
+        rows = exchange(record, self._group, limit_seconds=self._limit)
         mean: Tensor | None = None
         for row in rows:
             if row[2] >= 0:
@@ -138,7 +145,19 @@ class StepLoop:
             measured_ranks=[rank for rank, row in enumerate(rows) if row[3] & 1],
             signatures_match=len({row[4] for row in rows}) == 1,
             steps_after_all=any(row[3] & 2 for row in rows),
+            optimizer_steps=[row[5] for row in rows],
         )
+
+    def _compare_steps(self, statuses: Sequence[int]) -> None:
+        """Raises ContractError on all ranks if optimizers that have stepped alike do so no more.
+
+        Stages may have optimizers of their own, and some ranks none: these are not compared.
+        """
+        if have_diverged(statuses):
+            texts = exchange_text(json.dumps(self._steps.of_part()), self._group, limit_seconds=self._limit)
+            difference = describe_difference([json.loads(text) for text in texts])
+            raise ContractError(f"{difference}. {_OWN_STEPS}", step=self._number, rank=self._group.rank)
+        self._steps.end(statuses)
 
     def _report_microbatch_grads(self, runtime: PassRuntime, status: StepStatus) -> None:
         """Ends the step for those who measure gradients, once it has gone well on all ranks."""

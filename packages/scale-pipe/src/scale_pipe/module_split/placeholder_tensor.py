@@ -40,14 +40,16 @@ class PlaceholderTensor(Tensor):
         meta: The same on the meta device, of any shape and dtype.
         origin: What has made the values, for errors: "module 'wte' of stage 0".
         device: Where it would be.
+        is_parameter: Whether it is in the place of a parameter or buffer, in all passes and not only in one.
     """
 
     meta: Tensor
     origin: str
+    is_parameter: bool
     resolved: Tensor | None  # The tensor that was received in its place, if any.
 
     @staticmethod
-    def __new__(cls, meta: Tensor, origin: str, device: torch.device | str) -> Self:
+    def __new__(cls, meta: Tensor, origin: str, device: torch.device | str, is_parameter: bool = False) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -56,14 +58,14 @@ class PlaceholderTensor(Tensor):
             dtype=meta.dtype,
             device=torch.device(device),
         )
-        made.meta, made.origin, made.resolved = meta, origin, None
+        made.meta, made.origin, made.is_parameter, made.resolved = meta, origin, is_parameter, None
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PlaceholderTensor({list(self.meta.shape)}, {self.meta.dtype}, from {self.origin})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderTensor:
-        return PlaceholderTensor(self.meta, self.origin, self.device)
+        return PlaceholderTensor(self.meta, self.origin, self.device, self.is_parameter)
 
     @classmethod
     def __torch_function__(

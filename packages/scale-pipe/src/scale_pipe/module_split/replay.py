@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from scale_core.device import rng
 from scale_core.errors import ScaleError
-from scale_core.tree import map_tensors
+from scale_core.tree import map_tensors, tensors_in
 from scale_pipe.module_split.collected_outputs import add_collected, collecting
 from scale_pipe.module_split.cut_plan import CutPlan
 from scale_pipe.module_split.placeholder_tensor import (
@@ -31,11 +31,12 @@ from scale_pipe.module_split.placeholder_tensor import (
 )
 from scale_pipe.module_split.stage_io import (
     CallArguments,
-    ModuleOutputShapes,
     NotForwarded,
     StageInput,
     StageOutput,
+    pack_module_output,
     pack_stage_output,
+    unpack_module_output,
     unpack_stage_input,
 )
 
@@ -79,6 +80,7 @@ class Replay:
         self._own_inputs = dict(own_inputs or {})
         self._trail, self._collected = list(self._input.trail), list(self._input.collected)
         self._num_replayed = 0  # Calls of the received trail.
+        self.resolved_parameters: list[PlaceholderTensor] = []  # Of other stages, which were arguments at the cut.
         self._begun = stage == 0
 
     def run(self, forward: Any) -> Any:
@@ -130,7 +132,7 @@ class Replay:
         with _running(None), collecting() as added:
             output = function(*args, **kwargs)
         if self._end is not None:
-            self._trail.append(ModuleOutputShapes(name, map_tensors(to_meta, output)))
+            self._trail.append(pack_module_output(name, output))
             self._collected.append(added)
         return output
 
@@ -143,10 +145,10 @@ class Replay:
         where = self._plan.describe_stages(name)
         if self._begun or not self._is_replayed(name):
             raise SplitError(self._not_replayed_reason(name, where))
-        shapes = self._input.trail[self._num_replayed].shapes
+        packed = self._input.trail[self._num_replayed]
         add_collected(self._input.collected[self._num_replayed])
         self._num_replayed += 1
-        return map_tensors(lambda meta: PlaceholderTensor(meta, f"module {name!r} of {where}", self._device), shapes)
+        return unpack_module_output(packed, where, self._device)
 
     def _not_replayed_reason(self, name: str, where: str) -> str:
         earlier = self._plan.stages_of[name][0] < self._stage
@@ -207,10 +209,21 @@ class Replay:
                         f"but on stage {self._stage} the call has other arguments than on the stage before"
                     )
                 sent[index] = here[index]
-            elif same_structure and isinstance(here[index], PlaceholderTensor) and isinstance(leaf, Tensor):
-                here[index].resolved = leaf
+            elif same_structure:
+                self._resolve_with(here[index], leaf)
         arguments: CallArguments = pytree.tree_unflatten(sent, sent_spec)
         return arguments
+
+    def _resolve_with(self, local: Any, received: Any) -> None:
+        """Gives the placeholders of an argument, or of a container that is no pytree, the values that were received."""
+        placeholders, tensors = list(tensors_in(local)), list(tensors_in(received))
+        if len(placeholders) != len(tensors):
+            return  # Whoever uses one of them raises.
+        for placeholder, tensor in zip(placeholders, tensors, strict=True):
+            if isinstance(placeholder, PlaceholderTensor):
+                placeholder.resolved = tensor
+                if placeholder.is_parameter:
+                    self.resolved_parameters.append(placeholder)
 
     def _check_can_run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._begun:

@@ -181,7 +181,7 @@ def _bare_copy(module: nn.Module) -> nn.Module:
 
 
 def _set_placeholder(module: nn.Module, key: str, tensor: Any, origin: str) -> None:
-    vars(module)[key] = PlaceholderTensor(to_meta(tensor), origin, tensor.device)
+    vars(module)[key] = PlaceholderTensor(to_meta(tensor), origin, tensor.device, is_parameter=True)
 
 
 @checked_arguments

@@ -29,6 +29,7 @@ class StageForward:
         self.plan, self.stage, self.pass_on = plan, stage, pass_on
         self._module: weakref.ref[nn.Module] | None = None
         self._first: tuple[nn.Module, str] | None = None  # The first parameter of the stage, which may be replaced.
+        self._resolved_parameters: list[PlaceholderTensor] = []  # Until the next call, as recomputation may read them.
 
     def bind(self, module: nn.Module) -> None:
         """Becomes the forward of a stage."""
@@ -40,7 +41,7 @@ class StageForward:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.plan, self.stage, self.pass_on, module = state
-        self._first = None
+        self._first, self._resolved_parameters = None, []
         self._module = module and weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +59,11 @@ class StageForward:
                 f"stage {self.stage} takes what stage {self.stage - 1} returns, one StageOutput, and the model's own "
                 f"arguments by keyword, but got {given}; other arguments go to stage 0"
             )
-        device = self._device(module, args[0])
-        return Replay(self.plan, self.stage, device, received=args[0], own_inputs=kwargs).run(forward)
+        for parameter in self._resolved_parameters:
+            parameter.resolved = None
+        replay = Replay(self.plan, self.stage, self._device(module, args[0]), received=args[0], own_inputs=kwargs)
+        self._resolved_parameters = replay.resolved_parameters
+        return replay.run(forward)
 
     def _device(self, module: nn.Module, given: Any) -> torch.device:
         """Returns the device of the stage's parameters, or else of its buffers, or of what it is given."""

@@ -38,10 +38,14 @@ class NotForwarded(Enum):
 
 
 class ModuleOutputShapes(NamedTuple):
-    """The output of a module's call, with tensors on the meta device."""
+    """The output of a module's call without values: in `output`, the tensor of shape [i] stands for the i-th.
+
+    Equal shapes are one object (`to_meta`), so they cannot stand in the output themselves.
+    """
 
     name: str
-    shapes: Any
+    output: Any
+    shapes: list[Tensor]  # On the meta device, one for each tensor.
 
 
 class StageInput(NamedTuple):
@@ -56,10 +60,10 @@ class StageInput(NamedTuple):
 class StageOutputLayout:
     """How the tensors are nested: in `content`, the tensor of shape [i] on the meta device stands for the i-th.
 
-    `absent` has the shapes of inputs that are not sent, numbered after the tensors that are.
+    `absent` has the shapes of inputs that are not sent, by number; the others are sent in order.
     """
 
-    def __init__(self, content: StageInput, absent: list[Tensor]) -> None:
+    def __init__(self, content: StageInput, absent: dict[int, Tensor]) -> None:
         self.content, self.absent = content, absent
 
 
@@ -78,30 +82,54 @@ def pack_stage_output(
     collected: Sequence[Collected] = (),
 ) -> StageOutput:
     """Returns what the next stage needs; inputs that are placeholders stay such."""
-    sent: dict[int, Tensor] = {}
-    absent: dict[int, Tensor] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        into = absent if isinstance(tensor, PlaceholderTensor) else sent
-        into[id(tensor)] = tensor
-        return tensor
-
     content = (inputs, call, list(collected) if any(collected) else [])
-    map_tensors(note, content)
-    numbers = {key: number for number, key in enumerate([*sent, *absent])}
-    inputs, call, collected = map_tensors(lambda tensor: _numbered(numbers[id(tensor)]), content)
+    (inputs, call, collected), tensors = _take_tensors(content)
     layout = StageInput(_without_unsendable(inputs), _without_unsendable(call), trail, collected)
-    return StageOutput(tuple(sent.values()), StageOutputLayout(layout, [to_meta(tensor) for tensor in absent.values()]))
+    absent = {number: to_meta(t) for number, t in enumerate(tensors) if isinstance(t, PlaceholderTensor)}
+    sent = tuple(tensor for number, tensor in enumerate(tensors) if number not in absent)
+    return StageOutput(sent, StageOutputLayout(layout, absent))
 
 
 def unpack_stage_input(output: StageOutput, device: torch.device) -> StageInput:
     """Puts the tensors into their places; placeholders are on the stage's device."""
     absent, content = output.layout.absent, output.layout.content
-    missing = [PlaceholderTensor(shape, "an input of the model that is not passed on", device) for shape in absent]
-    tensors = [*output.tensors, *missing]
-    nested = (content.inputs, content.call, content.collected)
-    inputs, call, collected = map_tensors(lambda number: tensors[number.numel()], nested)
+    sent = iter(output.tensors)
+    tensors = [
+        PlaceholderTensor(absent[number], "an input of the model that is not passed on", device)
+        if number in absent
+        else next(sent)
+        for number in range(len(absent) + len(output.tensors))
+    ]
+    inputs, call, collected = _put_tensors(tensors, (content.inputs, content.call, content.collected))
     return StageInput(inputs, call, content.trail, collected or [{}] * len(content.trail))
+
+
+def pack_module_output(name: str, output: Any) -> ModuleOutputShapes:
+    """Returns what later stages know of a module's output."""
+    numbered, tensors = _take_tensors(output)
+    return ModuleOutputShapes(name, numbered, [to_meta(tensor) for tensor in tensors])
+
+
+def unpack_module_output(packed: ModuleOutputShapes, stages: str, device: torch.device) -> Any:
+    """Returns the output with a placeholder for each tensor, on the device of the stage that has none."""
+    origin = f"module {packed.name!r} of {stages}"
+    return _put_tensors([PlaceholderTensor(shape, origin, device) for shape in packed.shapes], packed.output)
+
+
+def _take_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Returns a tree with the tensor of shape [i] in place of the i-th, and the tensors, each once."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return _numbered(len(tensors) - 1)
+
+    return map_tensors(take, tree), tensors
+
+
+def _put_tensors(tensors: Sequence[Tensor], tree: Any) -> Any:
+    """Reverts `_take_tensors`."""
+    return map_tensors(lambda number: tensors[number.numel()], tree)
 
 
 @lru_cache(maxsize=1024)

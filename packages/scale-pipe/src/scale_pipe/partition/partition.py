@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from scale_core.hooks.module_parts import is_for_each_part, take_hooks
+from scale_core.parameters import MemoryRange, check_memory_unshared
 from scale_pipe.integers import plain_integer
 from scale_pipe.microbatch import Arguments, describe_arguments
 
@@ -190,6 +191,14 @@ def _check_tensors(modules: Sequence[nn.Module], devices: Sequence[torch.device]
                     f"{name!r} is on the meta device and has no values that could be moved to {device}: "
                     'give it some before, module.to_empty(device="cpu") and then its initialization or load_state_dict'
                 )
+    # Two parameters over one memory are cut apart as well, where they come to two devices.
+    memory_of: dict[torch.device, list[MemoryRange]] = {}
+    for part, device in zip(modules, devices, strict=True):
+        elsewhere = [memory for other, ranges in memory_of.items() if other != device for memory in ranges]
+        check_memory_unshared("Pipe", (), part.named_parameters(), elsewhere)
+        memory_of.setdefault(device, []).extend(
+            memory for name, param in part.named_parameters() for memory in MemoryRange.of(name, param)
+        )
 
 
 Checkpoint: TypeAlias = Literal["always", "except_last", "never"]

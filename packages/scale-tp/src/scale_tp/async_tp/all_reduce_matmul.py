@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core.comm.group import Group
+from scale_core.shard import on_local_tensors
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.async_tp.chunks import product_dtype, to_rows, without_autocast
 from scale_tp.comm import PendingTensor, start_all_reduce
 from scale_tp.mappings import RegionEntry, RegionExit, apply
@@ -48,12 +50,13 @@ class _LinearWithGradAllReduce(RegionEntry):
         ctx.group, ctx.dtype = group, input.dtype
         ctx.set_materialize_grads(False)
         multiplied = input.to(weight.dtype)  # This is kept, as autocast keeps it.
-        ctx.save_for_backward(multiplied, weight)
+        ctx.save_for_backward(multiplied, local_tensor(weight))
         with without_autocast(input):
             return input, F.linear(multiplied, weight, bias)
 
     @staticmethod
     @once_differentiable
+    @on_local_tensors
     def backward(ctx: Any, total: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         _, _, wants_weight, wants_bias = ctx.needs_input_grad
@@ -75,7 +78,7 @@ class _LinearAllReduce(RegionExit):
     @staticmethod
     def forward(ctx: Any, group: Group, pieces: int, input: Tensor, weight: Tensor) -> Tensor:
         ctx.group = group
-        ctx.save_for_backward(input, weight)
+        ctx.save_for_backward(input, local_tensor(weight))
         rows = to_rows(input)
         total = input.new_empty(rows.shape[0], weight.shape[0])
         previous: tuple[Tensor, PendingTensor] | None = None
@@ -91,6 +94,7 @@ class _LinearAllReduce(RegionExit):
 
     @staticmethod
     @once_differentiable
+    @on_local_tensors
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         _, _, wants_input, wants_weight = ctx.needs_input_grad

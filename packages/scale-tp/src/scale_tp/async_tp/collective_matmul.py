@@ -25,6 +25,8 @@ from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_core.compat import untraced
 from scale_core.errors import TransferError
+from scale_core.shard import on_local_tensors
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.async_tp.chunks import (
     ChunkRange,
     SequenceChunks,
@@ -172,7 +174,7 @@ class _AllGatherLinear(RegionEntry):
             all_gather_chunks(chunks, part, act)
         # In the dtype of the products, as autocast keeps it.
         ctx.dtype, compute = part.dtype, outputs[0].dtype if outputs else part.dtype
-        ctx.save_for_backward((part if gathered is None else gathered).to(compute), *weights)
+        ctx.save_for_backward((part if gathered is None else gathered).to(compute), *map(local_tensor, weights))
         if gathered is None:
             return tuple(outputs)
         if not ctx.needs_input_grad[3]:
@@ -181,6 +183,7 @@ class _AllGatherLinear(RegionEntry):
 
     @staticmethod
     @once_differentiable
+    @on_local_tensors
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         chunks: SequenceChunks = ctx.chunks
         kept, *weights = ctx.saved_tensors
@@ -216,7 +219,7 @@ class _LinearReduceScatter(RegionExit):
     @staticmethod
     def forward(ctx: Any, chunks: SequenceChunks, input: Tensor, weight: Tensor) -> Tensor:
         ctx.group, ctx.chunks = chunks.group, chunks
-        ctx.save_for_backward(input, weight)
+        ctx.save_for_backward(input, local_tensor(weight))
 
         def act(chunk: ChunkRange, summand: Tensor) -> None:
             matmul_into(to_rows(chunks.at(input, chunk)), weight.mT, None, summand)
@@ -227,6 +230,7 @@ class _LinearReduceScatter(RegionExit):
 
     @staticmethod
     @once_differentiable
+    @on_local_tensors
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         chunks: SequenceChunks = ctx.chunks
         input, weight = ctx.saved_tensors

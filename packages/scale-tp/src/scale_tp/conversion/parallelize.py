@@ -15,13 +15,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from scale_core.arguments import checked_arguments
+from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.divergence import check_interval
 from scale_core.consistency.same_call import check_same_call
 from scale_core.optim.step_checks import register_replaced
-from scale_core.shard import set_shard, shard_of
+from scale_core.shard import shard_of
+from scale_core.sharded_tensor.tensor import set_shard
 from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, Heads
 from scale_tp.conversion import validation
 from scale_tp.conversion.convert import Conversion, conversion_for, find_all_heads, weight_split
@@ -97,6 +98,7 @@ def parallelize(
     Example:
         parallelize(model, {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, mesh["tensor"])
     """
+    refuse_inference_mode("parallelize")
     plan = {"": plan} if isinstance(plan, str | Style) else plan
     validation.check_arguments(model, plan, attention_rules)
     ranks = tensor_parallel_group(process_group)
@@ -259,6 +261,8 @@ def _build_plan(
     ]
     validation.check_producer_splits(conversions)
     validation.check_tied_params(model, conversions)
+    if ranks.size > 1:
+        validation.check_memory(model, conversions)
     validation.check_partial_outputs(styles)
     for found in heads.values():
         found.local_attributes(ranks.rank)  # Raises where an attribute is not what its rule says.

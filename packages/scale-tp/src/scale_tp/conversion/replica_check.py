@@ -21,6 +21,7 @@ from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.hooks.module_parts import ForEachShardHook
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.layers.base import ParallelModule
 
 _NUM_COMPARED = 32  # elements of a weight
@@ -98,8 +99,11 @@ def _take_sample(samples: dict[str, Tensor], key: str, name: str, module: nn.Mod
     """Forward pre-hook of a layer: takes some elements of a weight."""
     assert isinstance(module, ParallelModule)
     value = getattr(module, name, None)
-    if isinstance(value, Tensor) and tuple(value.shape) == module.shardings[name].local_shape(module.group.rank):
-        flat = value.detach().reshape(-1)
+    if not isinstance(value, Tensor):
+        return
+    part = local_tensor(value).detach()
+    if tuple(part.shape) == module.shardings[name].local_shape(module.group.rank):
+        flat = part.reshape(-1)
         samples[key] = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED].clone()
 
 

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from scale_core.comm.group import Group
+from scale_core.parameters import check_memory_unshared
 from scale_core.shard import Placement, shard_of
 from scale_tp.attention_heads import Heads
 from scale_tp.conversion.convert import Conversion
@@ -267,6 +268,19 @@ def check_tied_params(model: nn.Module, changes: Sequence[Conversion]) -> None:
                 f"'{divided[0]}' and '{others[0]}' are one parameter, but the plan does not divide both in one way: "
                 "give neither a style, or such as 'embedding_rowwise' and 'colwise_gather_output' (the head) to both"
             )
+
+
+def check_memory(model: nn.Module, changes: Sequence[Conversion]) -> None:
+    """Refuses a parameter that is divided and shares memory with another tensor of the model."""
+    divided = {
+        id(param)
+        for change in changes
+        for name, param in change.module.named_parameters(recurse=False)
+        if change.shardings[name].split is not None
+    }
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    others = [(name, tensor) for name, tensor in tensors if id(tensor) not in divided]
+    check_memory_unshared("parallelize", ((name, t) for name, t in tensors if id(t) in divided), others)
 
 
 def check_sequence_styles(styles: Mapping[str, Style], within: Callable[[str], bool]) -> None:

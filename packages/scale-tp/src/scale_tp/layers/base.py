@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_module import ShardedModule, full_tensor
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.split import Split, check_size
 from scale_tp.weight_init import FullWeightProxy, Initializer, init_shard
 
@@ -91,7 +92,8 @@ class ParallelModule(ShardedModule):
             return None
         split = sharding.split or Split.even(sharding.shape[sharding.dim], 1)
         rank = self.group.rank if sharding.split is not None else 0
-        return init_shard(param, sharding.shape, sharding.dim, split, rank, init_method, keep_full=keep_full)
+        part = local_tensor(param)
+        return init_shard(part, sharding.shape, sharding.dim, split, rank, init_method, keep_full=keep_full)
 
 
 def resolve_split(what: str, total: int, group: Group, stride: int, split: Split | None) -> Split:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.compat import active_fake_mode
+from scale_core.parameters import copy_attributes
+from scale_core.shard import on_local_tensors
 from scale_tp.layers.base import ParallelModule
 from scale_tp.weight_init import FullWeightProxy
 
@@ -67,11 +69,13 @@ def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Mod
             f"expected the function to fill parameters in place, but it has put others in the place of {replaced}: "
             "write torch.nn.init.normal_(module.weight), or module.weight.data.normal_()"
         )
-    for proxy in {id(proxy): proxy for _, proxy in proxies.values()}.values():
+    for param, proxy in {id(proxy): (param, proxy) for param, proxy in proxies.values()}.values():
         proxy.write_back()
+        copy_attributes(proxy, param, leave_out=FullWeightProxy.__annotations__)
     return module
 
 
+@on_local_tensors
 def _proxies(module: nn.Module) -> dict[tuple[ParallelModule, str], tuple[nn.Parameter, FullWeightProxy]]:
     """For each divided parameter, by its module and name, the parameter and the proxy of the full one."""
     made: dict[Tensor, FullWeightProxy] = {}
@@ -92,5 +96,6 @@ def _proxies(module: nn.Module) -> dict[tuple[ParallelModule, str], tuple[nn.Par
                 )
             if param not in made:
                 made[param] = FullWeightProxy.of(param, sharding.shape, sharding.dim, sharding.split, below.group.rank)
+                copy_attributes(param, made[param])
             found[below, name] = (param, made[param])
     return found

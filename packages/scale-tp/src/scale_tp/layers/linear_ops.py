@@ -18,6 +18,7 @@ from scale_core.comm.group import Group
 from scale_core.compat import untraced
 from scale_core.hooks.autograd import in_backward
 from scale_core.hooks.module_parts import ForEachShardHook
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.async_tp.all_reduce_matmul import linear_all_reduce
 from scale_tp.async_tp.collective_matmul import linear_scatter
 from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
@@ -119,7 +120,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bo
     """A linear layer with a weight [outputs, features], or a transposed one."""
     if not transposed:
         return F.linear(input, weight, bias)
-    rows = input.reshape(-1, input.shape[-1])
+    # Autograd keeps the factor as it is: a plain one has this rank's shape in the checks of a checkpoint, too.
+    rows, weight = input.reshape(-1, input.shape[-1]), local_tensor(weight)
     output = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
     return output.view(*input.shape[:-1], weight.shape[1])
 

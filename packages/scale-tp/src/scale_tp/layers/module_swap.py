@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
+from scale_core.parameters import copy_attributes
 from scale_core.sharded_module import mixed_class
 from scale_tp.layers.base import ParallelModule, ParamSharding
 from scale_tp.layers.full_init import init_as_full
@@ -75,9 +76,11 @@ def swap_class(
 
 
 def local_parameter(param: nn.Parameter, sharding: ParamSharding, group: Group) -> nn.Parameter:
-    """Returns this rank's shard of a full parameter, with memory of its own."""
+    """Returns this rank's shard of a full parameter, with memory of its own and the attributes that users set."""
     part = sharding.local_part(param.detach(), group.rank).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(part, requires_grad=param.requires_grad)
+    shard = nn.Parameter(part, requires_grad=param.requires_grad)
+    copy_attributes(param, shard)
+    return shard
 
 
 def _reset_parameters(self: Any) -> None:

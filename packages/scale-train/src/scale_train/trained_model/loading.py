@@ -15,6 +15,7 @@ from scale_core.errors import SnapshotError
 from scale_core.pretrained.materialize import materialize
 from scale_core.snapshot import latest_snapshot
 from scale_core.snapshot.format.metadata import read_manifest
+from scale_core.snapshot.state_codec import decode_extra
 from scale_train.errors import InputError
 from scale_train.huggingface.config import has_weights, number_in, read_config
 from scale_train.huggingface.model import build_on_meta
@@ -96,7 +97,7 @@ def _of_folder(path: Path) -> TrainedModel:
 
 
 def _of_checkpoint(point: Path) -> TrainedModel:
-    said: Any = read_manifest(point).extra
+    said: Any = decode_extra(read_manifest(point).extra)
     if not isinstance(said, dict) or said.get("program") != PROGRAM:
         raise InputError(f"{point}: a checkpoint of another program than {PROGRAM}")
     model: nn.Module

@@ -28,6 +28,7 @@ from scale_core.shard import full_shape
 from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot
 from scale_core.snapshot.foreign import recognize
 from scale_core.snapshot.format.metadata import JSON, read_manifest
+from scale_core.snapshot.state_codec import decode_extra
 from scale_train.errors import InputError, reason_of
 from scale_train.huggingface.model import config_facts
 from scale_train.model_config import ModelConfig
@@ -143,7 +144,7 @@ def check_is_of_this_training(training: TrainState, point: Path) -> None:
 
     def said() -> Any:
         with suppress(DamagedSnapshotError):  # Loading it says what is damaged, and which other one is whole.
-            check_said(training, point, read_manifest(point).extra)
+            check_said(training, point, decode_extra(read_manifest(point).extra))
 
     CollectiveCall(training.group, f"comparing {point}", SnapshotError).rank0(said)
 

@@ -23,6 +23,7 @@ from scale_core.comm.collectives import all_reduce, broadcast
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.optim.grad_scaler import ShardedGradScaler
+from scale_core.parameters import copy_attributes
 from scale_core.shard import full_shape
 from scale_fsdp import (
     CPUOffloadPolicy,
@@ -292,6 +293,7 @@ def materialize_stages(model: GPT, stages: Iterable[nn.Module], device: torch.de
         for name, param in on_meta:
             if param not in made:
                 made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                copy_attributes(param, made[param])
             module.register_parameter(name, made[param])  # Of experts, it stays a shard.
         if on_meta:
             model.init_weights(module)

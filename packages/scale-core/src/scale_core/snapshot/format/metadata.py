@@ -72,7 +72,7 @@ class Manifest:
     # Where the chunks of each tensor lie; together they are the tensor, each element once.
     chunks: Mapping[str, list[SavedChunk]]
     values: Mapping[str, Any]  # What is no tensor
-    extra: Any  # What the caller added
+    extra: JSON  # What the caller added, as `encode_extra` returns it
     files: Mapping[str, SavedFile]  # One for each rank that wrote it
     block_bytes: int  # Of the checksums
 

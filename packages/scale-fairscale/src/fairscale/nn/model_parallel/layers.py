@@ -17,6 +17,7 @@ from fairscale.nn.model_parallel.mappings import (
     scatter_to_model_parallel_region,
 )
 from fairscale.nn.model_parallel.utils import VocabUtility, divide_and_check_no_remainder
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp import Split
 from scale_tp.layers.base import ParallelModule
 from scale_tp.parallel_state import tensor_parallel_group
@@ -51,7 +52,8 @@ def _initialize_affine_weight(
     """Fills this rank's shard of a weight [out_features, in_features] as the whole would be; returns that if asked."""
     shape, ranks = (out_features, in_features), tensor_parallel_group()
     split = Split.strided(shape[partition_dim], ranks.size, stride)
-    return init_shard(weight, shape, partition_dim, split, ranks.rank, init_method, keep_full=return_master_weight)
+    part = local_tensor(weight)
+    return init_shard(part, shape, partition_dim, split, ranks.rank, init_method, keep_full=return_master_weight)
 
 
 class _LocalStateDict(ParallelModule):

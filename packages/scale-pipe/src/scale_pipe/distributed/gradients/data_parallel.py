@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.packing import group_in_buckets
-from scale_core.shard import Placement, Ranges, shard_of, unit_shard_of
+from scale_core.shard import Placement, Ranges, on_local_tensors, shard_of, unit_shard_of
 
 BUCKET_BYTES = 25 << 20
 """As much is averaged at a time, in a copy beside the gradients; that of `DistributedDataParallel`."""
@@ -76,6 +76,7 @@ class DataParallelWrappers:
                 stack.enter_context(wrapper.no_sync())  # type: ignore[operator]  # outermost_wrappers has looked
             yield
 
+    @on_local_tensors
     def average_grads(self, limit_seconds: float | None = None) -> None:
         """Averages the gradients of DDP wrappers; all replicas call it after the stage's last backward.
 
@@ -93,12 +94,14 @@ class DataParallelWrappers:
             for params in buckets.values():
                 _all_reduce_mean(params, group, limit_seconds)
 
+    @on_local_tensors
     def reduce_deferred(self, *, failed: bool, limit_seconds: float | None = None) -> None:
         """Calls `reduce()` where gradients wait for it, once those of shared parameters are summed."""
         for wrapper in self._on_call:
             if check_all_ok(group_of(wrapper.group), failed=failed, limit_seconds=limit_seconds):
                 wrapper.reduce()
 
+    @on_local_tensors
     def discard_grads(self) -> None:
         """Drops gradients that wait for their reduction.
 
@@ -119,6 +122,7 @@ def check_all_ok(group: Group, *, failed: bool, limit_seconds: float | None = No
     return not others
 
 
+@on_local_tensors
 def gradient_state(module: nn.Module, param: nn.Parameter) -> GradientState | None:
     """The state of a parameter's gradient after the last backward; None where a wrapper does not tell."""
     shard = shard_of(param)
@@ -157,6 +161,7 @@ def check_disjoint_wrappers(stages: Mapping[int, nn.Module]) -> None:
                     )
 
 
+@on_local_tensors
 def grad_holders(module: nn.Module) -> list[Tensor]:
     """The parameters of a stage, and the shards in optimizers that get their averaged gradients."""
     shards: dict[int, Tensor] = {}
@@ -173,6 +178,7 @@ def _reduces_on_call(wrapper: nn.Module, param: nn.Parameter) -> bool:
     return waits and any(param is other for other in wrapper.parameters())
 
 
+@on_local_tensors
 def _all_reduce_mean(params: list[nn.Parameter], group: Group, limit_seconds: float | None) -> None:
     """Averages the gradients of parameters of one dtype and device, bucket by bucket."""
     for param in params:

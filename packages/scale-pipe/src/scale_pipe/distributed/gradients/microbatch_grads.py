@@ -27,6 +27,7 @@ from scale_core.comm.collectives import exchange_text, subgroup_of
 from scale_core.comm.group import Group
 from scale_core.hooks.autograd import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature
+from scale_core.shard import on_local_tensors
 from scale_pipe.distributed.p2p.channel import P2PChannel
 from scale_pipe.distributed.p2p.messages import WHOLE, Flow, Payload, Slot, pack, unpack
 from scale_pipe.distributed.program import SharedParameter, first_stage_by_rank
@@ -61,6 +62,7 @@ class MicrobatchGrads:
         """What the observers need other ranks to have alike."""
         return () if self.step is None else self.step.terms
 
+    @on_local_tensors
     def begin(self, stages: Mapping[int, nn.Module], copies: Mapping[str, nn.Parameter]) -> None:
         """Announces a step to observers, which may refuse it; `copies` are parameters that other ranks have, too."""
         counts = Counter(param for stage in stages.values() for param in stage.parameters())
@@ -124,6 +126,7 @@ class MicrobatchGrads:
                     "each of these ranks, or call unhook() on all of them"
                 )
 
+    @on_local_tensors
     def sum_shared(self, num_micro_batches: int, channel: P2PChannel) -> None:
         """Sums the gradients of shared parameters over stages, micro-batch by micro-batch. Raises P2PError."""
         self._remove_hooks()
@@ -173,6 +176,7 @@ class MicrobatchGrads:
             handle.remove()
         self._handles = []
 
+    @on_local_tensors
     def _accumulate(self, shared: _SharedParam, grad: Tensor) -> None:
         """Adds what a stage computed, or a part of it, as a reentrant checkpoint inside of it does."""
         batch = None if self.step is None else self.step.sample

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.hooks.autograd import lacks_autograd_hooks
-from scale_core.shard import Ranges
+from scale_core.shard import Ranges, on_local_tensors
 from scale_pipe.distributed.gradients.data_parallel import GradientState, ReduceMode, gradient_state
 from scale_pipe.distributed.module_view import StageModuleView, module_fqns, original_fqn
 from scale_pipe.distributed.p2p.channel import P2PChannel
@@ -72,6 +72,7 @@ class SharedParams:
                 self._places[name] = fqn, holders[rank], tuple(holders.values())
         self.refresh(pipe)
 
+    @on_local_tensors
     def refresh(self, pipe: StageModuleView) -> None:
         """Finds this rank's copies as they are now. Raises ValueError if a wrapper hides one or a hook is on it."""
         params = dict(pipe.named_parameters(remove_duplicate=False)) if self._places else {}
@@ -108,12 +109,14 @@ class SharedParams:
 
     # Gradients.
 
+    @on_local_tensors
     def set_grads_aside(self) -> None:
         """Keeps what was accumulated so far: it has been summed already."""
         self._accumulated = {name: copy.param.grad for name, copy in self._copies.items()}
         for copy in self._copies.values():
             copy.param.grad = None
 
+    @on_local_tensors
     def message(self, name: str) -> Payload | ChunkSize:
         """The gradient that this rank sends; a size alone if it has none, and None in a payload if it is frozen."""
         param, state, _, _ = self._copies[name]
@@ -123,6 +126,7 @@ class SharedParams:
             return WHOLE
         return Payload(*pack((state.start, state.stop, state.ranges, state.reduce_mode.name, param.grad)), WHOLE)
 
+    @on_local_tensors
     def sum_grads(
         self, arrived: Mapping[Slot, Payload], *, failed: bool = False, limit_seconds: float | None = None
     ) -> None:
@@ -161,6 +165,7 @@ class SharedParams:
         return bool(self._to_broadcast or self._received)
 
     @torch.no_grad()
+    @on_local_tensors
     def broadcast_values(self, channel: P2PChannel, placement: StagePlacement, rank: int) -> None:
         """Gives all holders the values of the first one, if they have not got them yet; all ranks call it together.
 

@@ -1,0 +1,146 @@
+"""The step of an elementwise optimizer on shards: on plain tensors, at no cost.
+
+A `ShardedParameter` answers for the full parameter, which costs a call of Python for each attribute that is read. An
+optimizer that is known to update each element by itself needs none of that, so its `step` runs where shards are plain
+tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from scale_core.optim.traits import NUMBERS, is_known_elementwise
+from scale_core.shard import as_local, is_divided, on_local_tensors, shard_of
+from scale_core.sharded_tensor.tensor import is_sharded, mark_sharded
+
+
+class BoundMethod:
+    """A method in the place of an optimizer's own one, which it calls; it does not keep the optimizer alive."""
+
+    def __init__(self, optimizer: Optimizer, name: str, around: Callable[..., Any]) -> None:
+        method: Any = getattr(optimizer, name)
+        self._optimizer = weakref.ref(optimizer)
+        function: Callable[..., Any] = getattr(method, "__func__", None) or _unbound(method)
+
+        @functools.wraps(method)
+        def call(optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
+            return around(function, optimizer, *args, **kwargs)
+
+        self.__func__ = call  # A function, since learning rate schedulers bind it to the optimizer.
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it with the optimizer, as a method."""
+        return self.__func__(self._optimizer(), *args, **kwargs)
+
+
+def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, *args, **kwargs: method(*args, **kwargs)
+
+
+class StateOfShards(MutableMapping[Any, Any]):
+    """An optimizer's state by parameter, in which the state of a shard is sharded as well when it is read.
+
+    While the optimizer steps on plain tensors it has `by_param` in its place.
+    """
+
+    def __init__(self, by_param: MutableMapping[Any, Any]) -> None:
+        self.by_param = by_param
+
+    def __getitem__(self, param: Any) -> Any:
+        values = self.by_param[param]
+        if isinstance(param, Tensor) and is_sharded(param) and torch._C._is_torch_function_enabled():
+            mark_state(param, values)
+        return values
+
+    def __setitem__(self, param: Any, values: Any) -> None:
+        self.by_param[param] = values
+
+    def __delitem__(self, param: Any) -> None:
+        del self.by_param[param]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.by_param)
+
+    def __len__(self) -> int:
+        return len(self.by_param)
+
+    def __contains__(self, param: object) -> bool:
+        return param in self.by_param
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        """As of any mapping; `by_param` itself makes an entry where it is asked for one."""
+        return self[param] if param in self.by_param else default
+
+    def __repr__(self) -> str:
+        return repr(self.by_param)
+
+    def __reduce__(self) -> Any:
+        """A copy is a plain one."""
+        return _same, (self.by_param,)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@on_local_tensors
+def mark_state(param: Tensor, values: Any) -> None:
+    """Makes the tensors of a shard's state that have a value for each of its elements sharded, as the shard is."""
+    shard = shard_of(param)
+    if shard is None or not isinstance(values, dict):
+        return
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.shape == param.shape:
+            is_number = value.dim() == 0 and (key in NUMBERS or bool(shard.shape))
+            if not is_number:
+                mark_sharded(value, shard)
+
+
+def wrap_state(optimizer: Optimizer) -> None:
+    """Makes an optimizer's state show that of shards as sharded, also after it was loaded."""
+    if "state" in vars(optimizer) and not isinstance(optimizer.state, StateOfShards):
+        vars(optimizer)["state"] = StateOfShards(optimizer.state)
+
+
+def step_on_local_tensors(optimizer: Optimizer) -> None:
+    """Makes the step of an elementwise optimizer on shards run on plain tensors; does nothing for others, or twice."""
+    if isinstance(vars(optimizer).get("step"), BoundMethod) or not is_known_elementwise(type(optimizer)):
+        return
+    if any(is_divided(param) for group in optimizer.param_groups for param in group["params"]):
+        vars(optimizer)["step"] = BoundMethod(optimizer, "step", _local_step)
+        wrap_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(wrap_state)
+
+
+def _local_step(method: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    if args and callable(args[0]):
+        args = (_as_full(args[0]), *args[1:])
+    if callable(kwargs.get("closure")):
+        kwargs["closure"] = _as_full(kwargs["closure"])
+    state = optimizer.state
+    if isinstance(state, StateOfShards):
+        vars(optimizer)["state"] = state.by_param
+    try:
+        with as_local():
+            return method(optimizer, *args, **kwargs)
+    finally:
+        vars(optimizer)["state"] = state
+
+
+def _as_full(closure: Callable[..., Any]) -> Callable[..., Any]:
+    """A closure is the user's: to it shards are sharded again."""
+
+    @functools.wraps(closure)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return closure(*args, **kwargs)
+
+    return call

@@ -1,0 +1,141 @@
+"""What rules for functions of torch have in common: sharded tensors among arguments, operands, results and errors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from scale_core.errors import ShardedTensorError
+from scale_core.shard import Shard, shard_of
+from scale_core.sharded_tensor import reductions
+from scale_core.sharded_tensor.elements import divided_axes, local_part, same_elements
+from scale_core.sharded_tensor.reductions import Sharded
+
+Rule: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""What takes a function of torch and its arguments, and calls it, or computes its result, or refuses it."""
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields the tensors among the arguments, and in lists of them."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (part for part in value if isinstance(part, Tensor))
+
+
+def is_sharded(value: object) -> bool:
+    """Whether it is a tensor that knows that it is a part."""
+    return isinstance(value, _sharded_types())
+
+
+@functools.cache
+def _sharded_types() -> tuple[type[Tensor], ...]:
+    from scale_core.sharded_tensor import tensor
+
+    return tensor.ShardedTensor, tensor.ShardedParameter
+
+
+def record_of(tensor: Tensor) -> Shard:
+    """The record of a sharded tensor."""
+    shard = shard_of(tensor)
+    if shard is None:
+        raise ShardedTensorError(f"a plain tensor {list(tensor.shape)} in place of a sharded one is not supported here")
+    return shard
+
+
+def marked(value: Any, shard: Shard) -> Any:
+    """Makes the plain tensors of a result sharded ones."""
+    if type(value) is Tensor:
+        from scale_core.sharded_tensor.tensor import mark_sharded
+
+        return mark_sharded(value, shard)
+    if isinstance(value, tuple | list):
+        parts = [marked(part, shard) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def title_of(func: Callable[..., Any]) -> str:
+    """The name of a function in errors."""
+    return getattr(func, "__name__", str(func)).strip("_")
+
+
+def refuse(func: Callable[..., Any], shard: Shard, why: str = "") -> NoReturn:
+    """Raises the error of a function that needs what other ranks have."""
+    groups = [list(shard.axes[number].group.ranks) for number in divided_axes(shard)]
+    ranks = " and ".join(map(str, groups))
+    why = why or "it needs elements that other ranks have"
+    raise ShardedTensorError(
+        f"{title_of(func)} of {shard.title} {list(shard.shape)}: {why}, because the tensor is divided between the "
+        f"ranks {ranks}. "
+        "Write tensor.full_tensor() on all of these ranks for the full one, or tensor.to_local() for this rank's "
+        "elements; in "
+        "an optimizer, let scale-oss give each full tensor to one rank for the step, OSS(model.parameters(), optim=...)"
+    )
+
+
+def refuse_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """A rule: refuses a call for its first sharded tensor."""
+    tensors = [tensor for tensor in tensors_in(args, kwargs) if is_sharded(tensor)]
+    if not tensors:
+        raise ShardedTensorError(
+            f"{title_of(func)}: not supported on sharded tensors: write full_tensor() or to_local() first"
+        )
+    refuse(func, record_of(tensors[0]))
+
+
+class Named:
+    """A name in the place of a function, for errors."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self) -> None:
+        """Never called."""
+
+
+def operand(func: Callable[..., Any], value: Tensor, shard: Shard, like: Tensor) -> Tensor:
+    """Returns what of an argument belongs to this rank's elements of `shard`, held by `like`."""
+    if is_sharded(value):
+        other = record_of(value)
+        if same_elements(other, shard):
+            return value if value.shape == like.shape else value.view(like.shape)
+        if other.numel == 1 and shard.numel > 1:
+            return whole_value(value)
+        refuse(func, shard, f"its elements are on other ranks than those of {other.title} {list(other.shape)}")
+    if value.numel() == 1 and value.dim() <= len(shard.shape) and shard.numel != 1:
+        return value.reshape(())
+    try:
+        fits = torch.broadcast_shapes(value.shape, shard.shape) == torch.Size(shard.shape)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ShardedTensorError(
+            f"{title_of(func)}: a tensor {list(value.shape)} does not fit {shard.title} {list(shard.shape)}, of "
+            "which this rank "
+            f"has a part. Make tensors beside it by torch.zeros_like(tensor), or in the full shape, tensor.shape"
+        )
+    part = local_part(value, shard)
+    return part if part.shape == like.shape else part.reshape(like.shape)
+
+
+def whole_value(tensor: Tensor) -> Tensor:
+    """The full tensor of one that has a single element, on all ranks."""
+    shard = record_of(tensor)
+    result = reductions.reduce(reductions.sum_of(None), Sharded(tensor, shard), None, False, "the value")
+    return result.to(tensor.dtype)
+
+
+def largest_sharded(tensors: Sequence[Tensor]) -> Tensor:
+    """The sharded tensor that the result is divided like: the largest."""
+    return max((tensor for tensor in tensors if is_sharded(tensor)), key=lambda tensor: record_of(tensor).numel)
+
+
+def full_shape(tensor: Tensor) -> Sequence[int]:
+    """The shape of the full tensor."""
+    return record_of(tensor).shape if is_sharded(tensor) else tensor.shape

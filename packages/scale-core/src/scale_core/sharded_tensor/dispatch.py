@@ -1,0 +1,51 @@
+"""Which rule a function of torch follows with sharded tensors among its arguments.
+
+Every rule runs inside of `DisableTorchFunctionSubclass`, where sharded tensors are plain ones. There are these kinds:
+
+- `attributes`: what asks for a shape, a size or a number of elements gets that of the full tensor;
+- `elementwise`: what is computed element by element is local, and so are copies, conversions and tensors like one;
+- `views`: views with the same elements in the same order, and slices along the first dimension, are sharded as well;
+- `reduction_rules`: reductions go over the ranks (`reductions`);
+- `random_values`: random values are drawn for the full tensor, of which each rank takes its part;
+- anything else is a `ShardedTensorError`, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from scale_core.sharded_tensor import attributes, elementwise, pointwise, random_values, reduction_rules, views
+from scale_core.sharded_tensor.arguments import Rule, refuse_call
+
+_RULES: dict[str, Rule] = {
+    **attributes.RULES,
+    **elementwise.RULES,
+    **views.RULES,
+    **random_values.RULES,
+    **reduction_rules.RULES,
+}
+
+
+def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function of torch with sharded tensors among its arguments."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _rule_of(func)(func, args, kwargs)
+
+
+@functools.cache
+def _rule_of(func: Callable[..., Any]) -> Rule:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = cast(Any, func).__self__.__name__
+        return attributes.get_attribute(attribute) if name == "__get__" else attributes.set_attribute(attribute)
+    if getattr(func, "__module__", None) == "torch.nn.init":
+        return random_values.fill_in_place
+    if name in _RULES:
+        return _RULES[name]
+    if name.startswith("_foreach_"):
+        return elementwise.on_lists if pointwise.is_pointwise_list(name) else refuse_call
+    return elementwise.on_elements

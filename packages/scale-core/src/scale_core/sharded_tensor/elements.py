@@ -1,0 +1,128 @@
+"""Which elements a rank has of a tensor, of its views, and of what is computed with it: numbers in, numbers out.
+
+A rank has the elements [start, stop) of a tensor in row-major order, or of some of its indices (`ranges`, as of
+columns). A view in another shape has the same elements; a slice along the first dimension has those of them that lie in
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from scale_core.shard import Placement, Shard, elements_of
+
+
+def local_shape(shape: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """Returns the shape in which a rank has the elements [start, stop): rows where it has whole rows, else 1-D.
+
+    >>> local_shape((4, 3), 0, 6), local_shape((4, 3), 0, 5), local_shape((4, 3), 12, 12)
+    ((2, 3), (5,), (0, 3))
+    """
+    shape = tuple(shape)
+    if start == stop:
+        return (0, *shape[1:])
+    if stop - start == math.prod(shape):
+        return shape
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
+    row = math.prod(shape[dim + 1 :])
+    if start % row or stop % row:
+        return (stop - start,)
+    return (*shape[:dim], (stop - start) // row, *shape[dim + 1 :])
+
+
+def divided_axes(shard: Shard) -> tuple[int, ...]:
+    """Returns the numbers of the axes between whose ranks the elements are divided."""
+    return tuple(
+        number for number, axis in enumerate(shard.axes) if axis.placement is Placement.SHARD and axis.group.size > 1
+    )
+
+
+def same_elements(shard: Shard, other: Shard) -> bool:
+    """Whether every rank has the same elements of both."""
+    if shard is other:
+        return True
+    same_part = (shard.shape, shard.start, shard.stop, shard.ranges) == (
+        other.shape,
+        other.start,
+        other.stop,
+        other.ranges,
+    )
+    # Parameters of one shape may be cut in different places of their units on some ranks, which this rank can't see.
+    return same_part and shard.axes == other.axes and (shard.name == other.name or not shard.gathered)
+
+
+def is_range(shard: Shard) -> bool:
+    """Whether each rank has a range of elements, as of a unit's parameters; a layer may have columns on any rank."""
+    return shard.gathered and not shard.ranges and len(divided_axes(shard)) == 1
+
+
+def reshaped(shard: Shard, shape: tuple[int, ...]) -> Shard | None:
+    """Returns the record of a view in another shape, with the same elements; None where these are no range."""
+    if shape == shard.shape:
+        return shard
+    return replace(shard, shape=shape) if is_range(shard) else None
+
+
+def sliced(shard: Shard, first: int, last: int) -> tuple[Shard, int, int] | None:
+    """Returns the record of the slices [first, last) along the first dimension, and which local elements these are.
+
+    None where the elements are no range.
+    """
+    if not is_range(shard) or not shard.shape:
+        return None
+    row = math.prod(shard.shape[1:])
+    start, stop = max(shard.start, first * row), min(shard.stop, last * row)
+    if start >= stop:
+        at = min(max(first * row, shard.start), shard.stop) - first * row
+        at = min(max(at, 0), (last - first) * row)
+        return replace(shard, shape=(last - first, *shard.shape[1:]), start=at, stop=at), 0, 0
+    part = replace(shard, shape=(last - first, *shard.shape[1:]), start=start - first * row, stop=stop - first * row)
+    return part, start - shard.start, stop - shard.start
+
+
+def local_part(full: Tensor, shard: Shard) -> Tensor:
+    """Returns this rank's elements of a full tensor that broadcasts to `shard.shape`, in no particular shape."""
+    if shard.ranges:
+        return elements_of(full.expand(shard.shape), shard.start, shard.stop, shard.ranges)
+    if shard.start == shard.stop:
+        return full.new_empty(local_shape(shard.shape, 0, 0))
+    if not shard.shape:
+        return full.expand(())
+    # Only the rows that it needs: a full tensor that was broadcast takes no memory.
+    row = max(1, math.prod(shard.shape[1:]))
+    first, last = shard.start // row, -(-shard.stop // row)
+    if full.dim() == len(shard.shape) and full.shape[0] != 1:
+        full = full.narrow(0, first, last - first)
+    rows = full.expand(last - first, *shard.shape[1:])
+    if shard.start == first * row and shard.stop == last * row:
+        return rows
+    return rows.reshape(-1)[shard.start - first * row : shard.stop - first * row]
+
+
+def box_of(local: Tensor, shard: Shard, fill: float | bool) -> tuple[Tensor, list[Tensor | None]]:
+    """Returns the rows that a rank has elements of, as a tensor of all dimensions, and which indices it has of each.
+
+    Elements of these rows that other ranks have are `fill`. None stands for all indices of a dimension.
+    """
+    sizes = tuple(sum(last - first for first, last in held) for held in shard.ranges) or shard.shape
+    row = max(1, math.prod(sizes[1:]))
+    first, last = shard.start // row, -(-shard.stop // row)
+    if shard.start == first * row and shard.stop == last * row:
+        box = local.reshape(last - first, *sizes[1:])
+    else:
+        flat = torch.full(((last - first) * row,), fill, dtype=local.dtype, device=local.device)
+        flat[shard.start - first * row : shard.stop - first * row] = local.reshape(-1)
+        box = flat.view(last - first, *sizes[1:])
+    indices: list[Tensor | None] = []
+    for dim, size in enumerate(shard.shape):
+        held = shard.ranges[dim] if shard.ranges else ((0, size),)
+        index = torch.cat([torch.arange(begin, end, device=local.device) for begin, end in held])
+        if dim == 0:
+            index = index[first:last]
+        indices.append(None if len(index) == size else index)
+    return box, indices

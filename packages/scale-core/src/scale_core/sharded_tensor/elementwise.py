@@ -1,0 +1,212 @@
+"""Functions that compute each element by itself: they run on this rank's elements, and their results are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from scale_core import compat
+from scale_core.comm.group import Group
+from scale_core.shard import Shard
+from scale_core.sharded_tensor import pointwise, reductions
+from scale_core.sharded_tensor.arguments import (
+    Rule,
+    is_sharded,
+    largest_sharded,
+    marked,
+    operand,
+    record_of,
+    refuse,
+    refuse_call,
+    tensors_in,
+    whole_value,
+)
+from scale_core.sharded_tensor.elements import divided_axes, local_part, same_elements
+
+
+def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that is elementwise, by what it computes; others are refused."""
+    tensors = list(tensors_in(args, kwargs))
+    if not any(map(is_sharded, tensors)):
+        refuse_call(func, args, kwargs)
+    main = largest_sharded(tensors)
+    shard = record_of(main)
+    scalars = {
+        id(tensor)
+        for tensor in tensors
+        if shard.numel != 1 and (record_of(tensor).numel if is_sharded(tensor) else tensor.numel()) == 1
+    }
+    if not pointwise.is_pointwise(func, args, kwargs, scalars):
+        refuse(func, shard)
+    name = getattr(func, "__name__", "")
+    written = [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else list(kwargs.get("out") or ())
+    if _is_in_place(name):
+        written.append(args[0])
+    if shard.numel == 1 and any(not is_sharded(target) for target in written):
+        return _on_whole(func, args, kwargs)
+    for target in written:
+        check_target(func, target, main)
+
+    def local(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value if any(value is target for target in written) else operand(func, value, shard, main)
+        if isinstance(value, list | tuple) and any(isinstance(part, Tensor) for part in value):
+            return type(value)(map(local, value))
+        return value
+
+    result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
+    return marked(result, shard)
+
+
+def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of tensors of one element, computed on all ranks."""
+
+    def whole(value: Any) -> Any:
+        return whole_value(value).reshape(record_of(value).shape) if is_sharded(value) else value
+
+    return func(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
+
+
+def check_target(func: Callable[..., Any], target: Tensor, main: Tensor) -> None:
+    """Checks that a sharded result can be written to a tensor: to one with the same elements.
+
+    A plain tensor of the full shape that nothing else refers to, as a state made by `torch.zeros(param.shape)`, becomes
+    one.
+    """
+    shard = record_of(main)
+    if is_sharded(target):
+        if not same_elements(record_of(target), shard):
+            refuse(func, shard, "its result has elements on other ranks than the tensor that it is written to")
+        return
+    is_own = type(target) is Tensor and not target.requires_grad and compat.is_unshared(target)
+    if not is_own or tuple(target.shape) != tuple(shard.shape):
+        refuse(
+            func,
+            shard,
+            f"its result is divided, and the tensor {list(target.shape)} that it is written to is not; make that by "
+            "torch.zeros_like(tensor)",
+        )
+    target.data = local_part(target.detach(), shard).reshape(main.shape).clone()
+    marked(target, shard)
+
+
+def _is_in_place(name: str) -> bool:
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__index__", "__int__", "__invert__")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An elementwise function of lists of tensors."""
+    lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
+    length = len(lists[0])
+    mains = [largest_sharded(row) if any(map(is_sharded, row)) else None for row in zip(*lists, strict=True)]
+    shards = [None if main is None else record_of(main) for main in mains]
+    if func.__name__.endswith("_"):
+        for target, main in zip(args[0], mains, strict=True):
+            if main is not None:
+                check_target(func, target, main)
+
+    def local(value: Any) -> Any:
+        if _is_tensor_list(value):
+            return [
+                tensor if main is None or shard is None else operand(func, tensor, shard, main)
+                for tensor, main, shard in zip(value, mains, shards, strict=True)
+            ]
+        return whole_value(value) if is_sharded(value) else value
+
+    result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
+    if result is None or not isinstance(result, list | tuple):
+        return result
+    assert len(result) == length, "a function of lists has a result for each of their tensors"
+    return [part if shard is None else marked(part, shard) for part, shard in zip(result, shards, strict=True)]
+
+
+def _is_tensor_list(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(part, Tensor) for part in value)
+
+
+def _fused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fused step of an elementwise optimizer."""
+    return func(*args, **kwargs)
+
+
+def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A scaler's division of gradients: all ranks find the same infinities."""
+    grads, found_inf, *rest = args
+    result = func(grads, found_inf, *rest, **kwargs)
+    for shard in _one_per_group(grads):
+        found_inf.copy_(reductions.over_ranks(found_inf, shard, lambda values: values.amax(0), "unscale"))
+    return result
+
+
+def _one_per_group(tensors: Sequence[Tensor]) -> list[Shard]:
+    shards: dict[tuple[Group, ...], Shard] = {}
+    for tensor in tensors:
+        if is_sharded(tensor):
+            shard = record_of(tensor)
+            shards.setdefault(tuple(shard.axes[number].group for number in divided_axes(shard)), shard)
+    return list(shards.values())
+
+
+# Copies, conversions, and tensors of the same layout.
+
+
+def _same_layout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not is_sharded(args[0]):
+        refuse_call(func, args, kwargs)
+    return marked(func(*args, **kwargs), record_of(args[0]))
+
+
+def _copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], kwargs.pop("src", kwargs.pop("other", args[1] if len(args) > 1 else None))
+    if not is_sharded(target):
+        check_target(func, target, source)
+    return func(target, operand(func, source, record_of(target), target), *args[2:], **kwargs)
+
+
+def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor with this one's dtype and device, in a shape that is given: a plain one on every rank."""
+    return func(*args, **kwargs)
+
+
+def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad`: gradients of sharded tensors are sharded like them."""
+    inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+    result = func(*args, **kwargs)
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return tuple(
+        marked(grad, record_of(tensor)) if is_sharded(tensor) and grad is not None else grad
+        for tensor, grad in zip(inputs, result, strict=True)
+    )
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        (
+            *(
+                "detach",
+                "detach_",
+                "clone",
+                "alias",
+                "contiguous",
+                "positive",
+                "pin_memory",
+                "cpu",
+                "cuda",
+                "to",
+                "type",
+            ),
+            *("float", "double", "half", "bfloat16", "int", "long", "bool"),
+            *("zeros_like", "ones_like", "empty_like", "full_like"),
+        ),
+        _same_layout,
+    ),
+    "copy_": _copy,
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), _like),
+    "grad": _gradients,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), _fused),
+}

@@ -1,0 +1,159 @@
+"""`ShardedParameter` and `ShardedTensor`: tensors of which each rank has a part, and that behave as the full ones.
+
+They are ordinary tensors with this rank's elements, and with one record, a `Shard`, that says which elements these are.
+Only their class differs, so that memory, views, autograd and kernels are those of any tensor. What Python calls on them
+goes through `dispatch`, which answers for the full tensor or raises an error.
+
+Inside `torch._C.DisableTorchFunctionSubclass()` they are the plain tensors of this rank's elements, at no cost: code
+that knows about shards, as that of these packages, runs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from scale_core.shard import RECORD, Shard, as_local, is_divided_shard, record_shard, shard_of
+from scale_core.sharded_tensor import description, dispatch
+
+
+class ShardedTensor(Tensor):
+    """A tensor of which this rank has a part: a gradient, a state of an optimizer, or the result of a function of them.
+
+    `shape`, `numel()` and the like are those of the full tensor. Functions that compute each element by itself give a
+    `ShardedTensor`, reductions give a plain tensor with the result of the full one, on all ranks that share it, which
+    call them together. Others raise `ShardedTensorError`.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(hasattr(kind, "waits_first") for kind in types):
+            return NotImplemented  # An all-gather writes to a parameter among the arguments, whose class waits for it.
+        return dispatch.call(func, args, kwargs or {})
+
+    def __hash__(self) -> int:
+        """By identity, the number of any tensor: a parameter stays in dictionaries where it becomes a sharded one."""
+        return id(self)
+
+    def to_local(self) -> Tensor:
+        """Returns a plain tensor of this rank's elements, in the same memory."""
+        with as_local():
+            return _plain(self)
+
+    @torch.no_grad()
+    def full_tensor(self) -> Tensor:
+        """Returns the full tensor, in memory of its own, on all ranks that share it; these call it together."""
+        from scale_core.state.full_tensor import gather_shard
+
+        with as_local():
+            return gather_shard(_plain(self.detach()), _record(self))
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """For each axis of ranks torch's placement: `Shard(dim)`, or `Replicate()`."""
+        return description.placements(_record(self))
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks that share it: a mesh with a dimension for each entry of `placements`."""
+        return description.device_mesh(_record(self))
+
+    def __copy__(self) -> Any:
+        with as_local():
+            return mark_sharded(_plain(self.detach()), _record(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with as_local():
+                memo[id(self)] = mark_sharded(_plain(self.detach()).clone(), _record(self))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles this rank's elements, as a plain tensor."""
+        with as_local():
+            return _plain(self).__reduce_ex__(protocol)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # Tensor's own takes keywords that vary
+        with as_local():
+            return description.describe(type(self).__name__, _plain(self), _record(self))
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which this rank has a part; see `ShardedTensor`."""
+
+    __torch_function__ = ShardedTensor.__torch_function__
+    __hash__ = ShardedTensor.__hash__
+    __repr__ = ShardedTensor.__repr__  # type: ignore[assignment]  # torch has no types here
+    to_local = ShardedTensor.to_local
+    full_tensor = ShardedTensor.full_tensor
+    placements = ShardedTensor.placements
+    device_mesh = ShardedTensor.device_mesh
+
+    def __copy__(self) -> Any:
+        with as_local():
+            copied = nn.Parameter(_plain(self.detach()), self.requires_grad)
+            vars(copied).update(vars(self))
+            set_shard(copied, _record(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with as_local():
+                memo[id(self)] = nn.Parameter(_plain(self.detach()).clone(), self.requires_grad)
+                set_shard(memo[id(self)], _record(self))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles this rank's elements as a plain parameter; who loads it says what it is a part of."""
+        with as_local():
+            plain = nn.Parameter(_plain(self.detach()), self.requires_grad)
+            vars(plain).update({name: value for name, value in vars(self).items() if name != RECORD})
+            return plain.__reduce_ex__(protocol)
+
+
+def set_shard(param: Tensor, shard: Shard) -> None:
+    """Records that `param` is this piece; a plain parameter becomes a `ShardedParameter` if it is divided."""
+    record_shard(param, shard)
+    if is_divided_shard(shard):
+        if type(param) is nn.Parameter:
+            param.__class__ = ShardedParameter
+    elif type(param) is ShardedParameter:
+        cast(Any, param).__class__ = nn.Parameter
+
+
+def mark_sharded(tensor: Tensor, shard: Shard) -> Tensor:
+    """Makes a plain tensor a `ShardedTensor` with this record, in place, and returns it."""
+    if type(tensor) is Tensor and is_divided_shard(shard):
+        tensor.__class__ = ShardedTensor
+        record_shard(tensor, shard)
+    return tensor
+
+
+def is_sharded(value: object) -> bool:
+    """Whether it is a tensor of one of these types."""
+    return isinstance(value, ShardedTensor | ShardedParameter)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns the plain tensor of this rank's elements; of a plain tensor itself."""
+    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same elements as a plain tensor; inside of `as_local`."""
+    plain: Tensor = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+    if type(plain) is not Tensor:
+        plain = plain.as_subclass(Tensor)
+    return plain
+
+
+def _record(tensor: Tensor) -> Shard:
+    shard = shard_of(tensor)
+    assert shard is not None, "a sharded tensor has its record"
+    return shard

@@ -1,0 +1,315 @@
+"""Parameters that an all-gather writes to: what reads or writes them between `step()` and a forward waits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from scale_core.comm.collectives import all_gather
+from scale_core.comm.group import group_of
+from scale_core.errors import TransferError
+from scale_core.sharded_tensor.replicated_parameter import AwaitedParameter, ReplicatedParameter
+from scale_core.testing import run_ranks
+from scale_oss import OSS, ShardedDataParallel, bucket
+
+
+class LateGather:
+    """An all-gather that sends nothing before it is waited for: until then the others' parts are not numbers."""
+
+    def __init__(self, target: Tensor, part: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.arguments = (target, part.clone(), *args), kwargs
+        with torch.no_grad():
+            target.fill_(torch.nan)
+
+    def wait(self, limit_seconds: float | None = None) -> None:
+        args, kwargs = self.arguments
+        all_gather(*args, **kwargs).wait(limit_seconds)
+
+    def cancel(self) -> None:
+        """Nothing is under way."""
+
+
+class FailedGather(LateGather):
+    def wait(self, limit_seconds: float | None = None) -> None:
+        raise TransferError("all_gather", 1, "it is gone")
+
+
+class Clip(nn.Module):
+    """Two towers and a scale, as of CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 5), nn.Linear(4, 5)
+        self.logit_scale = nn.Parameter(torch.tensor(4.0))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        scores: Tensor = self.logit_scale * (self.image(batch[:, :6]) * self.text(batch[:, 6:])).sum(-1)
+        return scores
+
+
+def data(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(-3, 4, (4, 10), generator=generator).double()
+
+
+@torch.no_grad()
+def clamp_one(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    model.logit_scale.clamp_(0, 4.25)
+
+
+@torch.no_grad()
+def clamp_a_saved_list(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    for param in saved[0]:
+        param.clamp_(-0.5, 0.5)
+
+
+@torch.no_grad()
+def clamp_saved_aliases(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    for alias in saved[1]:
+        alias.clamp_(-0.5, 0.5)
+
+
+def set_data(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    model.image.weight.data = model.image.weight.data.clamp(-0.5, 0.5)
+
+
+def data_in_place(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.5)
+
+
+@torch.no_grad()
+def lists_of_tensors(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+@torch.no_grad()
+def set_items(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    model.image.weight[0] = 1.0
+
+
+def read_sums(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    seen.append(torch.stack([param.detach().sum() for param in model.parameters()]))
+
+
+def read_arrays(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    seen += [torch.from_numpy(param.detach().numpy().copy()) for param in model.parameters()]
+
+
+def read_lists(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    seen += [torch.tensor(param.tolist()) for param in model.parameters()]
+    assert "nan" not in repr(list(model.parameters()))
+
+
+def read_states(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    seen += [value.clone() for value in model.state_dict().values()]
+
+
+def read_functions(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    seen.append(nn.functional.linear(data(0, 0)[:, :6], model.image.weight, model.image.bias).detach())
+
+
+def read_copies(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    seen += [param.detach().clone() for param in copy.deepcopy(model).parameters()]
+
+
+def read_pickles(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    file = io.BytesIO()
+    torch.save(list(model.parameters()), file)
+    file.seek(0)
+    loaded = [*torch.load(file, weights_only=True), *pickle.loads(pickle.dumps(model)).parameters()]
+    assert all(type(param) is nn.Parameter for param in loaded)
+    seen += [param.detach() for param in loaded]
+
+
+def read_vectors(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    seen.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+
+
+def average(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    saved[2].update_parameters(model)
+    seen += [param.detach().clone() for param in saved[2].parameters()]
+
+
+@torch.no_grad()
+def average_by_hand(model: Clip, seen: list[Tensor], saved: list[Any]) -> None:
+    for old, new in zip(saved[2].module.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, 0.5)
+    seen += [param.detach().clone() for param in saved[2].parameters()]
+
+
+WAYS: list[Callable[[Clip, list[Tensor], list[Any]], None]] = [
+    *(clamp_one, clamp_a_saved_list, clamp_saved_aliases, set_data, data_in_place, lists_of_tensors, set_items),
+    *(read_sums, read_arrays, read_lists, read_states, read_functions, read_copies, read_pickles, read_vectors),
+    *(average, average_by_hand),
+]
+
+
+def train(model: nn.Module, inner: Clip, optimizer: Any, ranks: list[int], way: Callable[..., None]) -> list[Tensor]:
+    """Three steps, after each of which the program does something with the parameters; returns what it has seen."""
+    seen: list[Tensor] = []
+    aliases = [param.data for param in inner.parameters()] if way is clamp_saved_aliases else []
+    saved = [list(inner.parameters()), aliases, AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.5))]
+    for step in range(3):
+        losses = [model(data(rank, step)).square().mean() for rank in ranks]
+        (torch.stack(losses).mean() / 8).backward()
+        optimizer.step()
+        way(inner, seen, saved)
+        optimizer.zero_grad()
+    return [*seen, *(value.clone() for value in inner.state_dict().values())]
+
+
+def as_plain() -> None:
+    bucket.all_gather = LateGather  # type: ignore[attr-defined, assignment, misc]
+    for overlap in (True, False):
+        for way in WAYS:
+            torch.manual_seed(0)
+            plain = Clip().double()
+            model = copy.deepcopy(plain)
+            optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25, bucket_numel=20)
+            wrapped = ShardedDataParallel(model, optimizer, overlap_gather=overlap)
+            rank = group_of().rank
+            seen = train(wrapped, model, optimizer, [rank], way)
+            expected = train(plain, plain, torch.optim.SGD(plain.parameters(), lr=0.25), [0, 1], way)
+            for ours, theirs in zip(seen, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=f"{way.__name__}, {overlap}")
+
+
+def test_what_a_program_does_after_a_step_is_right() -> None:
+    run_ranks(as_plain, 2)
+
+
+def one_step() -> tuple[Clip, ShardedDataParallel, OSS]:
+    bucket.all_gather = LateGather  # type: ignore[attr-defined, assignment, misc]
+    torch.manual_seed(0)
+    model = Clip().double()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25, bucket_numel=20)
+    wrapped = ShardedDataParallel(model, optimizer)
+    wrapped(data(group_of().rank, 0)).square().mean().backward()
+    optimizer.step()
+    return model, wrapped, optimizer
+
+
+def reads_without_values() -> None:
+    """What says nothing of the values leaves the all-gather alone, and each bucket is waited for by itself."""
+    model, wrapped, optimizer = one_step()
+    for param in model.parameters():
+        assert type(param) is AwaitedParameter and isinstance(param, nn.Parameter) and param.is_leaf
+        assert (
+            param.requires_grad
+            and param.dtype == torch.float64
+            and param.device.type == "cpu"
+            and param.grad_fn is None
+        )
+        assert param.size() == param.shape and param.numel() == param.shape.numel() and param.dim() == param.ndim
+        assert param in {param: 0} and param.grad is not None and hash(param) == hash(param)
+    assert len(list(wrapped.parameters())) == len(list(wrapped.named_parameters())) == 5
+    assert all(bucket.is_gathering for bucket in optimizer.buckets)
+    assert model.logit_scale.isfinite()
+    gathering = [bucket.is_gathering for bucket in optimizer.buckets]
+    assert any(gathering) and not all(gathering)
+    optimizer.wait()
+    assert {type(param) for param in model.parameters()} == {ReplicatedParameter}
+
+
+def test_attributes_that_need_no_values_do_not_wait() -> None:
+    run_ranks(reads_without_values, 2)
+
+
+def aliases_end_the_overlap() -> None:
+    """A bucket of which somebody has an alias is waited for in the step, while that is alive."""
+    model, wrapped, optimizer = one_step()
+    alias = model.logit_scale.detach().view(1)
+    for is_alive in (True, False):
+        wrapped(data(group_of().rank, 0)).square().mean().backward()
+        optimizer.step()
+        gathering = [bucket.is_gathering for bucket in optimizer.buckets]
+        assert any(gathering) and all(gathering) != is_alive
+        assert alias.isfinite()
+        alias = torch.zeros(1)
+    optimizer.wait()
+
+
+def test_an_alias_of_a_parameter_is_waited_for_in_the_step() -> None:
+    run_ranks(aliases_end_the_overlap, 2)
+
+
+def failed_gathers() -> list[str]:
+    """An update that never came is an error at each use, and names what was waited for."""
+    model, wrapped, optimizer = one_step()
+    optimizer.wait()
+    bucket.all_gather = FailedGather  # type: ignore[attr-defined, assignment, misc]
+    wrapped(data(group_of().rank, 0)).square().mean().backward()
+    optimizer.step()
+    messages = []
+    for read in (lambda: model.logit_scale.item(), lambda: model.logit_scale + 1, optimizer.wait):
+        with pytest.raises(RuntimeError) as caught:
+            read()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_an_update_that_failed_is_an_error_at_each_use() -> None:
+    for messages in run_ranks(failed_gathers, 2):
+        assert len(messages) == 3
+        assert all("parameters" in message and "of optimizer 0" in message for message in messages)
+
+
+def deleted_optimizers() -> str:
+    """The values of a parameter whose optimizer has gone before its update came are not known."""
+    model, wrapped, optimizer = one_step()
+    params = list(model.parameters())
+    del model, wrapped, optimizer
+    gc.collect()
+    with pytest.raises(RuntimeError) as caught:
+        params[0].sum()
+    return str(caught.value)
+
+
+def test_an_update_whose_optimizer_is_gone_is_an_error() -> None:
+    for message in run_ranks(deleted_optimizers, 2):
+        assert "was read after its optimizer was deleted" in message and "optimizer.wait()" in message
+
+
+def older_graphs() -> None:
+    """A backward pass through what the step has changed is torch's own error, even while the update is under way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25)
+    wrapped = ShardedDataParallel(model, optimizer)
+    first, second = (wrapped(torch.ones(1, 3).double()).sum() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+    optimizer.wait()
+
+
+def test_a_graph_from_before_the_step_is_an_error_of_torch() -> None:
+    run_ranks(older_graphs, 2)
+
+
+def compiled_functions() -> None:
+    """A compiled function of parameters waits as any other."""
+    model, _, optimizer = one_step()
+
+    @torch.compile(backend="eager")
+    def total(params: list[Tensor]) -> Tensor:
+        return torch.stack([param.detach().sum() for param in params]).sum()
+
+    assert total(list(model.parameters())).isfinite()
+    optimizer.wait()
+    assert total(list(model.parameters())).isfinite()
+
+
+def test_a_compiled_function_waits_for_parameters() -> None:
+    run_ranks(compiled_functions, 2)

@@ -1,0 +1,75 @@
+"""Optimizers whose hyperparameters differ between ranks raise on all of them: in the step, or one pass later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+
+from scale_core import ContractError
+from scale_core.testing import run_ranks
+from scale_oss import OSS, ShardedDataParallel
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)).double()
+
+
+def train(wrapped: nn.Module, optimizers: list[OSS], rank: int, differ: str = "") -> str:
+    """Four steps; the ranks' optimizers differ from the third one on."""
+    for number in range(4):
+        try:
+            wrapped(torch.ones(2, 6, dtype=torch.float64)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if differ == "steps" and number == 2 and rank == 0:
+                optimizers[0].recorded_steps.add(optimizers[0])  # As a step that sends nothing.
+        except ContractError as error:
+            return f"{number}: {error}"
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+                if differ == "rates" and number == 1 and rank == 0:
+                    group["lr"] *= 0.5
+    return "nothing"
+
+
+def outcomes() -> dict[str, str]:
+    rank = dist.get_rank()
+    said = {}
+    for differ in ("rates", "steps", ""):
+        layers = model()
+        optimizers = [OSS(layers[0].parameters(), SGD, lr=0.4), OSS(layers[2].parameters(), Adam, lr=0.4)]
+        said[f"sharded {differ}"] = train(ShardedDataParallel(layers, optimizers), optimizers, rank, differ)
+    for differ in ("rates", ""):
+        layers = model()
+        optimizers = [OSS(layers.parameters(), SGD, lr=0.4)]
+        said[f"oss {differ}"] = train(DistributedDataParallel(layers), optimizers, rank, differ)
+    return said
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, str]]:
+    return run_ranks(outcomes, 2)
+
+
+def test_a_pass_finds_steps_that_differed_before_it(said: list[dict[str, str]]) -> None:
+    for outcome in said:
+        assert outcome["sharded rates"].startswith("3: ")
+        assert "rank 0: OSS with lr=0.05; rank 1: OSS with lr=0.1" in outcome["sharded rates"]
+        assert "on '0.weight' since the last pass: rank 0: 2 steps, OSS, OSS; rank 1: OSS." in outcome["sharded steps"]
+
+
+def test_without_such_a_pass_the_step_itself_compares(said: list[dict[str, str]]) -> None:
+    for outcome in said:
+        assert outcome["oss rates"].startswith("2: the ranks have stepped differently")
+        assert "rank 0: OSS with lr=0.05; rank 1: OSS with lr=0.1" in outcome["oss rates"]
+
+
+def test_ranks_that_step_alike_go_on(said: list[dict[str, str]]) -> None:
+    assert [[outcome[name] for name in ("sharded ", "oss ")] for outcome in said] == [["nothing"] * 2] * 2
