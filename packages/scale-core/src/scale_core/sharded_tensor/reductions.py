@@ -74,7 +74,7 @@ class _SumOverRanks(torch.autograd.Function):
         return grads[0], None, None
 
 
-class Reduction(NamedTuple):
+class RankReduction(NamedTuple):
     """One kind of reduction: what a rank computes, what stands for no elements, and how ranks combine it."""
 
     of_local: Callable[[Tensor, Dims], Tensor]  # Keeps the dimensions
@@ -83,7 +83,7 @@ class Reduction(NamedTuple):
     is_sum: bool = False
 
 
-def reduce(reduction: Reduction, tensor: Sharded, dims: Dims, keepdim: bool, what: str) -> Tensor:
+def reduce(reduction: RankReduction, tensor: Sharded, dims: Dims, keepdim: bool, what: str) -> Tensor:
     """Reduces over dimensions, None is all: the result of the full tensor, on all ranks."""
     local, shard = tensor
     rank_dims = len(shard.shape)
@@ -114,14 +114,14 @@ def reduce(reduction: Reduction, tensor: Sharded, dims: Dims, keepdim: bool, wha
     return result if keepdim else result.reshape([size for dim, size in enumerate(result.shape) if dim not in dims])
 
 
-def _reduce_all(reduction: Reduction, local: Tensor, shard: Shard) -> Tensor:
+def _reduce_all(reduction: RankReduction, local: Tensor, shard: Shard) -> Tensor:
     if not shard.counted:  # Another rank has the same elements, and counts them.
         return reduction.of_local(local.new_full((1,), reduction.neutral), None).reshape(())
     flat = local.reshape(-1)
     return reduction.of_local(flat if flat.numel() else flat.new_full((1,), reduction.neutral), None).reshape(())
 
 
-def _reduce_some(reduction: Reduction, local: Tensor, shard: Shard, dims: tuple[int, ...]) -> Tensor:
+def _reduce_some(reduction: RankReduction, local: Tensor, shard: Shard, dims: tuple[int, ...]) -> Tensor:
     box, indices = box_of(local, shard, reduction.neutral)
     sizes = tuple(1 if dim in dims else size for dim, size in enumerate(shard.shape))
     if not box.numel() or not shard.counted:
@@ -145,19 +145,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def sum_of(dtype: torch.dtype | None) -> Reduction:
+def sum_of(dtype: torch.dtype | None) -> RankReduction:
     """Sums, in a dtype."""
 
     def of_local(part: Tensor, dims: Dims) -> Tensor:
         return part.sum(dims if dims is not None else [], keepdim=dims is not None, dtype=dtype)
 
-    return Reduction(of_local, 0, lambda values: values.sum(0, dtype=values.dtype), is_sum=True)
+    return RankReduction(of_local, 0, lambda values: values.sum(0, dtype=values.dtype), is_sum=True)
 
 
-def _extreme(name: str) -> Callable[[torch.dtype], Reduction]:
+def _extreme(name: str) -> Callable[[torch.dtype], RankReduction]:
     largest = name == "amax"
 
-    def make(dtype: torch.dtype) -> Reduction:
+    def make(dtype: torch.dtype) -> RankReduction:
         def of_local(part: Tensor, dims: Dims) -> Tensor:
             reduced: Tensor = getattr(part, name)(dims if dims is not None else (), keepdim=dims is not None)
             return reduced
@@ -169,7 +169,7 @@ def _extreme(name: str) -> Callable[[torch.dtype], Reduction]:
         else:
             limits = torch.iinfo(dtype)
             neutral = limits.min if largest else limits.max
-        return Reduction(of_local, neutral, lambda values: getattr(values, name)(0))
+        return RankReduction(of_local, neutral, lambda values: getattr(values, name)(0))
 
     return make
 
@@ -187,8 +187,8 @@ def _over_dims(part: Tensor, dims: Dims, name: str) -> Tensor:
     return part
 
 
-ANY = Reduction(lambda part, dims: _over_dims(part.bool(), dims, "any"), False, lambda values: values.any(0))
-ALL = Reduction(lambda part, dims: _over_dims(part.bool(), dims, "all"), True, lambda values: values.all(0))
+ANY = RankReduction(lambda part, dims: _over_dims(part.bool(), dims, "any"), False, lambda values: values.any(0))
+ALL = RankReduction(lambda part, dims: _over_dims(part.bool(), dims, "all"), True, lambda values: values.all(0))
 
 
 def norm(tensor: Sharded, order: float, dims: Dims, keepdim: bool, dtype: torch.dtype | None, what: str) -> Tensor:
@@ -213,14 +213,14 @@ def norm(tensor: Sharded, order: float, dims: Dims, keepdim: bool, dtype: torch.
     return (powers ** (1 / order)).to(result_dtype)
 
 
-def _powers_of(order: float) -> Reduction:
+def _powers_of(order: float) -> RankReduction:
     """Sums of powers of magnitudes, in fp64."""
 
     def of_local(part: Tensor, dims: Dims) -> Tensor:
         reduced: Tensor = torch.linalg.vector_norm(part, order, dims, keepdim=dims is not None, dtype=torch.float64)
         return reduced**order
 
-    return Reduction(of_local, 0 if order > 0 else math.inf, lambda values: values.sum(0))
+    return RankReduction(of_local, 0 if order > 0 else math.inf, lambda values: values.sum(0))
 
 
 def count(shard: Shard, dims: Dims) -> int:
