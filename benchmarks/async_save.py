@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from scale_core import snapshot
 from scale_core.state import sharded_state_dict
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 

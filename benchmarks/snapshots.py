@@ -43,7 +43,7 @@ from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.snapshot import snapshot as snapshot_module
 from scale_core.snapshot.format.checksums import BlockChecksums
 from scale_core.snapshot.format.safetensors_io import memory_of
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 
 WAYS = {
     "plain": "plain",

@@ -38,7 +38,7 @@ FLOORS = {
     "scale-train": 4,
 }
 FILES_AND_JUMPS = {
-    "fully_shard": (13, 322),
+    "fully_shard": (15, 348),
     "ShardedDataParallel": (13, 116),
     "OSS with DDP": (7, 30),
     "DistributedPipe": (18, 121),

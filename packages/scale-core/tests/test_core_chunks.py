@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from scale_core.state.chunks import Chunk, LocalShard, chunks_of
+from scale_core.sharded_tensor.chunks import Chunk, chunks_of
+from scale_core.state.local_shard import LocalShard
 
 SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple)
 

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format.coverage import check_coverage, slices_of
-from scale_core.state.chunks import Chunk
 
 
 def covers(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import staging
 
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
-from scale_core.state.chunks import LocalShard
 from scale_core.state.dcp import dcp_target
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.validation import StateMismatch
 from scale_core.testing import run_ranks
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.contract import Contract
+from scale_core.sharded_tensor.full_tensor import Part
 from scale_core.state.full_optim_state import ParamState, gather_optim_states
-from scale_core.state.full_tensor import Part
 from scale_core.state.param_ownership import ParamSlice
 from scale_core.testing import run_ranks
 from scale_core.tree import map_tensors

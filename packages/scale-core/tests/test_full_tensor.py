@@ -10,7 +10,7 @@ import torch
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError
 from scale_core.shard import Axis, Placement, Shard
-from scale_core.state.full_tensor import gather_full_param
+from scale_core.sharded_tensor.full_tensor import gather_full_param
 from scale_core.testing import run_ranks
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format.metadata import Manifest, SavedChunk, SavedFile
 from scale_core.snapshot.format.planner import plan_reads
 from scale_core.snapshot.format.reads import read_tensors
 from scale_core.snapshot.format.safetensors_io import memory_of
-from scale_core.state.chunks import Chunk, LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.validation import SavedTensor
 
 

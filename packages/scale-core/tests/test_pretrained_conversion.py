@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scale_core.pretrained.conversion import Conversions
-from scale_core.state.chunks import Chunk
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.state.validation import SavedTensor
 
 

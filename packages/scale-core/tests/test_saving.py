@@ -29,7 +29,7 @@ from scale_core import ShardedGradScaler
 from scale_core.errors import ScaleDistributedError
 from scale_core.snapshot import RandomState, SnapshotError, async_save, latest, load, load_snapshot, save, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
 
 

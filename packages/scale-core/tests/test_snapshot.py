@@ -41,7 +41,7 @@ from scale_core.snapshot.format import safetensors_io
 from scale_core.snapshot.format.checksums import checksum
 from scale_core.snapshot.format.safetensors_io import SAVED_NAMES
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.validation import StateMismatch
 from scale_core.testing import RankError, faults, run_ranks
 from scale_core.testing.ranks import scaled_by_load

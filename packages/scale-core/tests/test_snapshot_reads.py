@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format import reads as reads_module
 from scale_core.snapshot.format.reads import Read, blocks_of, read_tensors
 from scale_core.snapshot.format.safetensors_io import memory_of, opened, read_into
-from scale_core.state.chunks import Chunk
 
 
 def a_read(source: torch.Tensor, part: Chunk, into: torch.Tensor, begin: int = 0) -> Read:

@@ -5,7 +5,7 @@ from torch import nn
 
 from scale_core.snapshot import staging
 from scale_core.snapshot.staging import copy_to_host, kept_bytes
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 
 
 def test_a_copy_has_the_values_and_the_places_and_shares_no_memory() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from scale_core.snapshot import FromRank0, PerRank, SnapshotError, load, save
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Axis, Placement, Shard, on_local_tensors, register_stages, shard_of
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.torch_state_dict import SHARDS, install_hooks, torch_request
 from scale_core.testing import run_ranks
 

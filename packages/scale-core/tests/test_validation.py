@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.validation import (
     Misfit,
     SavedTensor,

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard, shard_optim_state_dict
 

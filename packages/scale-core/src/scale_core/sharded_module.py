@@ -19,6 +19,7 @@ from scale_core.comm.group import Group
 from scale_core.errors import ScaleDistributedError
 from scale_core.optim.step_checks import watch_optimizers
 from scale_core.shard import Shard, on_local_tensors, shard_of, unit_shard_of
+from scale_core.sharded_tensor.full_tensor import gather_full_param
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.gathered_tensor import Gather, GatheredTensor, plain_tensor, version_of
 from scale_core.state.torch_state_dict import StateDictRequest, saved_by_torch, torch_request
@@ -51,9 +52,6 @@ def full_tensor(sharding: Sharding, part: Tensor, group: Group, name: str) -> Te
         return part.detach().clone()
     if part.is_meta:
         return torch.empty(sharding.shape, dtype=part.dtype, device="meta")
-    # It loads torch's checkpoint package, which takes a second.
-    from scale_core.state.full_tensor import gather_full_param
-
     return gather_full_param(part, sharding.shard_spec(group, name), group)
 
 
@@ -143,7 +141,9 @@ class ShardedModule(nn.Module):
             if param is None or not sharding.is_divided or unit_shard_of(param) is not None:
                 continue
             if asked is not None and not asked.whole:
-                from scale_core.state.chunks import LocalShard  # Loads torch's checkpoint package, which has asked.
+                from scale_core.state.local_shard import (
+                    LocalShard,  # Loads torch's checkpoint package, which has asked.
+                )
 
                 part, shard = param.detach().contiguous(), sharding.shard_spec(self.group)
                 destination[prefix + name] = LocalShard(part, shard.shape, shard.start, shard.stop, shard.ranges)
@@ -216,8 +216,8 @@ def _gathered_params_in(destination: Mapping[str, Any]) -> _GatheredParams:
 
 def _local_tensor(value: Tensor) -> Tensor | None:
     """This rank's shard, where a tensor is torch's placeholder of a full one; else None."""
-    chunks = sys.modules.get("scale_core.state.chunks")  # Without it nothing can have made such a tensor.
-    return value.tensor if chunks is not None and isinstance(value, chunks.LocalShard) else None
+    local_shard = sys.modules.get("scale_core.state.local_shard")  # Without it nothing can have made such a tensor.
+    return value.tensor if local_shard is not None and isinstance(value, local_shard.LocalShard) else None
 
 
 def mixed_class(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:

@@ -21,7 +21,7 @@ from scale_oss.partition import cut_evenly
 from scale_oss.sharded_ddp import ShardedDataParallel
 
 if TYPE_CHECKING:
-    from scale_core.state.chunks import LocalShard  # It loads torch.distributed.checkpoint, for states alone.
+    from scale_core.state.local_shard import LocalShard  # It loads torch.distributed.checkpoint, for states alone.
 
 InnerState: TypeAlias = Literal["maintain", "reset", "average"]
 
@@ -343,7 +343,7 @@ class _OuterBucket:
 
     def state(self) -> dict[str, LocalShard]:
         """This rank's shards of x and u, by the parameters' names."""
-        from scale_core.state.chunks import LocalShard
+        from scale_core.state.local_shard import LocalShard
 
         state = {}
         for key, flat in (("slow", self.slow), ("momentum", self._momentum)):

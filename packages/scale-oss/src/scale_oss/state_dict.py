@@ -24,6 +24,8 @@ from scale_core.consistency.all_ranks import raise_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.flat.packing import group_in_buckets
 from scale_core.shard import on_local_tensors, unit_shard_of
+from scale_core.sharded_tensor.full_tensor import Part
+from scale_core.state.full_optim_state import ParamState, gather_optim_states
 from scale_core.state.param_groups import NAMES, REGROUP, check_options
 from scale_core.state.param_ownership import ParamSlice
 from scale_core.state.validation import StateMismatch
@@ -149,10 +151,6 @@ def _gather_states(
 
     All ranks call it together; they raise as `gather_optim_states` does.
     """
-    # They load torch's checkpoint package: a second.
-    from scale_core.state.full_optim_state import ParamState, gather_optim_states
-    from scale_core.state.full_tensor import Part
-
     found: dict[int, State] = {}
     by_group: dict[Group, list[int]] = {}
     for number, placement in enumerate(placements):

@@ -17,7 +17,7 @@ from scale_core import snapshot
 from scale_core.comm.group import group_of
 from scale_core.errors import SnapshotError
 from scale_core.state import sharded_state_dict
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard
 from scale_oss import OSS

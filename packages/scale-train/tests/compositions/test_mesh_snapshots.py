@@ -31,8 +31,8 @@ from scale_core import snapshot
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import elements_of
 from scale_core.snapshot import load_snapshot, save_snapshot
-from scale_core.state.chunks import LocalShard
 from scale_core.state.dcp import dcp_target
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.state_dict import load_sharded_state_dict, saved_groups, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard

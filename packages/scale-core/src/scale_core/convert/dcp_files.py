@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.convert.torch_files import load_stored
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format.coverage import check_coverage
-from scale_core.state.chunks import Chunk
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {

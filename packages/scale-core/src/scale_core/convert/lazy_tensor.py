@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 
 
 class LazyTensor(LocalShard):

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from scale_core.convert.lazy_tensor import LazyTensor
 from scale_core.convert.torch_files import lazily, load_object
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format.coverage import check_coverage
-from scale_core.state.chunks import Chunk
 
 _LOCAL = "scale_fsdp.local"  # the key of scale-fsdp's metadata in torch's `_metadata`
 _SHARDED = "torch.distributed._shard"

@@ -42,7 +42,7 @@ from scale_core.parameters import copy_attributes
 from scale_core.quantization.blocks import BlockFormat, dequantize
 from scale_core.quantization.collectives import WireFormats, all_gather_quantized, new_messages
 from scale_core.quantization.float8_weights import Float8Weight
-from scale_core.shard import on_local_tensors
+from scale_core.shard import as_local, on_local_tensors
 
 
 class UnshardedParameter(nn.Parameter):
@@ -169,18 +169,18 @@ class FlatBuffer(FlatReduced):
     # What it is.
 
     @property
-    @on_local_tensors
     def version(self) -> int:
         """Grows whenever the shard is written to, directly or through a sharded parameter, and when it is replaced."""
-        return self._past_versions + sum(tensor._version for tensor in self._written)
+        with as_local():
+            return self._past_versions + sum(tensor._version for tensor in self._written)
 
-    @on_local_tensors
     def follow_trainable(self) -> None:
         """Copies `requires_grad` from the sharded parameters to the unsharded ones."""
         sharded = self.sharded_params * len(self.names) if self.flatten else self.sharded_params
-        for param, shard in zip(self.unsharded_params, sharded, strict=True):
-            if param.requires_grad != shard.requires_grad:
-                param.requires_grad_(shard.requires_grad)
+        with as_local():
+            for param, shard in zip(self.unsharded_params, sharded, strict=True):
+                if param.requires_grad != shard.requires_grad:
+                    param.requires_grad_(shard.requires_grad)
 
     def float8_param(self, index: int) -> Tensor:
         """Returns a gathered parameter as torchao computes with it; its gradient goes to the unsharded parameter."""

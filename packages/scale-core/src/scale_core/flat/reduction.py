@@ -36,7 +36,7 @@ from scale_core.quantization.collectives import (
     reduce_scatter_quantized,
 )
 from scale_core.quantization.error_feedback import ErrorFeedback
-from scale_core.shard import on_local_tensors
+from scale_core.shard import as_local, on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 
 # From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
@@ -466,10 +466,10 @@ class FlatReduced(FlatShard):
     _unpublished: list[tuple[nn.Parameter, Tensor]]
 
     @property
-    @on_local_tensors
     def trains(self) -> bool:
         """Whether any of the parameters wants a gradient."""
-        return any(param.requires_grad for param in self.sharded_params)
+        with as_local():
+            return any(param.requires_grad for param in self.sharded_params)
 
     @property
     def error_feedback(self) -> Sequence[ErrorFeedback]:

@@ -243,15 +243,17 @@ def call_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
     Each is called once per pass that reduces, when the shard has its reduced gradient, as in FSDP2. Returns whether any
     was called.
     """
-    called = False
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks_of = [
+            (param, list(hooks.values()))
+            for param in params
+            if (hooks := param._post_accumulate_grad_hooks) and param.requires_grad and param.grad is not None
+        ]
     with torch.no_grad():
-        for param in params:
-            hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-            if hooks and param.requires_grad and param.grad is not None:
-                called = True
-                for hook in list(hooks.values()):
-                    hook(param)
-    return called
+        for param, hooks in hooks_of:
+            for hook in hooks:
+                hook(param)
+    return bool(hooks_of)
 
 
 def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

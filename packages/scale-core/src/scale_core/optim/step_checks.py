@@ -254,6 +254,7 @@ def _clearing(own: Callable[..., None]) -> Callable[..., None]:
     """Wraps `Optimizer.zero_grad`, to clear gradients that were accumulated under `no_sync()`, too."""
 
     @functools.wraps(own)
+    @on_local_tensors
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         own(self, set_to_none)
         owners = [owner for owner in _waiting if owner.has_gradient]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from scale_core.state.chunks import Chunk
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.state.validation import SavedTensor
 
 

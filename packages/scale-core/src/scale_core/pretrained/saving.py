@@ -24,11 +24,12 @@ from scale_core.errors import SnapshotError
 from scale_core.pretrained.conversion import Conversions, SavedPiece, model_of_transformers, natural_key
 from scale_core.pretrained.folder import INDEX, FolderLayout, NewFile, size_in_bytes
 from scale_core.shard import on_local_tensors
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan
 from scale_core.snapshot.format.safetensors_io import memory_of
 from scale_core.snapshot.objects import unwrapped
 from scale_core.snapshot.snapshot import sync
-from scale_core.state.chunks import Chunk, LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.state_dict import persistent_buffers, sharded_state_dict
 from scale_core.state.validation import SavedTensor
 

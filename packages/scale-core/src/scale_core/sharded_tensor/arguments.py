@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -14,6 +13,7 @@ from scale_core.shard import Shard, shard_of
 from scale_core.sharded_tensor import reductions
 from scale_core.sharded_tensor.elements import divided_axes, local_part, same_elements
 from scale_core.sharded_tensor.reductions import Sharded
+from scale_core.sharded_tensor.tensor import is_sharded, mark_sharded
 
 Rule: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What takes a function of torch and its arguments, and calls it, or computes its result, or refuses it."""
@@ -28,18 +28,6 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
             yield from (part for part in value if isinstance(part, Tensor))
 
 
-def is_sharded(value: object) -> bool:
-    """Whether it is a tensor that knows that it is a part."""
-    return isinstance(value, _sharded_types())
-
-
-@functools.cache
-def _sharded_types() -> tuple[type[Tensor], ...]:
-    from scale_core.sharded_tensor import tensor
-
-    return tensor.ShardedTensor, tensor.ShardedParameter
-
-
 def record_of(tensor: Tensor) -> Shard:
     """The record of a sharded tensor."""
     shard = shard_of(tensor)
@@ -51,8 +39,6 @@ def record_of(tensor: Tensor) -> Shard:
 def marked(value: Any, shard: Shard) -> Any:
     """Makes the plain tensors of a result sharded ones."""
     if type(value) is Tensor:
-        from scale_core.sharded_tensor.tensor import mark_sharded
-
         return mark_sharded(value, shard)
     if isinstance(value, tuple | list):
         parts = [marked(part, shard) for part in value]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import Shard
-from scale_core.sharded_tensor.arguments import Named, Rule, is_sharded, marked, operand, record_of, refuse
+from scale_core.sharded_tensor.arguments import Named, Rule, marked, operand, record_of, refuse
+from scale_core.sharded_tensor.tensor import is_sharded
 
 _SHARDED_ATTRIBUTES = frozenset({"data", "grad", "real", "imag"})
 _VIEWS = frozenset({"T", "mT", "H", "mH"})

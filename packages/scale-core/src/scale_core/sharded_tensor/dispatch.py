@@ -20,6 +20,7 @@ import torch
 
 from scale_core.sharded_tensor import attributes, elementwise, pointwise, random_values, reduction_rules, views
 from scale_core.sharded_tensor.arguments import Rule, refuse_call
+from scale_core.sharded_tensor.tensor import ShardedTensor
 
 _RULES: dict[str, Rule] = {
     **attributes.RULES,
@@ -49,3 +50,6 @@ def _rule_of(func: Callable[..., Any]) -> Rule:
     if name.startswith("_foreach_"):
         return elementwise.on_lists if pointwise.is_pointwise_list(name) else refuse_call
     return elementwise.on_elements
+
+
+ShardedTensor.call = staticmethod(call)

@@ -13,7 +13,6 @@ from scale_core.shard import Shard
 from scale_core.sharded_tensor import pointwise, reductions
 from scale_core.sharded_tensor.arguments import (
     Rule,
-    is_sharded,
     largest_sharded,
     marked,
     operand,
@@ -24,6 +23,7 @@ from scale_core.sharded_tensor.arguments import (
     whole_value,
 )
 from scale_core.sharded_tensor.elements import divided_axes, local_part, same_elements
+from scale_core.sharded_tensor.tensor import is_sharded
 
 
 def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,6 @@ import torch
 
 from scale_core.sharded_tensor.arguments import (
     Rule,
-    is_sharded,
     largest_sharded,
     marked,
     operand,
@@ -18,6 +17,7 @@ from scale_core.sharded_tensor.arguments import (
     tensors_in,
 )
 from scale_core.sharded_tensor.elements import local_part
+from scale_core.sharded_tensor.tensor import is_sharded
 
 
 def fill_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

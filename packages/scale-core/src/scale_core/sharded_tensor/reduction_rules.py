@@ -16,7 +16,6 @@ from scale_core.sharded_tensor import reductions
 from scale_core.sharded_tensor.arguments import (
     Rule,
     full_shape,
-    is_sharded,
     largest_sharded,
     operand,
     record_of,
@@ -28,7 +27,9 @@ from scale_core.sharded_tensor.arguments import (
 )
 from scale_core.sharded_tensor.elements import divided_axes, same_elements
 from scale_core.sharded_tensor.elementwise import on_elements
+from scale_core.sharded_tensor.full_tensor import gather_shard
 from scale_core.sharded_tensor.reductions import Sharded
+from scale_core.sharded_tensor.tensor import is_sharded
 
 
 def _numbers(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
@@ -222,8 +223,6 @@ def _full_if_cut_elsewhere(tensor: Tensor, shard: Shard) -> Tensor:
     other = record_of(tensor)
     if same_elements(other, shard) or _ranks_of(other) != _ranks_of(shard):
         return tensor
-    from scale_core.state.full_tensor import gather_shard
-
     return gather_shard(tensor.detach(), other)
 
 

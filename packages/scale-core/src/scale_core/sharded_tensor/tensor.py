@@ -11,14 +11,15 @@ that knows about shards, as that of these packages, runs there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core.shard import RECORD, Shard, as_local, is_divided_shard, record_shard, shard_of
-from scale_core.sharded_tensor import description, dispatch
+from scale_core.sharded_tensor import description
+from scale_core.sharded_tensor.full_tensor import gather_shard
 
 
 class ShardedTensor(Tensor):
@@ -29,17 +30,16 @@ class ShardedTensor(Tensor):
     call them together. Others raise `ShardedTensorError`.
     """
 
+    call: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
+    """What answers a function of torch: `dispatch.call`, which puts itself here, as it makes these tensors itself."""
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(hasattr(kind, "waits_first") for kind in types):
             return NotImplemented  # An all-gather writes to a parameter among the arguments, whose class waits for it.
-        return dispatch.call(func, args, kwargs or {})
-
-    def __hash__(self) -> int:
-        """By identity, the number of any tensor: a parameter stays in dictionaries where it becomes a sharded one."""
-        return id(self)
+        return ShardedTensor.call(func, args, kwargs or {})
 
     def to_local(self) -> Tensor:
         """Returns a plain tensor of this rank's elements, in the same memory."""
@@ -49,8 +49,6 @@ class ShardedTensor(Tensor):
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
         """Returns the full tensor, in memory of its own, on all ranks that share it; these call it together."""
-        from scale_core.state.full_tensor import gather_shard
-
         with as_local():
             return gather_shard(_plain(self.detach()), _record(self))
 
@@ -88,7 +86,6 @@ class ShardedParameter(nn.Parameter):
     """A parameter of which this rank has a part; see `ShardedTensor`."""
 
     __torch_function__ = ShardedTensor.__torch_function__
-    __hash__ = ShardedTensor.__hash__
     __repr__ = ShardedTensor.__repr__  # type: ignore[assignment]  # torch has no types here
     to_local = ShardedTensor.to_local
     full_tensor = ShardedTensor.full_tensor

@@ -13,7 +13,6 @@ from scale_core.shard import Shard
 from scale_core.sharded_tensor.arguments import (
     Rule,
     full_shape,
-    is_sharded,
     marked,
     operand,
     record_of,
@@ -22,6 +21,7 @@ from scale_core.sharded_tensor.arguments import (
     tensors_in,
 )
 from scale_core.sharded_tensor.elements import local_shape, reshaped, sliced
+from scale_core.sharded_tensor.tensor import is_sharded
 
 
 def _as_other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ from scale_core.snapshot.format.planner import is_tensor
 from scale_core.snapshot.snapshot import INDEX
 from scale_core.snapshot.state_codec import decode, encode, tensor_keys
 from scale_core.snapshot.stateful import Captured, StatefulPart, places, unread
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.optim_state_dict import optimizer_entries
 from scale_core.state.param_groups import group_entries
 from scale_core.state.param_ownership import named_param_slices

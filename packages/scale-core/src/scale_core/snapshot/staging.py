@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scale_core.device import buffer_pool
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 
 _ALIGNMENT = 16  # bytes: the largest element
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from scale_core.arguments import checked_arguments
 from scale_core.snapshot.rng_state import RandomState
 from scale_core.snapshot.state_codec import TYPE, decode, encode, tensor_keys
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.validation import SavedTensor, StateMismatch
 
 _WHOLE = "state"  # The entry of a state that is no dict with names.

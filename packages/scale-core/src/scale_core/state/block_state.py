@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.param_ownership import ParamSlice, not_elementwise
 
 BLOCK_SIZES: Mapping[str, int] = MappingProxyType({"absmax1": 256, "absmax2": 256})

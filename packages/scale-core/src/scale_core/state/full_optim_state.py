@@ -21,7 +21,7 @@ from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.shard import on_local_tensors
-from scale_core.state.full_tensor import Part, join_parts
+from scale_core.sharded_tensor.full_tensor import Part, join_parts
 from scale_core.state.param_ownership import ParamSlice, is_per_param_number, not_elementwise
 from scale_core.tree import map_leaves, map_tensors, tensors_in
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from scale_core.dtensor import is_dtensor
 from scale_core.shard import elements_of, on_local_tensors
 from scale_core.state.block_state import BLOCK_SIZES, CODE_BOOKS, block_shard, num_blocks, whole_shape
-from scale_core.state.chunks import LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.param_groups import (
     GROUPS,
     REGROUP,

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from scale_core.arguments import checked_arguments
 from scale_core.flat.buffer import wait_sent
 from scale_core.shard import on_local_tensors, shard_of
-from scale_core.state.chunks import Chunk, LocalShard, chunks_of
+from scale_core.sharded_tensor.chunks import Chunk, chunks_of
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.optim_state_dict import local_chunk, optimizer_entries, optimizer_targets, part_of, state_entries
 from scale_core.state.param_groups import GROUPS, SavedGroup, fill_groups, is_group, saved_groups
 from scale_core.state.param_ownership import ParamSlice, PartOfModel, named_param_slices, of_this_rank

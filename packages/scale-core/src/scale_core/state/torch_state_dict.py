@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +29,9 @@ from scale_core.flat.packing import group_in_buckets
 from scale_core.optim.local_step import mark_state
 from scale_core.optim.traits import is_known_elementwise
 from scale_core.shard import Placement, Shard, elements_of, names_of_stages, on_local_tensors, shard_of, stages_of
+from scale_core.sharded_tensor.full_tensor import Part, gather_full_param, gather_parts
 from scale_core.sharded_tensor.tensor import is_sharded
+from scale_core.state.full_optim_state import ParamState, gather_optim_states
 from scale_core.state.param_ownership import (
     ParamSlice,
     flat_buffer_of,
@@ -38,9 +40,6 @@ from scale_core.state.param_ownership import (
     param_slices,
 )
 from scale_core.tree import map_tensors
-
-if TYPE_CHECKING:
-    from scale_core.state.full_tensor import Part
 
 SHARDS = "shards"
 """The key of a `state_dict()` that is one rank's shard: its "rank", "world_size" and, in the order of the parameters,
@@ -151,7 +150,7 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
                 "scale_fsdp.shard_optim_state_dict(full, model, optimizer), or "
                 "scale_core.state.sharded_state_dict(model, optimizer) for torch.distributed.checkpoint.save"
             )
-    from scale_core.state.chunks import LocalShard  # Loads torch's checkpoint package, which is there by now.
+    from scale_core.state.local_shard import LocalShard  # Loads torch's checkpoint package, which is there by now.
 
     def label(key: str, value: Tensor, param: Tensor, shard: Shard) -> Tensor:
         if is_per_param_number(key, value.shape, shard.shape):
@@ -169,10 +168,6 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 def _made_whole(
     optimizer: Optimizer, state_dict: dict[str, Any], labelled: dict[str, Any], asked: StateDictRequest
 ) -> dict[str, Any]:
-    # Both load torch's checkpoint package, too.
-    from scale_core.state.full_optim_state import ParamState, gather_optim_states
-    from scale_core.state.full_tensor import Part, gather_parts
-
     by_axes: dict[_Axes, dict[Any, ParamSlice]] = {}
     for number, param in _params_by_key(optimizer, state_dict):
         for holding in () if shard_of(param) is None else param_slices(param, ""):
@@ -245,8 +240,6 @@ class _Piece(NamedTuple):
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The full tensor of a state that is this piece of it; numbers are as they are."""
-        from scale_core.state.full_tensor import gather_full_param
-
         if tuple(tensor.shape) != self.shape:
             return tensor
         shard = shard_of(self.holding.owner)
@@ -263,7 +256,7 @@ def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
     if SHARDS in state_dict:
         _check_shards(optimizer, state_dict)
         state_dict = _without_shards(state_dict)
-    module = sys.modules.get("scale_core.state.chunks")  # Not imported: there are no such tensors.
+    module = sys.modules.get("scale_core.state.local_shard")  # Not imported: there are no such tensors.
 
     def cut(key: str, value: Tensor, param: Tensor, shard: Shard) -> Tensor:
         if module is not None and isinstance(value, module.LocalShard):

@@ -22,6 +22,7 @@ from scale_core.arguments import checked_arguments
 from scale_core.dtensor import is_dtensor
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.shard import Placement, on_local_tensors, shard_of
+from scale_core.sharded_tensor.full_tensor import gather_full_param
 from scale_core.state.gathered_tensor import Gather, GatheredTensor, converted, plain_tensor
 from scale_core.state.torch_state_dict import saved_by_torch, torch_request
 from scale_fsdp.api import StateDictConfig, resolve_state_dict_config
@@ -262,8 +263,6 @@ def gather_other_axis(piece: Tensor, buffer: FlatBuffer, index: int, limit_secon
     shard = None if buffer.flatten else shard_of(buffer.sharded_params[index])
     for axis in () if shard is None else shard.axes:
         if axis.placement is Placement.SHARD and axis.group.size > 1 and axis.group != buffer.group:
-            from scale_core.state.full_tensor import gather_full_param  # Loads torch's checkpoint package: a second.
-
             assert shard is not None
             start = shard.start - buffer.spans[index].start
             part = replace(shard, start=start, stop=start + piece.numel())

@@ -25,6 +25,8 @@ from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.flat.layout import ShardSpan
 from scale_core.shard import on_local_tensors, unit_shard_of
+from scale_core.sharded_tensor.full_tensor import Part
+from scale_core.state.full_optim_state import ParamState, gather_optim_states
 from scale_core.state.param_groups import NAMES, REGROUP
 from scale_core.state.param_ownership import ParamSlice, check_known
 from scale_core.state.torch_state_dict import SHARDS, install_hooks
@@ -88,10 +90,6 @@ def full_optim_state_dict(
         RuntimeError: A unit is over other ranks than the model.
         ScaleDistributedError: A rank did something else.
     """
-    # They load torch's checkpoint package: a second.
-    from scale_core.state.full_optim_state import ParamState, gather_optim_states
-    from scale_core.state.full_tensor import Part
-
     check_same_ranks(model, "full_optim_state_dict")
     group = model_group(model)
     if recipient_rank is not None and not 0 <= recipient_rank < group.size:

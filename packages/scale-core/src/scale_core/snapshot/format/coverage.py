@@ -8,7 +8,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Sequence
 
-from scale_core.state.chunks import Chunk
+from scale_core.sharded_tensor.chunks import Chunk
 
 _PRIME = (1 << 61) - 1
 _COMPARED = 1000  # chunks among which an overlap is looked for by name, once it is known that there is one

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from scale_core.errors import DamagedSnapshotError, NewerSnapshotError, SnapshotError
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format.checksums import checksum, num_blocks
 from scale_core.snapshot.format.coverage import check_coverage
 from scale_core.snapshot.format.safetensors_io import SAVED_DTYPES, SAVED_NAMES, is_damage, opened, read_bytes
-from scale_core.state.chunks import Chunk
 from scale_core.state.validation import SavedTensor
 
 JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None

@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from scale_core.comm.group import Group
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format.coverage import check_coverage, slices_of
 from scale_core.snapshot.format.metadata import JSON, Manifest, SavedChunk, SavedFile, check_manifest
 from scale_core.snapshot.format.reads import Read
 from scale_core.snapshot.format.safetensors_io import TensorEntry, write_tensors
-from scale_core.state.chunks import Chunk, LocalShard
+from scale_core.state.local_shard import LocalShard
 from scale_core.state.validation import SavedTensor
 
 State: TypeAlias = Mapping[str, Any]

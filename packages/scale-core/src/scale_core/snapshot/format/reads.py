@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format.safetensors_io import memory_of, opened, read_into
-from scale_core.state.chunks import Chunk
 
 _STAGED_BYTES = 256 << 10
 

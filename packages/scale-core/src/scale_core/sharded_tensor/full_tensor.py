@@ -17,7 +17,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.errors import ContractError
 from scale_core.shard import Placement, Ranges, Shard, on_local_tensors
-from scale_core.state.chunks import LocalShard
+from scale_core.sharded_tensor.chunks import cut_in_chunks
 
 _PARAMETER = Event("full parameter of a divided layer", "")
 
@@ -86,7 +86,7 @@ def join_parts(
     assert found == whole.numel(), f"the ranks hold {found} of the {whole.numel()} elements of {shape}"
     for part, piece in by_part.items():
         if part.ranges:
-            for chunk, elements in LocalShard(piece, shape, *part).chunks.items():
+            for chunk, elements in cut_in_chunks(piece, shape, *part).items():
                 at = zip(chunk.offsets, chunk.sizes, strict=True)
                 whole[tuple(slice(first, first + size) for first, size in at)] = elements
         else:

@@ -1,15 +1,9 @@
-"""The elements of a rank as chunks (axis-aligned boxes), which files and other world sizes use.
-
-A rank holds the elements `[start, stop)` of a tensor in row-major order. Where the cut runs inside a row that is no
-chunk, but a few of them: `chunks_of` says which, and `LocalShard` gives them to the planner of
-`torch.distributed.checkpoint`.
-"""
+"""`LocalShard`: a rank's elements of a tensor, as `torch.distributed.checkpoint` saves and loads them, in chunks."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self, cast
+from collections.abc import Sequence
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -17,80 +11,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from scale_core.shard import Ranges, elements_of
+from scale_core.sharded_tensor.chunks import Chunk, cut_in_chunks, sizes_of
 from scale_core.sharded_tensor.tensor import local_tensor
-
-
-class Chunk(NamedTuple):
-    """An axis-aligned box of a tensor: where it begins and how long it is, along each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def chunks_of(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:
-    """Cuts the elements `[start, stop)` of a row-major tensor into the fewest chunks, in order.
-
-    Each chunk is contiguous, and the chunks one after the other are the range: at most 2·ndim - 1 of them.
-
-    Raises:
-        ValueError: The range does not lie within the tensor.
-
-    Example:
-        >>> for chunk in chunks_of((4, 3), 2, 10):
-        ...     print(chunk.offsets, chunk.sizes)
-        (0, 2) (1, 1)
-        (1, 0) (2, 3)
-        (3, 0) (1, 1)
-    """
-    if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(
-            f"expected a range within the {math.prod(shape)} elements of {tuple(shape)}, got [{start}, {stop})"
-        )
-    return [] if start == stop else list(_chunks(tuple(shape), start, stop, ()))
-
-
-def _chunks(shape: tuple[int, ...], start: int, stop: int, fixed: tuple[int, ...]) -> Iterator[Chunk]:
-    """The chunks of a non-empty range of the sub-tensor whose leading indices are `fixed`."""
-    ones = (1,) * len(fixed)
-    if not shape:
-        yield Chunk(fixed, ones)
-        return
-    row = math.prod(shape[1:])
-    first_whole, end_whole = -(-start // row), stop // row
-    if first_whole > end_whole:  # within one row
-        index = start // row
-        yield from _chunks(shape[1:], start - index * row, stop - index * row, (*fixed, index))
-        return
-    if start < first_whole * row:
-        yield from _chunks(shape[1:], start - (first_whole - 1) * row, row, (*fixed, first_whole - 1))
-    if first_whole < end_whole:
-        rest = shape[1:]
-        yield Chunk((*fixed, first_whole, *(0 for _ in rest)), (*ones, end_whole - first_whole, *rest))
-    if end_whole * row < stop:
-        yield from _chunks(shape[1:], 0, stop - end_whole * row, (*fixed, end_whole))
-
-
-def _sizes(ranges: Ranges) -> tuple[int, ...]:
-    return tuple(sum(last - first for first, last in held) for held in ranges)
-
-
-def _to_chunks(chunk: Chunk, piece: Tensor, ranges: Ranges) -> dict[Chunk, Tensor]:
-    """Cuts a chunk of the `ranges` into chunks of the full tensor, each with its elements: views of `piece`."""
-    found = {chunk: piece}
-    for dim, held in enumerate(ranges):
-        cut: dict[Chunk, Tensor] = {}
-        for part, elements in found.items():
-            before = 0
-            for first, last in held:
-                begin = max(part.offsets[dim], before)
-                end = min(part.offsets[dim] + part.sizes[dim], before + last - first)
-                if begin < end:
-                    offsets = (*part.offsets[:dim], first + begin - before, *part.offsets[dim + 1 :])
-                    sizes = (*part.sizes[:dim], end - begin, *part.sizes[dim + 1 :])
-                    cut[Chunk(offsets, sizes)] = elements.narrow(dim, begin - part.offsets[dim], end - begin)
-                before += last - first
-        found = cut
-    return found
 
 
 def _format_range(start: int, stop: int, ranges: Ranges) -> str:
@@ -134,7 +56,7 @@ class LocalShard(Tensor):
         written: bool = True,
     ) -> Self:
         tensor = local_tensor(tensor)
-        is_all = tuple(tensor.shape) == (_sizes(ranges) if ranges else tuple(shape))
+        is_all = tuple(tensor.shape) == (sizes_of(ranges) if ranges else tuple(shape))
         if tensor.numel() != stop - start or not (is_all or tensor.is_contiguous()):
             raise ValueError(
                 f"expected a contiguous tensor of {stop - start} elements for [{start}, {stop}), "
@@ -149,18 +71,7 @@ class LocalShard(Tensor):
     @property
     def chunks(self) -> dict[Chunk, Tensor]:
         """Each chunk of the range with its elements: views of `tensor`, in the chunk's sizes."""
-        shape = tuple(self.shape)
-        if math.prod(shape) == 0:  # Nothing is held, but the tensor is there, and must be written by someone.
-            return {Chunk((0,) * len(shape), shape): self.tensor.detach().view(shape)}
-        sizes = _sizes(self.ranges) if self.ranges else shape
-        if tuple(self.tensor.shape) == sizes:  # Its strides may be any.
-            return _to_chunks(Chunk((0,) * len(sizes), sizes), self.tensor.detach(), self.ranges)
-        flat, position, found = self.tensor.detach().view(-1), 0, {}
-        for chunk in chunks_of(sizes, self.start, self.stop):
-            length = math.prod(chunk.sizes)
-            found.update(_to_chunks(chunk, flat[position : position + length].view(chunk.sizes), self.ranges))
-            position += length
-        return found
+        return cut_in_chunks(self.tensor.detach(), self.shape, self.start, self.stop, self.ranges)
 
     # What torch's checkpoint planner asks.
 

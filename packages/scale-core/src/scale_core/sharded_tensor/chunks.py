@@ -1,0 +1,110 @@
+"""A rank's elements as chunks, axis-aligned boxes: what files and other world sizes use. Pure arithmetic.
+
+A rank holds the elements `[start, stop)` of a tensor in row-major order, or of some of its indices. Where the cut runs
+inside a row that is no chunk, but a few of them: `chunks_of` says which, `cut_in_chunks` gives each its elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from scale_core.shard import Ranges
+
+
+class Chunk(NamedTuple):
+    """An axis-aligned box of a tensor: where it begins and how long it is, along each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def chunks_of(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:
+    """Cuts the elements `[start, stop)` of a row-major tensor into the fewest chunks, in order.
+
+    Each chunk is contiguous, and the chunks one after the other are the range: at most 2·ndim - 1 of them.
+
+    Raises:
+        ValueError: The range does not lie within the tensor.
+
+    Example:
+        >>> for chunk in chunks_of((4, 3), 2, 10):
+        ...     print(chunk.offsets, chunk.sizes)
+        (0, 2) (1, 1)
+        (1, 0) (2, 3)
+        (3, 0) (1, 1)
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(
+            f"expected a range within the {math.prod(shape)} elements of {tuple(shape)}, got [{start}, {stop})"
+        )
+    return [] if start == stop else list(_chunks(tuple(shape), start, stop, ()))
+
+
+def _chunks(shape: tuple[int, ...], start: int, stop: int, fixed: tuple[int, ...]) -> Iterator[Chunk]:
+    """The chunks of a non-empty range of the sub-tensor whose leading indices are `fixed`."""
+    ones = (1,) * len(fixed)
+    if not shape:
+        yield Chunk(fixed, ones)
+        return
+    row = math.prod(shape[1:])
+    first_whole, end_whole = -(-start // row), stop // row
+    if first_whole > end_whole:  # within one row
+        index = start // row
+        yield from _chunks(shape[1:], start - index * row, stop - index * row, (*fixed, index))
+        return
+    if start < first_whole * row:
+        yield from _chunks(shape[1:], start - (first_whole - 1) * row, row, (*fixed, first_whole - 1))
+    if first_whole < end_whole:
+        rest = shape[1:]
+        yield Chunk((*fixed, first_whole, *(0 for _ in rest)), (*ones, end_whole - first_whole, *rest))
+    if end_whole * row < stop:
+        yield from _chunks(shape[1:], 0, stop - end_whole * row, (*fixed, end_whole))
+
+
+def sizes_of(ranges: Ranges) -> tuple[int, ...]:
+    """The number of indices that are taken of each dimension."""
+    return tuple(sum(last - first for first, last in held) for held in ranges)
+
+
+def _to_chunks(chunk: Chunk, piece: Tensor, ranges: Ranges) -> dict[Chunk, Tensor]:
+    """Cuts a chunk of the `ranges` into chunks of the full tensor, each with its elements: views of `piece`."""
+    found = {chunk: piece}
+    for dim, held in enumerate(ranges):
+        cut: dict[Chunk, Tensor] = {}
+        for part, elements in found.items():
+            before = 0
+            for first, last in held:
+                begin = max(part.offsets[dim], before)
+                end = min(part.offsets[dim] + part.sizes[dim], before + last - first)
+                if begin < end:
+                    offsets = (*part.offsets[:dim], first + begin - before, *part.offsets[dim + 1 :])
+                    sizes = (*part.sizes[:dim], end - begin, *part.sizes[dim + 1 :])
+                    cut[Chunk(offsets, sizes)] = elements.narrow(dim, begin - part.offsets[dim], end - begin)
+                before += last - first
+        found = cut
+    return found
+
+
+def cut_in_chunks(
+    piece: Tensor, shape: Sequence[int], start: int, stop: int, ranges: Ranges = ()
+) -> dict[Chunk, Tensor]:
+    """Returns each chunk of the elements `[start, stop)`, of a tensor of `shape` or of its `ranges`, with its elements.
+
+    These are views of `piece`, in the chunk's sizes. It is contiguous, or has the shape of all of these indices.
+    """
+    shape = tuple(shape)
+    if math.prod(shape) == 0:  # Nothing is held, but the tensor is there, and must be written by someone.
+        return {Chunk((0,) * len(shape), shape): piece.view(shape)}
+    sizes = sizes_of(ranges) if ranges else shape
+    if tuple(piece.shape) == sizes:  # Its strides may be any.
+        return _to_chunks(Chunk((0,) * len(sizes), sizes), piece, ranges)
+    flat, position, found = piece.view(-1), 0, {}
+    for chunk in chunks_of(sizes, start, stop):
+        length = math.prod(chunk.sizes)
+        found.update(_to_chunks(chunk, flat[position : position + length].view(chunk.sizes), ranges))
+        position += length
+    return found
