@@ -152,12 +152,12 @@ def test_a_second_default_group_is_refused_and_the_first_one_stays() -> None:
 
 
 @pytest.mark.simulation
-def test_the_ranks_of_an_operation_are_found_by_group_and_by_name() -> None:
+def test_the_group_of_an_operation_is_found_by_itself_and_by_name() -> None:
     with compat.fake_default_group(rank=1, world_size=4):
         group = dist.new_group([1, 3])
         assert isinstance(group, dist.ProcessGroup)
-        assert compat.ranks_of_operation(group) == (1, 3)
-        assert compat.ranks_of_operation(group.group_name) == (1, 3)
+        assert compat.group_of_operation(group) is group
+        assert compat.group_of_operation(group.group_name) is group
 
 
 @pytest.mark.simulation

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -304,7 +305,14 @@ def run_different_units() -> None:
     model(torch.ones(1, 2), (0, 1 + dist.get_rank())).sum().backward()
 
 
+def factorize_a_shard() -> None:
+    model = nn.Sequential(OrderedDict(head=nn.Linear(4, 8)))
+    fully_shard(model)
+    torch.linalg.svd(model.head.weight)
+
+
 TOGETHER: dict[str, Callable[[], None]] = {
+    "ShardedTensorError": factorize_a_shard,
     "DivergenceError": diverge,
     "SnapshotError": save_on_a_full_disk,
     "StageError": give_a_stage_up,

@@ -57,9 +57,9 @@ def test_each_plan_is_logged_once_by_the_first_rank() -> None:
     first, second = run_ranks(plans, 2, logging.INFO)
     pipe = "INFO scale_pipe.one_process.pipe: Pipe: [1, 1] layers on ['cpu', 'cpu']; 2 micro-batches, "
     assert first == [
-        "INFO scale_fsdp.runtime.root: fully_shard of Sequential: 3 units over 2 ranks, 4 parameters, 116 bytes of "
-        "shards on this rank; the largest is unit '0' with 160 bytes while it is gathered",
-        "INFO scale_oss.oss: OSS of Adam: 4 parameters over 2 ranks in 1 buckets of 232 bytes in all, 0 of shards that "
+        "INFO scale_fsdp.runtime.root: fully_shard of Sequential: 3 units over 2 ranks, 4 parameters, 160 bytes of "
+        "shards on this rank; the largest is unit '0' with 192 bytes while it is gathered",
+        "INFO scale_oss.oss: OSS of Adam: 4 parameters over 2 ranks in 1 buckets of 256 bytes in all, 0 of shards that "
         "are stepped on in place, 0 of shards that are put together; tensors are cut",
         "INFO scale_oss.sharded_ddp: ShardedDataParallel of Sequential: gradients in 1 buckets over 2 ranks; "
         "broadcast_buffers=True, reduce_fp16=False, overlap_gather=True",

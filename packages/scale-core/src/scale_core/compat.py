@@ -318,6 +318,11 @@ def plain_tensor_types() -> frozenset[type]:
     return frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor))
 
 
+def is_wrapper(kind: type[Tensor]) -> bool:
+    """Whether tensors of a type have operators of their own, such as DTensor; a `ShardedTensor` has those of torch."""
+    return kind not in plain_tensor_types() and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def waited(tensor: Tensor) -> Tensor:
     """The plain tensor of one that a functional collective is still filling, or the tensor itself."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -360,13 +365,13 @@ def values_of(tensor: Tensor, *, simulated: list[float]) -> list[float]:
     return values
 
 
-def ranks_of_operation(group: Any) -> tuple[int, ...]:
-    """The global ranks of a collective operator's group argument."""
+def group_of_operation(group: Any) -> dist.ProcessGroup:
+    """The process group that a collective operator's group argument stands for."""
     if isinstance(group, str):
         group = cast(Any, dist.distributed_c10d)._resolve_process_group(group)
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
-    return tuple(dist.get_process_group_ranks(group))
+    return cast(dist.ProcessGroup, group)
 
 
 @contextmanager

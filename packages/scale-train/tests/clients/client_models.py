@@ -32,6 +32,7 @@ from transformers import (
 
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import shard_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import class_policy, fully_shard_modules, no_split_policy
 
 VOCABULARY = 101  # odd, so that its rows do not divide evenly
@@ -243,7 +244,7 @@ def differing_gradients(model: nn.Module, plain: nn.Module) -> list[str]:
                 wrong.append(
                     f"gradient of {name}: {'none' if param.grad is None else 'one'}, plain the other way round"
                 )
-        elif not torch.equal(param.grad.reshape(-1), whole.reshape(-1)[shard.start : shard.stop]):
+        elif not torch.equal(local_tensor(param.grad).reshape(-1), whole.reshape(-1)[shard.start : shard.stop]):
             wrong.append(f"gradient of {name} differs")
     return wrong
 

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from scale_core.flat.buffer import live_buffers
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_fsdp import Description, describe
 
@@ -81,8 +82,8 @@ def train(way: str) -> Kept:
     wrong = train_beside(plain, model, step, make=adam)
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad and param.grad is not None]
     wrong += [f"{name} is frozen and has a gradient" for name in frozen]
-    states = sum(t.numel() for state in made[0].state.values() for t in state.values() if t.ndim)
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    states = sum(local_tensor(t).numel() for state in made[0].state.values() for t in state.values() if t.ndim)
+    trained = sum(local_tensor(param).numel() for param in model.parameters() if param.requires_grad)
     return Kept(wrong, describe(model), trained, states, most)
 
 

@@ -61,6 +61,11 @@ def group_for(device: torch.device, group: Group, *, limit_seconds: float | None
     return twin
 
 
+def passed_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group that was passed, where this is its twin; any other group itself."""
+    return next((passed for passed, twin in _twins.items() if twin is process_group), process_group)
+
+
 def _make_twin(process_group: dist.ProcessGroup, group: Group, limit_seconds: float | None) -> dist.ProcessGroup:
     if not dist.is_gloo_available():
         raise RuntimeError(

@@ -206,10 +206,12 @@ def _dot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     left: Tensor = args[0]
     right: Tensor = args[1] if len(args) > 1 else kwargs["other"]
-    if tuple(full_shape(left)) != tuple(full_shape(right)):
-        return False if func.__name__ == "equal" else refuse_call(func, args, kwargs)
     main = largest_sharded([left, right])
     shard = record_of(main)
+    if tuple(full_shape(left)) != tuple(full_shape(right)):
+        if left.numel() == right.numel():  # Of this rank's elements. So another rank may find the full shape.
+            refuse(func, shard, "the other tensor has as many elements as this rank's part")
+        return False if func.__name__ == "equal" else refuse_call(func, args, kwargs)
     sides = [_full_if_cut_elsewhere(side, shard) for side in (left, right)]
     parts = [operand(func, side, shard, main).expand(main.shape) for side in sides]
     same = torch.tensor(func(*parts, *args[2:], **{key: value for key, value in kwargs.items() if key != "other"}))

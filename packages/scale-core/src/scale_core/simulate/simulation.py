@@ -332,10 +332,9 @@ class _OperatorMode(TorchDispatchMode):
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._simulation = simulation
-        self._plain = compat.plain_tensor_types()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._plain.issuperset(types):
+        if any(map(compat.is_wrapper, types)):
             return NotImplemented  # a wrapper such as DTensor: its own operators on plain tensors come by afterwards
         return self._simulation._run(func, args, kwargs or {})
 

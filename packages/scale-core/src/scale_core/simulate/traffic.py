@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from scale_core import compat
+from scale_core.comm.collectives import passed_group
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def read_collective(name: str, args: Sequence[Any], *, rank: int, phase: str, ch
     if name not in _READERS:
         raise NotImplementedError(f"{name} sends something, but it is not known how much: simulate without it")
     op, group_index, read = _READERS[name]
-    ranks = compat.ranks_of_operation(args[group_index])
+    group = passed_group(compat.group_of_operation(args[group_index]))
+    ranks = tuple(dist.get_process_group_ranks(group))
     call = _Call(op, args, ranks, ranks.index(rank), check)
     return Collective(op, read(call), ranks, phase, tag=args[3] if name in _TAGGED else 0)
 

@@ -27,7 +27,7 @@ _FACTORS: Mapping[str, Callable[[Any], Sequence[Scalar | None]]] = {
     "SubBackward0": lambda node: (1.0, -node._saved_alpha),
     "MulBackward0": lambda node: (node._saved_other, node._saved_self),
     "MulBackward1": lambda node: (node._saved_other,),
-    "DivBackward0": lambda node: (1 / node._saved_other,),
+    "DivBackward0": lambda node: (1 / _divisor(node),),
     "DivBackward1": lambda node: (1 / node._saved_other,),
     "NegBackward0": lambda node: (-1.0,),
     "WhereBackward0": lambda node: (node._saved_condition, ~node._saved_condition),
@@ -93,7 +93,7 @@ def _means(node: Any, factor: Scalar, depth: int) -> Iterator[ElementMean]:
                     is_mean = False
                     yield mean
     if is_mean:  # A sum over a mask, divided by the sum of the mask.
-        yield ElementMean(factor, node._saved_other)
+        yield ElementMean(factor, _divisor(node))
 
 
 def _derivatives(node: Any) -> Sequence[Scalar | None]:
@@ -102,6 +102,11 @@ def _derivatives(node: Any) -> Sequence[Scalar | None]:
         return _FACTORS[name](node)
     passes = name in _IDENTITIES or isinstance(node, BackwardCFunction)  # Such functions are there for their hooks.
     return [1.0] * len(node.next_functions) if passes else ()
+
+
+def _divisor(node: Any) -> Tensor:
+    """Returns what a loss is divided by, as a tensor that is no Python number to a dispatch mode, as of a simulation."""
+    return torch.ones((), dtype=torch.float64) * node._saved_other
 
 
 def _signed(number: int) -> int:
