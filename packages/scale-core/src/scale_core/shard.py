@@ -41,6 +41,14 @@ def on_local_tensors(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def wait_for(*params: Tensor) -> None:
+    """Returns when no all-gather writes to these parameters; inside of `as_local`, functions of torch don't wait."""
+    for param in params:
+        wait = getattr(type(param), "wait_gathered", None)
+        if wait is not None:
+            wait(param)
+
+
 class Placement(enum.Enum):
     """How the ranks of one mesh axis hold a tensor."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group
 from scale_core.errors import ScaleDistributedError
 from scale_core.optim.step_checks import watch_optimizers
-from scale_core.shard import Shard, on_local_tensors, shard_of, unit_shard_of
+from scale_core.shard import Shard, on_local_tensors, shard_of, unit_shard_of, wait_for
 from scale_core.sharded_tensor.full_tensor import gather_full_param
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.gathered_tensor import Gather, GatheredTensor, plain_tensor, version_of
@@ -71,7 +71,9 @@ class ShardedModule(nn.Module):
     @on_local_tensors
     def full_parameter(self, name: str) -> Tensor:
         """Returns a full parameter without gradients, on all ranks; all of them call it together."""
-        return full_tensor(self.shardings[name], self.get_parameter(name), self.group, name)
+        param = self.get_parameter(name)
+        wait_for(param)
+        return full_tensor(self.shardings[name], param, self.group, name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As any module's; a parameter in the place of another one is a part of the same full one."""
@@ -86,6 +88,7 @@ class ShardedModule(nn.Module):
 
     @on_local_tensors
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        wait_for(*self.parameters(recurse))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for name in self.shardings:
             self._set_shard_spec(name)
@@ -96,6 +99,7 @@ class ShardedModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         """Takes this rank's shard out of full tensors, and out of what torch's checkpoint functions have read."""
+        wait_for(*self.parameters(recurse=False))
         refused = []
         for name, sharding in self.shardings.items():
             value = state_dict.get(prefix + name)
@@ -126,6 +130,7 @@ class ShardedModule(nn.Module):
 
         With `keep_vars` it is this rank's shards; torch's checkpoint functions get parts that say where they belong.
         """
+        wait_for(*self.parameters(recurse=False))
         is_filled_again = any(prefix + name in destination for name in self.shardings)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.group.size == 1 or keep_vars:
@@ -141,9 +146,7 @@ class ShardedModule(nn.Module):
             if param is None or not sharding.is_divided or unit_shard_of(param) is not None:
                 continue
             if asked is not None and not asked.whole:
-                from scale_core.state.local_shard import (
-                    LocalShard,  # Loads torch's checkpoint package, which has asked.
-                )
+                from scale_core.state.local_shard import LocalShard  # Loads torch's checkpoint package.
 
                 part, shard = param.detach().contiguous(), sharding.shard_spec(self.group)
                 destination[prefix + name] = LocalShard(part, shard.shape, shard.start, shard.stop, shard.ranges)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.arguments import checked_arguments
-from scale_core.shard import on_local_tensors
-from scale_core.sharded_tensor.replicated_parameter import wait_for
+from scale_core.shard import on_local_tensors, wait_for
 from scale_core.state.optim_state_dict import local_chunk, part_of
 from scale_core.state.param_ownership import named_param_slices
 from scale_core.state.validation import StateMismatch

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from scale_core import BlockAtom, snapshot
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import fully_shard
 from scale_oss import OSS
 
@@ -64,9 +65,9 @@ def units_of_blocks(
     """A unit whose parameters are cut between blocks, and an optimizer on its shards."""
     model = fully_shard(network(seed).to(dtype), atom=BlockAtom(BLOCK))
     first = next(model.parameters())
-    shard = shard_of(first)
-    assert shard is not None and shard.start % BLOCK == 0 and (group_of().size == 1 or first.numel() < 160 * 256)
-    assert first.numel() >= 4096
+    shard, num_elements = shard_of(first), local_tensor(first).numel()
+    assert shard is not None and shard.start % BLOCK == 0 and (group_of().size == 1 or num_elements < 160 * 256)
+    assert num_elements >= 4096
     return model, make(model.parameters())
 
 

@@ -47,7 +47,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
     "head": (lambda model: model.lm_head(torch.zeros(1, 16)), "llama", "a Linear of the root unit was called"),
     "encoder": (lambda model: model.encoder(input_ids=tokens(0)), "t5", "a Embedding of the root unit was called"),
     "forward": (lambda model: model.forward(input_ids=tokens(0)), "llama", "call the LlamaForCausalLM itself"),
-    "resize": (resize, "llama tied", "has got other memory since it was sharded"),
+    "resize": (
+        resize,
+        "llama tied",
+        "setitem of 'model.embed_tokens.weight' [101, 16]: it needs elements that other ranks have",
+    ),
     "tie": (tie, "llama", "another tensor stands in the place of"),
     "new head": (untie, "llama tied", "'lm_head.weight' was put into the root unit after that was sharded"),
 }

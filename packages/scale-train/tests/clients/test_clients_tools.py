@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scale_core.shard import shard_of
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import faults, run_ranks
 
 pytestmark = [
@@ -76,7 +77,7 @@ def has_gradients(model: nn.Module, plain: nn.Module) -> None:
     for (name, param), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
         shard = shard_of(param)
         assert shard is not None and param.grad is not None and whole.grad is not None
-        assert torch.equal(param.grad.flatten(), whole.grad.flatten()[shard.start : shard.stop]), name
+        assert torch.equal(local_tensor(param.grad).flatten(), whole.grad.flatten()[shard.start : shard.stop]), name
 
 
 def compiles(title: str, folder: str) -> None:

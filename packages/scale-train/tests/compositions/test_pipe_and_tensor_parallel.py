@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core import clip_grad_norm_
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_pipe import DistributedPipe, Pipe, StageError, split
@@ -271,8 +272,8 @@ def alike_after_all() -> list[str]:
     told = []
     for kind, schedule, parts in (("sequence", "1f1b", [2, 2]), ("sequence", "zb_v", [1] * 4), ("split", "1f1b", None)):
         model = parallelize(built(kind), PLANS[kind], mesh["tensor"])
-        for param in model.parameters():
-            nn.init.normal_(param, generator=torch.Generator().manual_seed(0))
+        for param in model.parameters():  # Each part has the same values, which those of a full one never have.
+            nn.init.normal_(local_tensor(param), generator=torch.Generator().manual_seed(0))
         pipe = DistributedPipe(
             split(model, ["blocks.1"]) if kind == "split" else model,
             schedule,

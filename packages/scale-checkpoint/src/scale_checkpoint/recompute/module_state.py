@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import _StopRecomputationError
 
 from scale_checkpoint.state import InternalOps
+from scale_core.sharded_tensor.tensor import is_sharded
 
 BufferHistory: TypeAlias = weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, str], bool]]
 """Whether a module's forwards have changed its buffers, by mode and name: a batch norm changes nothing in eval mode."""
@@ -243,12 +244,12 @@ def _changed_in_place(used: UsedTensor) -> str:
 def _can_be_restored(then: Tensor, now: Tensor | None, is_buffer: bool) -> bool:
     """Whether a tensor that the module no longer holds is still what it was.
 
-    Engines that gather parameters swap them, too, and see to the recomputation themselves: what they release has
-    another shape than the parameter in its place, or no memory.
+    Engines that gather parameters swap them, too, and see to the recomputation themselves: what they release is
+    sharded, has another shape than the parameter in its place, or no memory.
     """
     if is_buffer:
         return type(then) is Tensor
-    if not isinstance(now, nn.Parameter):
+    if not isinstance(now, nn.Parameter) or is_sharded(then) is not is_sharded(now):
         return False
     if type(then) is Tensor:
         return True

@@ -31,7 +31,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, fingerprint_of
 from scale_core.consistency.flight_recorder import by_rank
 from scale_core.errors import DivergenceError, recovery_hint
-from scale_core.shard import Placement, names_of_stages, on_local_tensors, shard_of, stages_of
+from scale_core.shard import Placement, names_of_stages, on_local_tensors, shard_of, stages_of, wait_for
 
 EVERY_VARIABLE = "SCALE_CHECK_REPLICAS_EVERY"
 """The environment variable that says how often techniques compare replicas by themselves, in steps; 0 is never."""
@@ -108,6 +108,7 @@ def compare_replicas(named: Sequence[tuple[str, Tensor]], contract: Contract, st
     """Compares tensors by name between the ranks of a contract: see `check_replicas`."""
     if contract.is_single_rank or contract.group.backend == "fake" or compat.active_fake_mode() is not None:
         return
+    wait_for(*(tensor for _, tensor in named))
     pieces = list(_pieces(named))
     digests = digests_of([piece.tensor for piece in pieces])
     keys = [piece.key for piece in pieces]

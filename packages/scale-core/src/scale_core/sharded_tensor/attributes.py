@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,7 +114,12 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     """A hook gets a gradient that knows that it is a part."""
     tensor, hook = args
     shard = record_of(tensor)
-    return func(tensor, lambda grad: hook(marked(grad, shard)))
+
+    @functools.wraps(hook)
+    def on_sharded(grad: Tensor) -> Any:
+        return hook(marked(grad, shard))
+
+    return func(tensor, on_sharded)
 
 
 RULES: dict[str, Rule] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from scale_core import compat
 from scale_core.comm.group import Group
@@ -23,6 +23,7 @@ from scale_core.sharded_tensor.arguments import (
     whole_value,
 )
 from scale_core.sharded_tensor.elements import divided_axes, local_part, same_elements
+from scale_core.sharded_tensor.full_tensor import gather_shard
 from scale_core.sharded_tensor.tensor import is_sharded
 
 
@@ -46,6 +47,8 @@ def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         written.append(args[0])
     if shard.numel == 1 and any(not is_sharded(target) for target in written):
         return _on_whole(func, args, kwargs)
+    if any(_is_full_parameter(target, main) for target in written):
+        return _on_full_tensors(func, args, kwargs)
     for target in written:
         check_target(func, target, main)
 
@@ -67,6 +70,22 @@ def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return whole_value(value).reshape(record_of(value).shape) if is_sharded(value) else value
 
     return func(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
+
+
+def _is_full_parameter(target: Tensor, main: Tensor) -> bool:
+    """Whether a result like `main` is written to a parameter that each rank has in full, as by a gradient of its."""
+    return isinstance(target, nn.Parameter) and not is_sharded(target) and target.shape == record_of(main).shape
+
+
+def _on_full_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function whose sharded arguments are gathered first; all ranks call it together."""
+
+    def full(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(full, value))
+        return gather_shard(value.detach(), record_of(value)) if is_sharded(value) else value
+
+    return func(*map(full, args), **{key: full(value) for key, value in kwargs.items()})
 
 
 def check_target(func: Callable[..., Any], target: Tensor, main: Tensor) -> None:
@@ -105,6 +124,10 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     mains = [largest_sharded(row) if any(map(is_sharded, row)) else None for row in zip(*lists, strict=True)]
     shards = [None if main is None else record_of(main) for main in mains]
     if func.__name__.endswith("_"):
+        if any(
+            main is not None and _is_full_parameter(target, main) for target, main in zip(args[0], mains, strict=True)
+        ):
+            return _on_full_tensors(func, args, kwargs)
         for target, main in zip(args[0], mains, strict=True):
             if main is not None:
                 check_target(func, target, main)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_core.shard import RECORD, as_local, shard_of
+from scale_core.shard import RECORD, as_local, shard_of, wait_for
 from scale_core.sharded_tensor.tensor import ShardedParameter, set_shard
 from scale_core.tree import tensors_in
 
@@ -121,7 +121,10 @@ class _Awaited:
     """The wait before a function of torch."""
 
     __slots__ = ()
-    waits_first = True  # before `ShardedTensor`s among the same arguments
+
+    def wait_gathered(self) -> None:
+        """Returns when the all-gather has written it."""
+        vars(self)[_REDUCED].wait()
 
     @classmethod
     def __torch_function__(
@@ -130,8 +133,7 @@ class _Awaited:
         if func in _WITHOUT_VALUES:
             return super().__torch_function__(func, (), args, kwargs or {})  # type: ignore[misc]  # a mixin
         awaited = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, _Awaited)]
-        for tensor in awaited:
-            wait_for(tensor)
+        wait_for(*awaited)
         if not awaited:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)}: got a parameter whose update is still on its way from other "
@@ -173,12 +175,6 @@ def switch_awaited(params: Iterable[Tensor]) -> None:
     """Has functions of torch wait for an all-gather to these parameters, which `can_be_awaited`; then no more."""
     for param in params:
         param.__class__ = cast(Any, param).counterpart
-
-
-def wait_for(param: Tensor) -> None:
-    """Returns when no all-gather writes to a parameter."""
-    if isinstance(param, _Awaited):
-        vars(param)[_REDUCED].wait()
 
 
 def _without_wrapper(param: Tensor, *, copies: bool) -> nn.Parameter:

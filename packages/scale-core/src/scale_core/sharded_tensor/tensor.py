@@ -37,7 +37,7 @@ class ShardedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(hasattr(kind, "waits_first") for kind in types):
+        if any(hasattr(kind, "wait_gathered") for kind in types):
             return NotImplemented  # An all-gather writes to a parameter among the arguments, whose class waits for it.
         return ShardedTensor.call(func, args, kwargs or {})
 

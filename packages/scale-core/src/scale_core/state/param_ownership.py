@@ -18,8 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from scale_core.arguments import checked_arguments
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.optim.traits import NUMBERS
-from scale_core.shard import Placement, Ranges, on_local_tensors, shard_of
-from scale_core.sharded_tensor.replicated_parameter import wait_for
+from scale_core.shard import Placement, Ranges, on_local_tensors, shard_of, wait_for
 
 _flat: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each flat parameter, to a weak reference to its buffer
 

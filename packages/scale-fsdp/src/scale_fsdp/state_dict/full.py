@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from scale_core.arguments import checked_arguments
 from scale_core.dtensor import is_dtensor
 from scale_core.flat.buffer import FlatBuffer
-from scale_core.shard import Placement, on_local_tensors, shard_of
+from scale_core.shard import Placement, on_local_tensors, shard_of, wait_for
 from scale_core.sharded_tensor.full_tensor import gather_full_param
 from scale_core.state.gathered_tensor import Gather, GatheredTensor, converted, plain_tensor
 from scale_core.state.torch_state_dict import saved_by_torch, torch_request
@@ -198,6 +198,7 @@ def full_state_dict(
         ScaleDistributedError: A rank did something else.
     """
     form = resolve_state_dict_config(device, rank_0_only)
+    wait_for(*model.parameters())
     if rank_0_only:
         check_same_ranks(model, "full_state_dict(rank_0_only=True)")
     keeps = not rank_0_only or model_group(model).rank == 0

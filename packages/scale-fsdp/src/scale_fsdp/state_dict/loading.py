@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scale_core.consistency.execution_order import unit_title
 from scale_core.flat.buffer import FlatBuffer
-from scale_core.shard import elements_of, on_local_tensors, shard_of
+from scale_core.shard import elements_of, on_local_tensors, shard_of, wait_for
 from scale_core.sharded_tensor.tensor import mark_sharded
 from scale_core.state.gathered_tensor import plain_tensor
 from scale_fsdp.runtime.checks import check_not_in_use
@@ -43,6 +43,7 @@ def load_full_state_dict(
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}, of which nothing was loaded:{lines}"
         )
+    wait_for(*module.parameters())
     return plain(state_dict, strict)
 
 

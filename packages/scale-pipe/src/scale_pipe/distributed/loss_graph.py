@@ -105,7 +105,7 @@ def _derivatives(node: Any) -> Sequence[Scalar | None]:
 
 
 def _divisor(node: Any) -> Tensor:
-    """Returns what a loss is divided by, as a tensor that is no Python number to a dispatch mode, as of a simulation."""
+    """Returns what a loss is divided by; without the product, a dispatch mode as of a simulation sees a number."""
     return torch.ones((), dtype=torch.float64) * node._saved_other
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.profiler import record_function
 
 from scale_core.comm.group import Group
 from scale_core.compat import NO_RANGE, profiler_runs
+from scale_core.errors import TransferError
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.gradients.data_parallel import check_all_ok
 from scale_pipe.distributed.gradients.microbatch_grads import MicrobatchGrads
@@ -308,13 +310,15 @@ class PassRuntime:
         """Sums the gradients of parameters that other ranks hold as well."""
         arrived = {slot: self._receive(slot) for slot in self._program.source_ranks if slot.flow is Flow.SHARED}
         payloads = {slot: message for slot, message in arrived.items() if isinstance(message, Payload)}
-        try:
-            self._shared.sum_grads(payloads, failed=self.failure is not None, limit_seconds=self._limit)
-            for stage in self._stages.values():
-                if stage.wrappers is not None:
-                    stage.wrappers.reduce_deferred(failed=self.failure is not None, limit_seconds=self._limit)
-        except Exception as error:
-            self._error(error, Action(Kind.BACKWARD, min(self._stages), EVERY_MICRO_BATCH))
+        wrappers = [stage.wrappers for stage in self._stages.values() if stage.wrappers is not None]
+        # Replicas wait in each of these for this rank, which says so there where it has failed.
+        for call in (partial(self._shared.sum_grads, payloads), *(each.reduce_deferred for each in wrappers)):
+            try:
+                call(failed=self.failure is not None, limit_seconds=self._limit)
+            except Exception as error:
+                self._error(error, Action(Kind.BACKWARD, min(self._stages), EVERY_MICRO_BATCH))
+                if isinstance(error, TransferError):  # A replica is lost, for which the next call would wait again.
+                    return
 
     def step_stages(self) -> None:
         """Steps all stages of this rank; errors are in `failure` afterwards."""

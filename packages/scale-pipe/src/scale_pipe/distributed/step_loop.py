@@ -18,6 +18,8 @@ from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_core.consistency.optimizer_steps import describe_difference, have_diverged
 from scale_core.errors import TransferError, recovery_hint
+from scale_core.shard import as_local
+from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.gradients.data_parallel import grad_holders
 from scale_pipe.distributed.p2p.channel import P2PError
@@ -208,15 +210,17 @@ def _stepped_note(runtime: PassRuntime) -> str:
 @contextmanager
 def restore_grads_on_error(stages: Collection[Stage]) -> Iterator[None]:
     """Around a step that may raise: then gradients of stages, and of their shards in optimizers, are as before it."""
-    before = [
-        (tensor, None if tensor.grad is None else tensor.grad.clone())
-        for tensor in dict.fromkeys(tensor for stage in stages for tensor in grad_holders(stage.module))
-    ]
+    with as_local():
+        before = [
+            (tensor, None if (grad := unreduced_grad(tensor)) is None else grad.clone())
+            for tensor in dict.fromkeys(tensor for stage in stages for tensor in grad_holders(stage.module))
+        ]
     try:
         yield
     except BaseException:
         for stage in stages:
             stage.discard()
-        for tensor, grad in before:
-            tensor.grad = grad
+        with as_local():
+            for tensor, grad in before:
+                set_unreduced_grad(tensor, grad)
         raise

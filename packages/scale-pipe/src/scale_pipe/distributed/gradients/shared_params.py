@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.hooks.autograd import lacks_autograd_hooks
 from scale_core.shard import Ranges, on_local_tensors
+from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_pipe.distributed.gradients.data_parallel import GradientState, ReduceMode, gradient_state
 from scale_pipe.distributed.module_view import StageModuleView, module_fqns, original_fqn
 from scale_pipe.distributed.p2p.channel import P2PChannel
@@ -112,9 +113,9 @@ class SharedParams:
     @on_local_tensors
     def set_grads_aside(self) -> None:
         """Keeps what was accumulated so far: it has been summed already."""
-        self._accumulated = {name: copy.param.grad for name, copy in self._copies.items()}
+        self._accumulated = {name: unreduced_grad(copy.param) for name, copy in self._copies.items()}
         for copy in self._copies.values():
-            copy.param.grad = None
+            set_unreduced_grad(copy.param, None)
 
     @on_local_tensors
     def message(self, name: str) -> Payload | ChunkSize:
@@ -122,9 +123,10 @@ class SharedParams:
         param, state, _, _ = self._copies[name]
         if not param.requires_grad:
             return Payload(*pack(None), WHOLE)
-        if param.grad is None:
+        grad = unreduced_grad(param)
+        if grad is None:
             return WHOLE
-        return Payload(*pack((state.start, state.stop, state.ranges, state.reduce_mode.name, param.grad)), WHOLE)
+        return Payload(*pack((state.start, state.stop, state.ranges, state.reduce_mode.name, grad)), WHOLE)
 
     @on_local_tensors
     def sum_grads(
@@ -151,11 +153,12 @@ class SharedParams:
                 continue
             total: Tensor | None = None
             for source in copy.stages:
-                part = copy.param.grad if source == copy.stage else matching[source]
+                part = unreduced_grad(copy.param) if source == copy.stage else matching[source]
                 if part is not None:
                     total = part.clone() if total is None else total.add_(part)
             before = self._accumulated.pop(name)
-            copy.param.grad = total if before is None else before if total is None else before.add_(total)
+            summed = total if before is None else before if total is None else before.add_(total)
+            set_unreduced_grad(copy.param, summed)
 
     # Values.
 
