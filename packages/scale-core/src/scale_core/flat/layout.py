@@ -232,8 +232,9 @@ def alignment_of(itemsize: int) -> int:
     no multiple of that dtype's elements, and on a GPU a kernel may read 16 bytes at once. Tensors of their own start at
     64 bytes or more, so models rely on it.
 
-    >>> [alignment_of(itemsize) for itemsize in (1, 2, 4, 8)]
-    [16, 8, 4, 2]
+    Example:
+        >>> [alignment_of(itemsize) for itemsize in (1, 2, 4, 8)]
+        [16, 8, 4, 2]
     """
     return max(1, ALIGNED_BYTES // itemsize)
 
