@@ -92,7 +92,7 @@ def operand(func: Callable[..., Any], value: Tensor, shard: Shard, like: Tensor)
         if same_elements(other, shard):
             return value if value.shape == like.shape else value.view(like.shape)
         if other.numel == 1 and shard.numel > 1:
-            return whole_value(value)
+            return full_value(value)
         refuse(func, shard, f"its elements are on other ranks than those of {other.title} {list(other.shape)}")
     if value.numel() == 1 and value.dim() <= len(shard.shape) and shard.numel != 1:
         return value.reshape(())
@@ -110,7 +110,7 @@ def operand(func: Callable[..., Any], value: Tensor, shard: Shard, like: Tensor)
     return part if part.shape == like.shape else part.reshape(like.shape)
 
 
-def whole_value(tensor: Tensor) -> Tensor:
+def full_value(tensor: Tensor) -> Tensor:
     """The full tensor of one that has a single element, on all ranks."""
     shard = record_of(tensor)
     result = reductions.reduce(reductions.sum_of(None), Sharded(tensor, shard), None, False, "the value")

@@ -23,8 +23,8 @@ def placements(shard: Shard) -> tuple[Any, ...]:
     from torch.distributed.tensor import Shard as ShardDim
 
     def dim_of(shard: Shard) -> int:
-        whole = [((0, size),) for size in shard.shape]
-        return next((dim for dim, held in enumerate(shard.ranges) if held != whole[dim]), 0)
+        all_indices = [((0, size),) for size in shard.shape]
+        return next((dim for dim, taken in enumerate(shard.ranges) if taken != all_indices[dim]), 0)
 
     first_axis = shard.gathered
     result: list[Any] = []

@@ -13,6 +13,7 @@ from scale_core.shard import Shard
 from scale_core.sharded_tensor import pointwise, reductions
 from scale_core.sharded_tensor.arguments import (
     Rule,
+    full_value,
     largest_sharded,
     marked,
     operand,
@@ -20,7 +21,6 @@ from scale_core.sharded_tensor.arguments import (
     refuse,
     refuse_call,
     tensors_in,
-    whole_value,
 )
 from scale_core.sharded_tensor.elements import divided_axes, local_part, same_elements
 from scale_core.sharded_tensor.full_tensor import gather_shard
@@ -46,7 +46,7 @@ def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if _is_in_place(name):
         written.append(args[0])
     if shard.numel == 1 and any(not is_sharded(target) for target in written):
-        return _on_whole(func, args, kwargs)
+        return _on_full_values(func, args, kwargs)
     if any(_is_full_parameter(target, main) for target in written):
         return _on_full_tensors(func, args, kwargs)
     for target in written:
@@ -63,13 +63,13 @@ def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return marked(result, shard)
 
 
-def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_full_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of tensors of one element, computed on all ranks."""
 
-    def whole(value: Any) -> Any:
-        return whole_value(value).reshape(record_of(value).shape) if is_sharded(value) else value
+    def full(value: Any) -> Any:
+        return full_value(value).reshape(record_of(value).shape) if is_sharded(value) else value
 
-    return func(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
+    return func(*map(full, args), **{key: full(value) for key, value in kwargs.items()})
 
 
 def _is_full_parameter(target: Tensor, main: Tensor) -> bool:
@@ -138,7 +138,7 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
                 tensor if main is None or shard is None else operand(func, tensor, shard, main)
                 for tensor, main, shard in zip(value, mains, shards, strict=True)
             ]
-        return whole_value(value) if is_sharded(value) else value
+        return full_value(value) if is_sharded(value) else value
 
     result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
     if result is None or not isinstance(result, list | tuple):

@@ -80,18 +80,18 @@ def join_parts(
     shape: tuple[int, ...], pieces: Sequence[tuple[Part, Tensor]], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The full tensor, from the parts of all ranks with their elements; some may be copies of others."""
-    whole = torch.empty(shape, dtype=dtype, device=device)
+    full = torch.empty(shape, dtype=dtype, device=device)
     by_part = {part: piece for part, piece in pieces if part.numel}
     found = sum(part.numel for part in by_part)
-    assert found == whole.numel(), f"the ranks hold {found} of the {whole.numel()} elements of {shape}"
+    assert found == full.numel(), f"the ranks hold {found} of the {full.numel()} elements of {shape}"
     for part, piece in by_part.items():
         if part.ranges:
             for chunk, elements in cut_in_chunks(piece, shape, *part).items():
                 at = zip(chunk.offsets, chunk.sizes, strict=True)
-                whole[tuple(slice(first, first + size) for first, size in at)] = elements
+                full[tuple(slice(first, first + size) for first, size in at)] = elements
         else:
-            whole.view(-1)[part.start : part.stop] = piece
-    return whole
+            full.view(-1)[part.start : part.stop] = piece
+    return full
 
 
 def gather_shard(local: Tensor, shard: Shard) -> Tensor:

@@ -16,6 +16,7 @@ from scale_core.sharded_tensor import reductions
 from scale_core.sharded_tensor.arguments import (
     Rule,
     full_shape,
+    full_value,
     largest_sharded,
     operand,
     record_of,
@@ -23,7 +24,6 @@ from scale_core.sharded_tensor.arguments import (
     refuse_call,
     tensors_in,
     title_of,
-    whole_value,
 )
 from scale_core.sharded_tensor.elements import divided_axes, same_elements
 from scale_core.sharded_tensor.elementwise import on_elements
@@ -183,7 +183,7 @@ def _item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         refuse(func, shard, "it has more than one element")
     if args[0].is_meta:  # A trial without values.
         return {"__bool__": bool, "__int__": int, "__index__": int}.get(func.__name__, float)(1)
-    return func(whole_value(args[0]), *args[1:], **kwargs)
+    return func(full_value(args[0]), *args[1:], **kwargs)
 
 
 def _dot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
