@@ -31,7 +31,7 @@ from scale_core.optim.step_checks import register_replaced
 from scale_core.parameters import MemoryRange, check_memory_unshared, copy_attributes
 from scale_core.quantization.float8_weights import Float8Weight, plain_parameter
 from scale_core.shard import check_undivided, on_local_tensors, shard_of
-from scale_core.sharded_tensor.tensor import set_shard
+from scale_core.sharded_tensor.tensor import local_tensor, set_shard
 from scale_fsdp.api import AtomChoice, UnitOptions, resolve_placement, resolve_precision
 from scale_fsdp.communication import CommunicationPolicy, looks_like_embedding, unquantized_params
 from scale_fsdp.fsdp_module import shadowed_name, sharded_class
@@ -452,7 +452,8 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
                 f"'{info.name}' has no shape yet, as that of a lazy module: run the model once, model(batch), before "
                 "fully_shard(...)"
             )
-        kind = type(param.data)
+        with torch._C._EnableTorchFunction():  # Without it the data of a user's class is of torch's.
+            kind = type(local_tensor(param).data)
         if kind not in compat.plain_tensor_types():
             raise TypeError(
                 f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: keep it replicated, "
