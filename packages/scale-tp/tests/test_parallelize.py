@@ -286,13 +286,16 @@ def _sizes_that_change() -> None:
     for kind, style, changed in (
         (lambda: nn.Linear(4, 6), "colwise_rep", torch.zeros(4, 4)),
         (lambda: nn.Linear(4, 6), Style("inputs"), torch.zeros(6, 3)),
-        (lambda: nn.Embedding(4, 6), "embedding_colwise", torch.zeros(4, 6)),
+        (lambda: nn.Embedding(4, 6), "embedding_colwise", torch.zeros(4, 5)),
     ):
         torch.manual_seed(0)
         plain, given = kind(), torch.arange(4) if kind().weight.shape[0] == 4 else torch.randn(2, 4)
         layer = parallelize(copy.deepcopy(plain), style, group_of())  # A style by itself is that of the model.
         torch.testing.assert_close(layer(given), plain(given))
-        layer.weight.data = changed
+        with pytest.raises(ShardedTensorError, match=r"does not fit a parameter of shape"):
+            layer.weight.data = changed
+        with torch._C.DisableTorchFunctionSubclass():
+            layer.weight.data = changed
         with pytest.raises(ValueError, match=r"change the size of a layer.* before parallelize"):
             layer(given)
 

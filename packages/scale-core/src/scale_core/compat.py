@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -212,6 +213,11 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps torch.compile out of a function; the code around it is compiled up to a graph break."""
     kept_out: Callable[P, R] = cast(Any, torch)._disable_dynamo(function)
     return kept_out
+
+
+def dynamo_traces() -> bool:
+    """Whether torch.compile traces a function now, so that what reads tensors is no program, but the compiler."""
+    return TracingContext.try_get() is not None
 
 
 def ends_recomputation(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from scale_core import compat
 from scale_core.sharded_tensor import attributes, elementwise, pointwise, random_values, reduction_rules, views
 from scale_core.sharded_tensor.arguments import Rule, refuse_call
 from scale_core.sharded_tensor.tensor import ShardedTensor
@@ -34,6 +35,8 @@ _RULES: dict[str, Rule] = {
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of torch with sharded tensors among its arguments."""
     with torch._C.DisableTorchFunctionSubclass():
+        if compat.dynamo_traces():  # Its graph computes with this rank's elements, whose shape it asks for here.
+            return func(*args, **kwargs)
         return _rule_of(func)(func, args, kwargs)
 
 
