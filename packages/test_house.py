@@ -39,13 +39,13 @@ FLOORS = {
 }
 FILES_AND_JUMPS = {
     "fully_shard": (15, 348),
-    "ShardedDataParallel": (13, 116),
-    "OSS with DDP": (7, 30),
-    "DistributedPipe": (18, 121),
+    "ShardedDataParallel": (18, 156),
+    "OSS with DDP": (9, 50),
+    "DistributedPipe": (19, 128),
     "Pipe": (10, 120),
-    "parallelize": (10, 62),
-    "ColumnParallelLinear": (7, 16),
-    "AdaScale": (12, 60),
+    "parallelize": (12, 77),
+    "ColumnParallelLinear": (9, 25),
+    "AdaScale": (13, 68),
     "checkpoint_wrapper": (3, 26),
 }
 """Of one steady step: how many files of ours it may enter, and how often it may go from one to another."""

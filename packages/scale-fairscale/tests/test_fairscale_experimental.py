@@ -271,7 +271,7 @@ def synchronized_batch_norms() -> None:
 
 
 def gathered_for_each_pass() -> None:
-    """100 weights and 10 biases of 4 bytes each, gathered again in the backward but for the outermost wrapper's."""
+    """100 weights and 10 biases in a buffer of 512 bytes, padding among them, gathered again in the backward but for the outermost wrapper's."""
     torch.manual_seed(0)
     group = ProcessGroupTracker(None)
     inner = [FullyShardedDataParallel(nn.Linear(10, 10), process_group=group) for _ in range(2)]
@@ -283,8 +283,8 @@ def gathered_for_each_pass() -> None:
         model(torch.randn(16, 10)).sum().backward()
         tracker.stop()
         found = [(trace.is_forward, trace.all_gathered, trace.cumul_all_gathered) for trace in tracker.memory_traces]
-        forward = [(True, 440, 440), (True, 0, 440), (True, 440, 880), (True, 0, 440), (True, 440, 880)]
-        backward = [(False, 440, 0), (False, 0, 0), (False, 440, 0), (False, 0, 0), (False, 0, 0)]
+        forward = [(True, 512, 512), (True, 0, 512), (True, 512, 1024), (True, 0, 512), (True, 512, 1024)]
+        backward = [(False, 512, 0), (False, 0, 0), (False, 512, 0), (False, 0, 0), (False, 0, 0)]
         assert found == forward + backward
 
 

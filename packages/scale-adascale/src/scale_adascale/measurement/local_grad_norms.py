@@ -37,7 +37,7 @@ from scale_core.hooks.autograd import (
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepObserver, StepSignature, on_microbatch_steps
 from scale_core.hooks.source_grads import register_source_grad_hook, source_group
 from scale_core.optim.step_checks import sharded_param_of
-from scale_core.shard import on_local_tensors, title_of
+from scale_core.shard import as_local, on_local_tensors, title_of
 
 _OURS = ("scale_", "torch.")  # Hooks of these packages read gradients, and leave them as they are.
 _SHORT = 1 << 12  # Elements up to which a gradient is copied rather than read at once.
@@ -234,7 +234,6 @@ class LocalGradNorms:
         self._sources.add((sample, index, source))
         self._accumulator_on(grad.device).add(index, grad.detach())
 
-    @on_local_tensors
     def _on_grad(self, index: int, grad: Tensor) -> None:
         sample = self._begin_gradient(index)
         if sample is None:
@@ -247,7 +246,8 @@ class LocalGradNorms:
             )
         self._seen.add((sample, index))
         if index not in self._by_source:
-            self._count(index, grad.detach() if grad.requires_grad else grad)  # With `create_graph=True` it does.
+            with as_local():
+                self._count(index, grad.detach() if grad.requires_grad else grad)  # With `create_graph=True` it does.
 
     def _begin_gradient(self, index: int) -> int | None:
         """Begins the pass with its first gradient; returns of which sample this one is, None if it is not measured."""

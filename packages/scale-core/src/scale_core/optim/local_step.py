@@ -56,7 +56,7 @@ class StateOfShards(MutableMapping[Any, Any]):
 
     def __getitem__(self, param: Any) -> Any:
         values = self.by_param[param]
-        if isinstance(param, Tensor) and is_sharded(param) and torch._C._is_torch_function_enabled():
+        if torch._C._is_torch_function_enabled() and is_sharded(param):
             mark_state(param, values)
         return values
 
