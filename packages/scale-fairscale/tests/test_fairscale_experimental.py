@@ -271,7 +271,7 @@ def synchronized_batch_norms() -> None:
 
 
 def gathered_for_each_pass() -> None:
-    """100 weights and 10 biases in a buffer of 512 bytes, padding among them, gathered again in the backward but for the outermost wrapper's."""
+    """Buffers of 512 bytes, padding included, are gathered again in the backward but for the outermost wrapper's."""
     torch.manual_seed(0)
     group = ProcessGroupTracker(None)
     inner = [FullyShardedDataParallel(nn.Linear(10, 10), process_group=group) for _ in range(2)]
