@@ -250,8 +250,8 @@ def call_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
             if (hooks := param._post_accumulate_grad_hooks) and param.requires_grad and param.grad is not None
         ]
     with torch.no_grad():
-        for param, hooks in hooks_of:
-            for hook in hooks:
+        for param, own_hooks in hooks_of:
+            for hook in own_hooks:
                 hook(param)
     return bool(hooks_of)
 

@@ -106,7 +106,8 @@ def _derivatives(node: Any) -> Sequence[Scalar | None]:
 
 def _divisor(node: Any) -> Tensor:
     """Returns what a loss is divided by; without the product, a dispatch mode as of a simulation sees a number."""
-    return torch.ones((), dtype=torch.float64) * node._saved_other
+    divisor: Tensor = torch.ones((), dtype=torch.float64) * node._saved_other
+    return divisor
 
 
 def _signed(number: int) -> int:

@@ -8,7 +8,7 @@ program, and sends always match receives.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -312,7 +312,9 @@ class PassRuntime:
         payloads = {slot: message for slot, message in arrived.items() if isinstance(message, Payload)}
         wrappers = [stage.wrappers for stage in self._stages.values() if stage.wrappers is not None]
         # Replicas wait in each of these for this rank, which says so there where it has failed.
-        for call in (partial(self._shared.sum_grads, payloads), *(each.reduce_deferred for each in wrappers)):
+        calls: list[Callable[..., None]] = [partial(self._shared.sum_grads, payloads)]
+        calls += [each.reduce_deferred for each in wrappers]
+        for call in calls:
             try:
                 call(failed=self.failure is not None, limit_seconds=self._limit)
             except Exception as error:
