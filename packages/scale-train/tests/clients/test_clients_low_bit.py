@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import snapshot
+from scale_core.shard import as_local
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 
@@ -27,10 +28,11 @@ class Momentum8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param -= group["lr"] * self._momentum(param)
+        with as_local():  # As kernels of bitsandbytes, which compute with the elements in memory.
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param -= group["lr"] * self._momentum(param)
 
     def _momentum(self, param: nn.Parameter) -> Tensor:
         """The new one, in the precision in which it is kept."""
