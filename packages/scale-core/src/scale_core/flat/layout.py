@@ -233,8 +233,8 @@ def alignment_of(itemsize: int) -> int:
     64 bytes or more, so models rely on it.
 
     Example:
-        >>> [alignment_of(itemsize) for itemsize in (1, 2, 4, 8)]
-        [16, 8, 4, 2]
+        >>> tuple(alignment_of(itemsize) for itemsize in (1, 2, 4, 8))
+        (16, 8, 4, 2)
     """
     return max(1, ALIGNED_BYTES // itemsize)
 
