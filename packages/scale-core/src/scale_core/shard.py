@@ -143,6 +143,11 @@ class Shard:
         """The number of elements of the full parameter."""
         return math.prod(self.shape)
 
+    @property
+    def divided_groups(self) -> tuple[Group, ...]:
+        """The groups between whose ranks the elements are divided."""
+        return tuple(axis.group for axis in self.axes if axis.placement is Placement.SHARD and axis.group.size > 1)
+
 
 class Stages(Protocol):
     """A pipeline: a model of which each rank of a group holds other parameters.
@@ -255,7 +260,7 @@ def is_divided(param: Tensor) -> bool:
 
 def is_divided_shard(shard: Shard) -> bool:
     """Whether other ranks hold other elements."""
-    return any(axis.placement is Placement.SHARD and axis.group.size > 1 for axis in shard.axes)
+    return bool(shard.divided_groups)
 
 
 @on_local_tensors

@@ -1,9 +1,8 @@
-"""torch's own functions on shards: clipping, gradient scaling, wrapping, vectors and saving.
+"""torch's own functions on shards: clipping, DistributedDataParallel and optimizers.
 
-Programs call `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel`, make vectors of parameters, scale by
-`GradScaler` and save `optimizer.state_dict()`. On shards these would silently compute with one rank's. So they are
-patched when the first tensor of the process is registered as a shard, or the first pipeline is built, and not before.
-With parameters that are no shards they do what they always did.
+Programs call `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel` and build optimizers. On shards, these
+functions need to know the other ranks. So they are patched when the process gets its first shard or pipeline.
+Parameters that are not shards are treated as before.
 """
 
 from __future__ import annotations

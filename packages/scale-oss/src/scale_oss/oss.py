@@ -91,7 +91,7 @@ class OSS(OSSStateDictMixin):
     Attributes:
         optim: The optimizer of this rank's shard; its parameters are pieces of the user's.
         group: The ranks.
-        waits_in_step: `step` returns when the parameters are up to date; otherwise call `wait` before their next use.
+        waits_in_step: Whether `step` waits until the parameters are up to date. Otherwise each one waits at its use.
 
     Raises:
         TypeError: `optim` is no optimizer class.

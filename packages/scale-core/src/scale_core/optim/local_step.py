@@ -22,16 +22,16 @@ from scale_core.sharded_tensor.tensor import is_sharded, mark_sharded
 
 
 class BoundMethod:
-    """A method in the place of an optimizer's own one, which it calls; it does not keep the optimizer alive."""
+    """Replaces a method of an optimizer by a call around it, without keeping the optimizer alive."""
 
-    def __init__(self, optimizer: Optimizer, name: str, around: Callable[..., Any]) -> None:
+    def __init__(self, optimizer: Optimizer, name: str, wrapper: Callable[..., Any]) -> None:
         method: Any = getattr(optimizer, name)
         self._optimizer = weakref.ref(optimizer)
         function: Callable[..., Any] = getattr(method, "__func__", None) or _unbound(method)
 
         @functools.wraps(method)
         def call(optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-            return around(function, optimizer, *args, **kwargs)
+            return wrapper(function, optimizer, *args, **kwargs)
 
         self.__func__ = call  # A function, since learning rate schedulers bind it to the optimizer.
         functools.update_wrapper(self, method)
@@ -46,9 +46,9 @@ def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StateOfShards(MutableMapping[Any, Any]):
-    """An optimizer's state by parameter, in which the state of a shard is sharded as well when it is read.
+    """An optimizer's state by parameter; reading the state of a shard makes it sharded.
 
-    While the optimizer steps on plain tensors it has `by_param` in its place.
+    While the optimizer steps on plain tensors, `by_param` replaces it.
     """
 
     def __init__(self, by_param: MutableMapping[Any, Any]) -> None:
@@ -76,7 +76,7 @@ class StateOfShards(MutableMapping[Any, Any]):
         return param in self.by_param
 
     def get(self, param: Any, default: Any = None) -> Any:
-        """As of any mapping; `by_param` itself makes an entry where it is asked for one."""
+        """As for any mapping. `by_param` itself would add an entry."""
         return self[param] if param in self.by_param else default
 
     def __repr__(self) -> str:
@@ -84,10 +84,10 @@ class StateOfShards(MutableMapping[Any, Any]):
 
     def __reduce__(self) -> Any:
         """A copy is a plain one."""
-        return _same, (self.by_param,)
+        return _identity, (self.by_param,)
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -105,13 +105,13 @@ def mark_state(param: Tensor, values: Any) -> None:
 
 
 def wrap_state(optimizer: Optimizer) -> None:
-    """Makes an optimizer's state show that of shards as sharded, also after it was loaded."""
+    """Wraps an optimizer's state in `StateOfShards`, also after `load_state_dict`."""
     if "state" in vars(optimizer) and not isinstance(optimizer.state, StateOfShards):
         vars(optimizer)["state"] = StateOfShards(optimizer.state)
 
 
 def step_on_local_tensors(optimizer: Optimizer) -> None:
-    """Makes the step of an elementwise optimizer on shards run on plain tensors; does nothing for others, or twice."""
+    """Makes an elementwise optimizer step on plain tensors; other optimizers, and later calls, change nothing."""
     if isinstance(vars(optimizer).get("step"), BoundMethod) or not is_known_elementwise(type(optimizer)):
         return
     if any(is_divided(param) for group in optimizer.param_groups for param in group["params"]):
@@ -122,9 +122,9 @@ def step_on_local_tensors(optimizer: Optimizer) -> None:
 
 def _local_step(method: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     if args and callable(args[0]):
-        args = (_as_full(args[0]), *args[1:])
+        args = (_with_sharded_tensors(args[0]), *args[1:])
     if callable(kwargs.get("closure")):
-        kwargs["closure"] = _as_full(kwargs["closure"])
+        kwargs["closure"] = _with_sharded_tensors(kwargs["closure"])
     state = optimizer.state
     if isinstance(state, StateOfShards):
         vars(optimizer)["state"] = state.by_param
@@ -135,8 +135,8 @@ def _local_step(method: Callable[..., Any], optimizer: Optimizer, *args: Any, **
         vars(optimizer)["state"] = state
 
 
-def _as_full(closure: Callable[..., Any]) -> Callable[..., Any]:
-    """A closure is the user's: to it shards are sharded again."""
+def _with_sharded_tensors(closure: Callable[..., Any]) -> Callable[..., Any]:
+    """Enables sharded tensors again inside a closure, which is the user's code."""
 
     @functools.wraps(closure)
     def call(*args: Any, **kwargs: Any) -> Any:

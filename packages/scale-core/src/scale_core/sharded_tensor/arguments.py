@@ -11,12 +11,12 @@ from torch import Tensor
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import Shard, shard_of
 from scale_core.sharded_tensor import reductions
-from scale_core.sharded_tensor.elements import divided_axes, local_part, same_elements
+from scale_core.sharded_tensor.elements import local_part, same_elements
 from scale_core.sharded_tensor.reductions import Sharded
 from scale_core.sharded_tensor.tensor import is_sharded, mark_sharded
 
 Rule: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""What takes a function of torch and its arguments, and calls it, or computes its result, or refuses it."""
+"""Takes a function of torch and its arguments; calls it, computes its result or raises."""
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -53,15 +53,13 @@ def title_of(func: Callable[..., Any]) -> str:
 
 def refuse(func: Callable[..., Any], shard: Shard, why: str = "") -> NoReturn:
     """Raises the error of a function that needs what other ranks have."""
-    groups = [list(shard.axes[number].group.ranks) for number in divided_axes(shard)]
-    ranks = " and ".join(map(str, groups))
+    ranks = " and ".join(str(list(group.ranks)) for group in shard.divided_groups)
     why = why or "it needs elements that other ranks have"
     raise ShardedTensorError(
-        f"{title_of(func)} of {shard.title} {list(shard.shape)}: {why}, because the tensor is divided between the "
-        f"ranks {ranks}. "
-        "Write tensor.full_tensor() on all of these ranks for the full one, or tensor.to_local() for this rank's "
-        "elements; in "
-        "an optimizer, let scale-oss give each full tensor to one rank for the step, OSS(model.parameters(), optim=...)"
+        f"{title_of(func)} of {shard.title} {list(shard.shape)}: {why}. The tensor is divided between the ranks "
+        f"{ranks}. Write tensor.full_tensor() on all of these ranks for the full tensor, or tensor.to_local() for this "
+        "rank's elements. In an optimizer, build OSS(model.parameters(), optim=...), which gives each full tensor to "
+        "one rank for the step"
     )
 
 
@@ -86,14 +84,14 @@ class Named:
 
 
 def operand(func: Callable[..., Any], value: Tensor, shard: Shard, like: Tensor) -> Tensor:
-    """Returns what of an argument belongs to this rank's elements of `shard`, held by `like`."""
+    """Returns the elements of `value` that belong to this rank's elements of `shard`, in the shape of `like`."""
     if is_sharded(value):
         other = record_of(value)
         if same_elements(other, shard):
             return value if value.shape == like.shape else value.view(like.shape)
         if other.numel == 1 and shard.numel > 1:
             return full_value(value)
-        refuse(func, shard, f"its elements are on other ranks than those of {other.title} {list(other.shape)}")
+        refuse(func, shard, f"its elements are divided in other places than those of {other.title} {list(other.shape)}")
     if value.numel() == 1 and value.dim() <= len(shard.shape) and shard.numel != 1:
         return value.reshape(())
     try:
@@ -102,9 +100,8 @@ def operand(func: Callable[..., Any], value: Tensor, shard: Shard, like: Tensor)
         fits = False
     if not fits:
         raise ShardedTensorError(
-            f"{title_of(func)}: a tensor {list(value.shape)} does not fit {shard.title} {list(shard.shape)}, of "
-            "which this rank "
-            f"has a part. Make tensors beside it by torch.zeros_like(tensor), or in the full shape, tensor.shape"
+            f"{title_of(func)}: a tensor {list(value.shape)} does not fit {shard.title} {list(shard.shape)}, of which "
+            "this rank has a part. Make the tensor by torch.zeros_like(param), or in the full shape, param.shape"
         )
     part = local_part(value, shard)
     return part if part.shape == like.shape else part.reshape(like.shape)

@@ -54,8 +54,8 @@ def set_attribute(name: str) -> Rule:
         if value.dtype != tensor.dtype or value.device != tensor.device:
             raise ShardedTensorError(
                 f"data = of {shard.title}: expected {tensor.dtype} on {tensor.device}, got {value.dtype} on "
-                f"{value.device}. Its "
-                "memory is a part of a buffer that the unit sends. Convert or move the model, model.to(...), instead"
+                f"{value.device}. Its memory is a part of a buffer that the unit sends. Convert or move the model, "
+                "model.to(...), instead"
             )
         with torch.no_grad():  # The memory stays that of the buffer, which is what the unit sends.
             return tensor.detach().copy_(part.reshape(tensor.shape)) is None

@@ -42,4 +42,7 @@ def device_mesh(shard: Shard) -> DeviceMesh:
     device = "cuda" if any(axis.group.backend == "nccl" for axis in shard.axes) else "cpu"
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device)
-    raise ShardedTensorError(f"device_mesh of {shard.title}: several axes: read the mesh that you have given")
+    raise ShardedTensorError(
+        f"device_mesh of {shard.title}: the tensor has {len(groups)} axes of ranks. Use the mesh that you have passed to "
+        "fully_shard"
+    )

@@ -1,13 +1,13 @@
 """Which rule a function of torch follows with sharded tensors among its arguments.
 
-Every rule runs inside of `DisableTorchFunctionSubclass`, where sharded tensors are plain ones. There are these kinds:
+Rules run inside `DisableTorchFunctionSubclass`, where sharded tensors are plain:
 
-- `attributes`: what asks for a shape, a size or a number of elements gets that of the full tensor;
-- `elementwise`: what is computed element by element is local, and so are copies, conversions and tensors like one;
+- `attributes`: shapes, sizes and numbers of elements describe the full tensor;
+- `elementwise`: functions that compute each element by itself, copies, conversions and `zeros_like` are local;
 - `views`: views with the same elements in the same order, and slices along the first dimension, are sharded as well;
 - `reduction_rules`: reductions go over the ranks (`reductions`);
 - `random_values`: random values are drawn for the full tensor, of which each rank takes its part;
-- anything else is a `ShardedTensorError`, before anything is changed.
+- any other function raises `ShardedTensorError` before anything is changed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scale_core.shard import Placement, Shard, elements_of
+from scale_core.shard import Shard, elements_of
 
 
 def local_shape(shape: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
@@ -35,15 +35,8 @@ def local_shape(shape: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
     return (*shape[:dim], (stop - start) // row, *shape[dim + 1 :])
 
 
-def divided_axes(shard: Shard) -> tuple[int, ...]:
-    """Returns the numbers of the axes between whose ranks the elements are divided."""
-    return tuple(
-        number for number, axis in enumerate(shard.axes) if axis.placement is Placement.SHARD and axis.group.size > 1
-    )
-
-
 def same_elements(shard: Shard, other: Shard) -> bool:
-    """Whether every rank has the same elements of both."""
+    """Whether both tensors have the same elements on every rank."""
     if shard is other:
         return True
     same_part = (shard.shape, shard.start, shard.stop, shard.ranges) == (
@@ -57,8 +50,8 @@ def same_elements(shard: Shard, other: Shard) -> bool:
 
 
 def is_range(shard: Shard) -> bool:
-    """Whether each rank has a range of elements, as of a unit's parameters; a layer may have columns on any rank."""
-    return shard.gathered and not shard.ranges and len(divided_axes(shard)) == 1
+    """Whether each rank has one contiguous range of elements, as for a unit's parameters; a layer may have columns."""
+    return shard.gathered and not shard.ranges and len(shard.divided_groups) == 1
 
 
 def reshaped(shard: Shard, shape: tuple[int, ...]) -> Shard | None:

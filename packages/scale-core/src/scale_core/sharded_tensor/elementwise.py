@@ -22,7 +22,7 @@ from scale_core.sharded_tensor.arguments import (
     refuse_call,
     tensors_in,
 )
-from scale_core.sharded_tensor.elements import divided_axes, local_part, same_elements
+from scale_core.sharded_tensor.elements import local_part, same_elements
 from scale_core.sharded_tensor.full_tensor import gather_shard
 from scale_core.sharded_tensor.tensor import is_sharded
 
@@ -104,7 +104,7 @@ def check_target(func: Callable[..., Any], target: Tensor, main: Tensor) -> None
         refuse(
             func,
             shard,
-            f"its result is divided, and the tensor {list(target.shape)} that it is written to is not; make that by "
+            f"its result is divided, and the tensor {list(target.shape)} that it is written to is not. Make that by "
             "torch.zeros_like(tensor)",
         )
     target.data = local_part(target.detach(), shard).reshape(main.shape).clone()
@@ -120,7 +120,6 @@ def _is_in_place(name: str) -> bool:
 def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An elementwise function of lists of tensors."""
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
-    length = len(lists[0])
     mains = [largest_sharded(row) if any(map(is_sharded, row)) else None for row in zip(*lists, strict=True)]
     shards = [None if main is None else record_of(main) for main in mains]
     if func.__name__.endswith("_"):
@@ -143,7 +142,6 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
     if result is None or not isinstance(result, list | tuple):
         return result
-    assert len(result) == length, "a function of lists has a result for each of their tensors"
     return [part if shard is None else marked(part, shard) for part, shard in zip(result, shards, strict=True)]
 
 
@@ -161,7 +159,7 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     grads, found_inf, *rest = args
     result = func(grads, found_inf, *rest, **kwargs)
     for shard in _one_per_group(grads):
-        found_inf.copy_(reductions.over_ranks(found_inf, shard, lambda values: values.amax(0), "unscale"))
+        found_inf.copy_(reductions.reduce_over_ranks(found_inf, shard, lambda values: values.amax(0), "unscale"))
     return result
 
 
@@ -170,7 +168,7 @@ def _one_per_group(tensors: Sequence[Tensor]) -> list[Shard]:
     for tensor in tensors:
         if is_sharded(tensor):
             shard = record_of(tensor)
-            shards.setdefault(tuple(shard.axes[number].group for number in divided_axes(shard)), shard)
+            shards.setdefault(shard.divided_groups, shard)
     return list(shards.values())
 
 
@@ -185,6 +183,8 @@ def _same_layout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 def _copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], kwargs.pop("src", kwargs.pop("other", args[1] if len(args) > 1 else None))
+    if is_sharded(source) and _is_full_parameter(target, source):
+        return _on_full_tensors(func, (target, source, *args[2:]), kwargs)
     if not is_sharded(target):
         check_target(func, target, source)
     return func(target, operand(func, source, record_of(target), target), *args[2:], **kwargs)

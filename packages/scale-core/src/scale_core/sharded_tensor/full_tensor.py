@@ -16,7 +16,7 @@ from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.errors import ContractError
-from scale_core.shard import Placement, Ranges, Shard, on_local_tensors
+from scale_core.shard import Ranges, Shard, on_local_tensors
 from scale_core.sharded_tensor.chunks import cut_in_chunks
 
 _PARAMETER = Event("full parameter of a divided layer", "")
@@ -61,13 +61,13 @@ def gather_full_param(part: Tensor, shard: Shard, group: Group, limit_seconds: f
 
 def gather_parts(mine: Sequence[tuple[str, Part]], contract: Contract, event: Event) -> list[list[Part]]:
     """Returns which elements each rank has, by rank, of each of these parameters; the same ones on all ranks."""
-    by_rank = all_gather_json(mine, contract, event.phase)  # Whose names differ is told below.
+    by_rank = all_gather_json(mine, contract, event.phase)  # The names are compared below.
     for names in zip_longest(*([name for name, _ in rows] for rows in by_rank), fillvalue="none"):
         if len(set(names)) > 1:
             raise ContractError(
                 f"the ranks {list(contract.group.ranks)} would gather different full parameters, by rank: "
-                f"{', '.join(names)}. All ranks must call state_dict() of the same module together, and step on the "
-                "same parameters"
+                f"{', '.join(names)}. All ranks must gather the same tensors in the same order, by state_dict() or "
+                "full_tensor(), and step on the same parameters"
             )
 
     def part_of(start: int, stop: int, ranges: Ranges) -> Part:
@@ -96,7 +96,7 @@ def join_parts(
 
 def gather_shard(local: Tensor, shard: Shard) -> Tensor:
     """Returns the full tensor of a shard, over all axes that divide it; all ranks that share it call this together."""
-    groups = [axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1]
+    groups = shard.divided_groups
     event = Event("full_tensor", shard.name.partition("@")[0])
     pieces, part = local.reshape(-1), Part(shard.start, shard.stop, shard.ranges)
     for group in groups[:-1]:  # The ranks of an inner axis have ranges of one piece, which another axis divides.

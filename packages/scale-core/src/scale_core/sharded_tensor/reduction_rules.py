@@ -25,7 +25,7 @@ from scale_core.sharded_tensor.arguments import (
     tensors_in,
     title_of,
 )
-from scale_core.sharded_tensor.elements import divided_axes, same_elements
+from scale_core.sharded_tensor.elements import same_elements
 from scale_core.sharded_tensor.elementwise import on_elements
 from scale_core.sharded_tensor.full_tensor import gather_shard
 from scale_core.sharded_tensor.reductions import Sharded
@@ -73,9 +73,8 @@ def _reduction(bound: Callable[..., Any]) -> Rule:
             return bound(sharded, *([dims] if dims else []), *rest, what=what, **arguments)
         except TypeError as error:
             raise ShardedTensorError(
-                f"{what} of {sharded.shard.title}: these arguments are not supported on a divided tensor ({error}): "
-                "write "
-                "tensor.full_tensor() on all ranks first"
+                f"{what} of {sharded.shard.title}: these arguments are not supported on a divided tensor ({error}). "
+                "Write tensor.full_tensor() on all ranks first"
             ) from error
 
     return rule
@@ -215,7 +214,7 @@ def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     sides = [_full_if_cut_elsewhere(side, shard) for side in (left, right)]
     parts = [operand(func, side, shard, main).expand(main.shape) for side in sides]
     same = torch.tensor(func(*parts, *args[2:], **{key: value for key, value in kwargs.items() if key != "other"}))
-    return bool(reductions.over_ranks(same, shard, lambda values: values.all(0), title_of(func)))
+    return bool(reductions.reduce_over_ranks(same, shard, lambda values: values.all(0), title_of(func)))
 
 
 def _full_if_cut_elsewhere(tensor: Tensor, shard: Shard) -> Tensor:
@@ -230,7 +229,7 @@ def _full_if_cut_elsewhere(tensor: Tensor, shard: Shard) -> Tensor:
 
 def _ranks_of(shard: Shard) -> list[tuple[int, ...]]:
     """The ranks of each axis that divides it."""
-    return [shard.axes[number].group.ranks for number in divided_axes(shard)]
+    return [group.ranks for group in shard.divided_groups]
 
 
 def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

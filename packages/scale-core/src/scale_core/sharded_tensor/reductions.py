@@ -20,7 +20,7 @@ from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.errors import ShardedTensorError, TransferError
 from scale_core.shard import Shard
-from scale_core.sharded_tensor.elements import box_of, divided_axes, local_part
+from scale_core.sharded_tensor.elements import box_of, local_part
 
 Combine = Callable[[Tensor], Tensor]  # [W, ...], what each rank has, to [...]
 Dims = tuple[int, ...] | None
@@ -33,14 +33,14 @@ class Sharded(NamedTuple):
     shard: Shard
 
 
-def over_ranks(value: Tensor, shard: Shard, combine: Combine, what: str) -> Tensor:
+def reduce_over_ranks(value: Tensor, shard: Shard, combine: Combine, what: str) -> Tensor:
     """Combines a tensor of one shape from all ranks that share `shard`; `what` names the function in errors."""
-    for number in divided_axes(shard):
-        value = combine(all_values(value, shard.axes[number].group, f"{what} of {shard.title}"))
+    for group in shard.divided_groups:
+        value = combine(gather_values(value, group, f"{what} of {shard.title}"))
     return value
 
 
-def all_values(value: Tensor, group: Group, what: str) -> Tensor:
+def gather_values(value: Tensor, group: Group, what: str) -> Tensor:
     """Returns [W, ...], a tensor of each rank of a group, in their order."""
     sent = value.detach().contiguous()
     flat = (sent.to(torch.uint8) if sent.dtype is torch.bool else sent).reshape(-1)
@@ -53,9 +53,8 @@ def all_values(value: Tensor, group: Group, what: str) -> Tensor:
             all_gather(gathered, flat, group, tag=message_tag(Event(what, ""))).wait()
         except TransferError as error:
             error.add_note(
-                f"{what} needs the elements of all of the ranks {list(group.ranks)}, because each has a part of "
-                "them: call it "
-                "on all of these ranks, in the same order, or compute with this rank's part, to_local()"
+                f"{what} needs the elements of all of the ranks {list(group.ranks)}, because each has a part of them: "
+                "call it on all of these ranks, in the same order, or compute with this rank's part, to_local()"
             )
             raise
     return gathered.view(group.size, *sent.shape).to(sent.dtype)
@@ -66,7 +65,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, shard: Shard, what: str) -> Tensor:
-        result = over_ranks(value, shard, lambda values: values.sum(0), what)
+        result = reduce_over_ranks(value, shard, lambda values: values.sum(0), what)
         return result if result is not value else value.clone()
 
     @staticmethod
@@ -102,12 +101,12 @@ def reduce(reduction: RankReduction, tensor: Sharded, dims: Dims, keepdim: bool,
         result: Tensor = _SumOverRanks.apply(value, shard, what)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     elif torch.is_grad_enabled() and value.requires_grad:
         raise ShardedTensorError(
-            f"{what} of {shard.title} has no gradient here, because its elements are divided between ranks: call it "
-            "under "
-            f"torch.no_grad(), or write it with sums, as of powers; or compute it from full tensors inside the model"
+            f"{what} of {shard.title} has no gradient here, because its elements are divided between ranks. Call it "
+            "under torch.no_grad(), write it with sums, for example of powers, or compute it from full tensors inside "
+            "the model"
         )
     else:
-        result = over_ranks(value, shard, reduction.combine, what)
+        result = reduce_over_ranks(value, shard, reduction.combine, what)
     if covers_all:
         return result.reshape((1,) * rank_dims if keepdim else ())
     assert dims is not None
@@ -259,13 +258,13 @@ def batched(values: Sequence[Tensor], shards: Sequence[Shard], combine: Combine,
     results = list(values)
     by_groups: dict[tuple[Group, ...], list[int]] = {}
     for number, shard in enumerate(shards):
-        groups = tuple(shard.axes[axis].group for axis in divided_axes(shard))
+        groups = shard.divided_groups
         by_groups.setdefault(groups, []).append(number)
     for groups, numbers in by_groups.items():
         stacked = torch.stack([results[number] for number in numbers])
         for group in groups:
             stacked = combine(
-                all_values(stacked, group, f"{what} of {shards[numbers[0]].title} and {len(numbers) - 1} more")
+                gather_values(stacked, group, f"{what} of {shards[numbers[0]].title} and {len(numbers) - 1} more")
             )
         for number, value in zip(numbers, stacked.unbind(), strict=True):
             results[number] = value

@@ -53,7 +53,7 @@ class ReducedGradient(Protocol):
         """Returns this rank's part, as a `ShardedTensor` in the memory that the optimizer reads."""
 
     def write(self, grad: Tensor | None) -> Tensor | None:
-        """Replaces it; returns what is this rank's own gradient instead, which is not averaged yet.
+        """Replaces the averaged gradient; returns `grad` itself if it is this rank's own, which is not averaged yet.
 
         Raises:
             ValueError: `grad` is divided between the ranks in other places.
@@ -114,7 +114,7 @@ class ReplicatedParameter(_ReducedGrad, nn.Parameter):
 
 
 class ReplicatedShard(_ReducedGrad, ShardedParameter):
-    """The same of a parameter that its layer divides between other ranks, as those of tensor parallelism."""
+    """A `ReplicatedParameter` that its layer divides between other ranks, for example for tensor parallelism."""
 
 
 class _Awaited:
@@ -148,7 +148,7 @@ class AwaitedParameter(_Awaited, ReplicatedParameter):
 
 
 class AwaitedShard(_Awaited, ReplicatedShard):
-    """The same of a parameter that its layer divides between other ranks."""
+    """A `ReplicatedShard` to which an all-gather writes."""
 
 
 _REPLICATED: dict[type[Tensor], type[nn.Parameter]] = {
@@ -172,7 +172,7 @@ def can_be_awaited(param: Tensor) -> bool:
 
 
 def switch_awaited(params: Iterable[Tensor]) -> None:
-    """Has functions of torch wait for an all-gather to these parameters, which `can_be_awaited`; then no more."""
+    """Switches parameters between their class and the class that waits for an all-gather."""
     for param in params:
         param.__class__ = cast(Any, param).counterpart
 

@@ -1,11 +1,11 @@
-"""`ShardedParameter` and `ShardedTensor`: tensors of which each rank has a part, and that behave as the full ones.
+"""`ShardedParameter` and `ShardedTensor`: each rank has a part, and they behave as the full tensor.
 
-They are ordinary tensors with this rank's elements, and with one record, a `Shard`, that says which elements these are.
-Only their class differs, so that memory, views, autograd and kernels are those of any tensor. What Python calls on them
-goes through `dispatch`, which answers for the full tensor or raises an error.
+They are ordinary tensors of this rank's elements with a record, a `Shard`, which says which elements these are. Only
+their class differs, so memory, views, autograd and kernels are unchanged. Python calls go through `dispatch`, which
+computes the result of the full tensor or raises an error.
 
-Inside `torch._C.DisableTorchFunctionSubclass()` they are the plain tensors of this rank's elements, at no cost: code
-that knows about shards, as that of these packages, runs there.
+Inside `torch._C.DisableTorchFunctionSubclass()` they are plain tensors of this rank's elements. Code that knows about
+shards runs there.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from scale_core.sharded_tensor.full_tensor import gather_shard
 class ShardedTensor(Tensor):
     """A tensor of which this rank has a part: a gradient, a state of an optimizer, or the result of a function of them.
 
-    `shape`, `numel()` and the like are those of the full tensor. Functions that compute each element by itself give a
-    `ShardedTensor`, reductions give a plain tensor with the result of the full one, on all ranks that share it, which
-    call them together. Others raise `ShardedTensorError`.
+    Attributes such as `shape` and `numel()` describe the full tensor. A function that computes each element by itself
+    returns a `ShardedTensor`. A reduction returns a plain tensor with the result of the full tensor; all ranks that
+    share the tensor call it together. Other functions raise `ShardedTensorError`.
     """
 
     call: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
-    """What answers a function of torch: `dispatch.call`, which puts itself here, as it makes these tensors itself."""
+    """Handles a function of torch. `dispatch` sets it, because it makes these tensors itself."""
 
     @classmethod
     def __torch_function__(
@@ -59,7 +59,7 @@ class ShardedTensor(Tensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks that share it: a mesh with a dimension for each entry of `placements`."""
+        """The mesh of the ranks that share it. Raises ShardedTensorError if it has several axes."""
         return description.device_mesh(_record(self))
 
     def __copy__(self) -> Any:

@@ -164,7 +164,6 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     return _made_whole(optimizer, state_dict, labelled, asked) if asked.whole else labelled
 
 
-@on_local_tensors
 def _made_whole(
     optimizer: Optimizer, state_dict: dict[str, Any], labelled: dict[str, Any], asked: StateDictRequest
 ) -> dict[str, Any]:
@@ -207,7 +206,7 @@ class _Axes(NamedTuple):
 def _axes_of(holding: ParamSlice) -> _Axes:
     shard = shard_of(holding.owner)
     assert shard is not None
-    groups = [axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1]
+    groups = shard.divided_groups
     if len(groups) > 2:
         raise RuntimeError(
             f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and gathered "

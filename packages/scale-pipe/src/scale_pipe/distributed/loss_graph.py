@@ -1,4 +1,4 @@
-"""Over how many elements a loss is a mean: read from autograd's graph, without a change of the loss function.
+"""The number of elements that a loss is a mean over, read from autograd's graph without a change of the loss function.
 
 Only nodes of one element are visited, from the loss back to where elements are averaged. For example, the loss
 `cross_entropy(logits, target, ignore_index=0) / 4` has two nodes: the division, whose factor is 1/4, and the cross
@@ -40,7 +40,7 @@ _IDENTITIES = frozenset(
     for name in ("View", "UnsafeView", "Squeeze", "Unsqueeze", "Expand", "Clone", "ToCopy", "Alias", "Sum", "Mean")
     for number in range(3)
 )
-"""Nodes that have their input as output, where that is one element."""
+"""Nodes whose output equals their input if that has one element."""
 
 
 class CrossEntropy(NamedTuple):
@@ -100,12 +100,12 @@ def _derivatives(node: Any) -> Sequence[Scalar | None]:
     name = node.name()
     if name in _FACTORS:
         return _FACTORS[name](node)
-    passes = name in _IDENTITIES or isinstance(node, BackwardCFunction)  # Such functions are there for their hooks.
+    passes = name in _IDENTITIES or isinstance(node, BackwardCFunction)  # Such functions only register hooks.
     return [1.0] * len(node.next_functions) if passes else ()
 
 
 def _divisor(node: Any) -> Tensor:
-    """Returns what a loss is divided by; without the product, a dispatch mode as of a simulation sees a number."""
+    """Returns the divisor of a loss; the product keeps it a tensor under a dispatch mode, as in a simulation."""
     divisor: Tensor = torch.ones((), dtype=torch.float64) * node._saved_other
     return divisor
 
