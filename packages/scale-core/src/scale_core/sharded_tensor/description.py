@@ -43,6 +43,6 @@ def device_mesh(shard: Shard) -> DeviceMesh:
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device)
     raise ShardedTensorError(
-        f"device_mesh of {shard.title}: the tensor has {len(groups)} axes of ranks. Use the mesh that you have passed to "
-        "fully_shard"
+        f"device_mesh of {shard.title}: the tensor has {len(groups)} axes of ranks. Use the mesh that you have passed "
+        "to fully_shard"
     )
