@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import group_of
+from scale_core.errors import ShardedTensorError
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.testing import run_ranks
@@ -32,3 +34,48 @@ def compared() -> list[bool]:
 
 def test_equal_compares_tensors_that_are_cut_elsewhere() -> None:
     assert run_ranks(compared, 2) == [[True] * 3 + [False] * 2] * 2
+
+
+def compared_with_local_elements() -> list[str]:
+    """Rank 0 has all elements of one, and its part has the full shape; rank 1 would leave it waiting."""
+    told = []
+    for cut in (12, 20):
+        piece = piece_of(FULL, "weight", cut)
+        local = piece.to_local().detach()
+        if local.shape == FULL.shape or not local.numel():
+            continue
+        with pytest.raises(ShardedTensorError, match=r"as many elements as this rank's part.*to_local\(\)") as caught:
+            torch.equal(piece, local)
+        told.append(str(caught.value))
+    return told
+
+
+def test_local_elements_are_compared_with_to_local() -> None:
+    first, second = run_ranks(compared_with_local_elements, 2)
+    assert len(first) == 2 and len(second) == 1
+
+
+def compared_with_another_parameter() -> bool:
+    """Both have as many elements on this rank, and other shapes in full: they differ, and nobody waits."""
+    return torch.equal(piece_of(FULL, "first", 5), piece_of(FULL.reshape(-1)[:10], "other", 5))
+
+
+def test_parameters_of_other_shapes_differ() -> None:
+    assert run_ranks(compared_with_another_parameter, 2) == [False, False]
+
+
+def written_to_a_full_parameter() -> list[Tensor]:
+    """What a program makes of a sharded gradient, as of ShardedDataParallel, goes to the parameter of each rank."""
+    moved, copied, listed = (nn.Parameter(torch.ones(5, 4)) for _ in range(3))
+    move = piece_of(FULL, "move", 7)
+    with torch.no_grad():
+        moved.add_(move, alpha=2)
+        copied.copy_(move)
+        torch._foreach_sub_([listed], [move])
+    return [moved.detach(), copied.detach(), listed.detach()]
+
+
+def test_a_sharded_result_is_gathered_for_a_full_parameter() -> None:
+    expected = [1 + 2 * FULL, FULL, 1 - FULL]
+    for found in run_ranks(written_to_a_full_parameter, 2):
+        assert all(map(torch.equal, found, expected))

@@ -208,7 +208,8 @@ def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     main = largest_sharded([left, right])
     shard = record_of(main)
     if tuple(full_shape(left)) != tuple(full_shape(right)):
-        if left.numel() == right.numel():  # Of this rank's elements. So another rank may find the full shape.
+        # A plain tensor for this rank's elements: another rank may find the full shape, and wait for this one.
+        if is_sharded(left) is not is_sharded(right) and left.numel() == right.numel():
             refuse(func, shard, "the other tensor has as many elements as this rank's part")
         return False if func.__name__ == "equal" else refuse_call(func, args, kwargs)
     sides = [_full_if_cut_elsewhere(side, shard) for side in (left, right)]
