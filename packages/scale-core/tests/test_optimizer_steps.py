@@ -79,6 +79,21 @@ def test_values_without_a_text_of_their_own_are_left_out() -> None:
     assert steps_of(Odd()).status() == steps_of(Odd()).status()
 
 
+def test_lists_and_tensors_of_one_element_are_compared() -> None:
+    """As of DAdaptAdan, which keeps a tensor [1] in its groups, and SCION, which keeps dictionaries and lists."""
+
+    def built(betas: list[float], weighted: float) -> Optimizer:
+        optimizer = SGD(groups(0.1, 0.1))
+        optimizer.defaults.update(betas=betas, weighted=None)
+        for group in optimizer.param_groups:
+            group.update(betas=betas, weighted=torch.tensor([weighted]))
+        return optimizer
+
+    status = steps_of(built([0.9, 0.99], 0.5)).status()
+    assert status == steps_of(built([0.9, 0.99], 0.5)).status()
+    assert status != steps_of(built([0.9, 0.98], 0.5)).status() and status != steps_of(built([0.9, 0.99], 0.25)).status()
+
+
 def test_the_first_parameter_that_differs_is_named() -> None:
     ranks = [
         steps_of(SGD(groups(0.1, 0.3), momentum=0.9)).by_name(NAMED),

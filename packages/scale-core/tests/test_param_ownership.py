@@ -8,11 +8,11 @@ from torch import nn
 from scale_core.comm.group import Group
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
+from scale_core.optim.traits import is_per_param_number
 from scale_core.shard import Axis, Placement, Shard, full_numel, on_local_tensors
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.param_ownership import (
     flat_buffer_of,
-    is_per_param_number,
     named_param_slices,
     num_parameters,
     param_slices,

@@ -81,7 +81,7 @@ class OptimizerSteps:
             try:
                 plain = plain_of.get(values) or plain_of.setdefault(values, _plain(values))
             except TypeError:  # A list can't be hashed.
-                plain = (repr(_plain(values)),)
+                plain = _plain(values)
             numbers.append(number_of.setdefault(plain, len(number_of)))
         params = [group["params"] for group in optimizer.param_groups]
         self._steps.append(_Step(id(optimizer), type(optimizer).__name__, names, list(number_of), numbers, params))
@@ -178,7 +178,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Tensor):  # A wait for another device would be a wait in every step.
-        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else ""
+        return _plain(value.item()) if value.device.type == "cpu" and value.numel() == 1 else ""
     if isinstance(value, Integral | Real):
         return int(value) if isinstance(value, Integral) else float(value)
     return tuple(map(_plain, value)) if isinstance(value, tuple | list) else ""

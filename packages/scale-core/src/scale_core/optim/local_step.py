@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_core.optim.traits import NUMBERS, is_known_elementwise
+from scale_core.optim.traits import is_known_elementwise, is_per_param_number
 from scale_core.shard import as_local, is_divided, on_local_tensors, shard_of
 from scale_core.sharded_tensor.tensor import is_sharded, mark_sharded
 
@@ -98,10 +98,9 @@ def mark_state(param: Tensor, values: Any) -> None:
     if shard is None or not isinstance(values, dict):
         return
     for key, value in values.items():
-        if isinstance(value, Tensor) and value.shape == param.shape:
-            is_number = value.dim() == 0 and (key in NUMBERS or bool(shard.shape))
-            if not is_number:
-                mark_sharded(value, shard)
+        is_local = isinstance(value, Tensor) and value.shape == param.shape
+        if is_local and not is_per_param_number(key, value.shape, shard.shape):
+            mark_sharded(value, shard)
 
 
 def wrap_state(optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ names, so they are known by these; their traits are only ever a reason to refuse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,6 +105,11 @@ PER_PARAMETER = frozenset(cls for cls, kind in KINDS.items() if kind.scope == "p
 
 NUMBERS = frozenset(key for kind in KINDS.values() for key in kind.numbers)
 """The numbers that torch's optimizers keep per parameter: for a 0-dim parameter no shape could tell them."""
+
+
+def is_per_param_number(key: str, shape: Sequence[int], param_shape: Sequence[int]) -> bool:
+    """Whether a state is one number for the full parameter, and not the state of its one element."""
+    return len(shape) == 0 and (key in NUMBERS or len(param_shape) > 0)
 
 
 _ELEMENTWISE_OF_PACKAGES = {

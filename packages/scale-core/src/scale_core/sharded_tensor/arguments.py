@@ -46,12 +46,22 @@ def marked(value: Any, shard: Shard) -> Any:
     return value
 
 
-def title_of(func: Callable[..., Any]) -> str:
-    """The name of a function in errors."""
-    return getattr(func, "__name__", str(func)).strip("_")
+def title_of(func: Callable[..., Any] | str) -> str:
+    """The name of a function, or of an attribute, in errors."""
+    return func if isinstance(func, str) else getattr(func, "__name__", str(func)).strip("_")
 
 
-def refuse(func: Callable[..., Any], shard: Shard, why: str = "") -> NoReturn:
+def renamed(kwargs: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    """The keyword arguments under the names that another form of the function has for them."""
+    return {names.get(key, key): value for key, value in kwargs.items()}
+
+
+def call_on_local(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A rule: calls the function on this rank's elements, and returns its result as it is."""
+    return func(*args, **kwargs)
+
+
+def refuse(func: Callable[..., Any] | str, shard: Shard, why: str = "") -> NoReturn:
     """Raises the error of a function that needs what other ranks have."""
     ranks = " and ".join(str(list(group.ranks)) for group in shard.divided_groups)
     why = why or "it needs elements that other ranks have"
@@ -73,17 +83,7 @@ def refuse_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     refuse(func, record_of(tensors[0]))
 
 
-class Named:
-    """A name in the place of a function, for errors."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __call__(self) -> None:
-        """Never called."""
-
-
-def operand(func: Callable[..., Any], value: Tensor, shard: Shard, like: Tensor) -> Tensor:
+def operand(func: Callable[..., Any] | str, value: Tensor, shard: Shard, like: Tensor) -> Tensor:
     """Returns the elements of `value` that belong to this rank's elements of `shard`, in the shape of `like`."""
     if is_sharded(value):
         other = record_of(value)

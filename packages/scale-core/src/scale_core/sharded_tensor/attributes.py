@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import Shard
-from scale_core.sharded_tensor.arguments import Named, Rule, marked, operand, record_of, refuse
+from scale_core.sharded_tensor.arguments import Rule, call_on_local, marked, operand, record_of, refuse
 from scale_core.sharded_tensor.tensor import is_sharded
 
 _SHARDED_ATTRIBUTES = frozenset({"data", "grad", "real", "imag"})
@@ -26,13 +26,13 @@ def get_attribute(name: str) -> Rule:
 
     def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _VIEWS:
-            refuse(Named(name), record_of(args[0]))
+            refuse(name, record_of(args[0]))
         # A write to `data` counts in the version of the shard, by which a unit knows that what it gathered is stale.
         value = args[0].detach() if name == "data" else func(*args, **kwargs)
         if not isinstance(value, Tensor):
             return value
         if name not in _SHARDED_ATTRIBUTES:
-            refuse(Named(name), record_of(args[0]))
+            refuse(name, record_of(args[0]))
         return marked(value, record_of(args[0]))
 
     return get
@@ -44,11 +44,11 @@ def set_attribute(name: str) -> Rule:
     def set_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, value = args
         if not is_sharded(tensor):
-            refuse(Named(f"{name} = "), record_of(value), f"a plain tensor can't have a part of it as its {name}")
+            refuse(f"{name} =", record_of(value), f"a plain tensor can't have a part of it as its {name}")
         if name not in ("data", "grad") or not isinstance(value, Tensor):
             return func(*args, **kwargs)
         shard = record_of(tensor)
-        part = operand(Named(f"{name} = "), value, shard, tensor)
+        part = operand(f"{name} =", value, shard, tensor)
         if name == "grad":
             return func(tensor, part if is_sharded(value) else part.reshape(tensor.shape).clone())
         if value.dtype != tensor.dtype or value.device != tensor.device:
@@ -105,11 +105,6 @@ def _length(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return shape[0]
 
 
-def _pass_on(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What needs no elements, and returns none."""
-    return func(*args, **kwargs)
-
-
 def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook gets a gradient that knows that it is a part."""
     tensor, hook = args
@@ -136,6 +131,6 @@ RULES: dict[str, Rule] = {
             *("untyped_storage", "storage_offset", "_typed_storage", "record_stream", "is_set_to", "is_tensor"),
             "__format__",
         ),
-        _pass_on,
+        call_on_local,
     ),
 }

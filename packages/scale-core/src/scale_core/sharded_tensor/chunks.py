@@ -51,33 +51,35 @@ def _chunks(shape: tuple[int, ...], start: int, stop: int, fixed: tuple[int, ...
         yield Chunk(fixed, ones)
         return
     row = math.prod(shape[1:])
-    first_whole, end_whole = -(-start // row), stop // row
-    if first_whole > end_whole:  # within one row
+    first_full_row, end_full_row = -(-start // row), stop // row
+    if first_full_row > end_full_row:  # within one row
         index = start // row
         yield from _chunks(shape[1:], start - index * row, stop - index * row, (*fixed, index))
         return
-    if start < first_whole * row:
-        yield from _chunks(shape[1:], start - (first_whole - 1) * row, row, (*fixed, first_whole - 1))
-    if first_whole < end_whole:
-        rest = shape[1:]
-        yield Chunk((*fixed, first_whole, *(0 for _ in rest)), (*ones, end_whole - first_whole, *rest))
-    if end_whole * row < stop:
-        yield from _chunks(shape[1:], 0, stop - end_whole * row, (*fixed, end_whole))
+    if start < first_full_row * row:
+        yield from _chunks(shape[1:], start - (first_full_row - 1) * row, row, (*fixed, first_full_row - 1))
+    if first_full_row < end_full_row:
+        inner_shape = shape[1:]
+        yield Chunk(
+            (*fixed, first_full_row, *(0 for _ in inner_shape)), (*ones, end_full_row - first_full_row, *inner_shape)
+        )
+    if end_full_row * row < stop:
+        yield from _chunks(shape[1:], 0, stop - end_full_row * row, (*fixed, end_full_row))
 
 
 def sizes_of(ranges: Ranges) -> tuple[int, ...]:
     """The number of indices that are taken of each dimension."""
-    return tuple(sum(last - first for first, last in held) for held in ranges)
+    return tuple(sum(last - first for first, last in dim_ranges) for dim_ranges in ranges)
 
 
 def _to_chunks(chunk: Chunk, piece: Tensor, ranges: Ranges) -> dict[Chunk, Tensor]:
     """Cuts a chunk of the `ranges` into chunks of the full tensor, each with its elements: views of `piece`."""
-    found = {chunk: piece}
-    for dim, held in enumerate(ranges):
+    chunks = {chunk: piece}
+    for dim, dim_ranges in enumerate(ranges):
         cut: dict[Chunk, Tensor] = {}
-        for part, elements in found.items():
+        for part, elements in chunks.items():
             before = 0
-            for first, last in held:
+            for first, last in dim_ranges:
                 begin = max(part.offsets[dim], before)
                 end = min(part.offsets[dim] + part.sizes[dim], before + last - first)
                 if begin < end:
@@ -85,8 +87,8 @@ def _to_chunks(chunk: Chunk, piece: Tensor, ranges: Ranges) -> dict[Chunk, Tenso
                     sizes = (*part.sizes[:dim], end - begin, *part.sizes[dim + 1 :])
                     cut[Chunk(offsets, sizes)] = elements.narrow(dim, begin - part.offsets[dim], end - begin)
                 before += last - first
-        found = cut
-    return found
+        chunks = cut
+    return chunks
 
 
 def cut_in_chunks(
@@ -97,14 +99,14 @@ def cut_in_chunks(
     These are views of `piece`, in the chunk's sizes. It is contiguous, or has the shape of all of these indices.
     """
     shape = tuple(shape)
-    if math.prod(shape) == 0:  # Nothing is held, but the tensor is there, and must be written by someone.
+    if math.prod(shape) == 0:  # Nothing is dim_ranges, but the tensor is there, and must be written by someone.
         return {Chunk((0,) * len(shape), shape): piece.view(shape)}
     sizes = sizes_of(ranges) if ranges else shape
     if tuple(piece.shape) == sizes:  # Its strides may be any.
         return _to_chunks(Chunk((0,) * len(sizes), sizes), piece, ranges)
-    flat, position, found = piece.view(-1), 0, {}
+    flat, position, chunks = piece.view(-1), 0, {}
     for chunk in chunks_of(sizes, start, stop):
         length = math.prod(chunk.sizes)
-        found.update(_to_chunks(chunk, flat[position : position + length].view(chunk.sizes), ranges))
+        chunks.update(_to_chunks(chunk, flat[position : position + length].view(chunk.sizes), ranges))
         position += length
-    return found
+    return chunks

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from scale_core.shard import Shard, elements_of
+from scale_core.sharded_tensor.chunks import sizes_of
 
 
 def local_shape(shape: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
@@ -102,7 +103,7 @@ def box_of(local: Tensor, shard: Shard, fill: float | bool) -> tuple[Tensor, lis
 
     Elements of these rows that other ranks have are `fill`. None stands for all indices of a dimension.
     """
-    sizes = tuple(sum(last - first for first, last in held) for held in shard.ranges) or shard.shape
+    sizes = sizes_of(shard.ranges) or shard.shape
     row = max(1, math.prod(sizes[1:]))
     first, last = shard.start // row, -(-shard.stop // row)
     if shard.start == first * row and shard.stop == last * row:
@@ -113,8 +114,8 @@ def box_of(local: Tensor, shard: Shard, fill: float | bool) -> tuple[Tensor, lis
         box = flat.view(last - first, *sizes[1:])
     indices: list[Tensor | None] = []
     for dim, size in enumerate(shard.shape):
-        held = shard.ranges[dim] if shard.ranges else ((0, size),)
-        index = torch.cat([torch.arange(begin, end, device=local.device) for begin, end in held])
+        dim_ranges = shard.ranges[dim] if shard.ranges else ((0, size),)
+        index = torch.cat([torch.arange(begin, end, device=local.device) for begin, end in dim_ranges])
         if dim == 0:
             index = index[first:last]
         indices.append(None if len(index) == size else index)

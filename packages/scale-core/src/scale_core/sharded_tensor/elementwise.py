@@ -13,6 +13,7 @@ from scale_core.shard import Shard
 from scale_core.sharded_tensor import pointwise, reductions
 from scale_core.sharded_tensor.arguments import (
     Rule,
+    call_on_local,
     full_value,
     largest_sharded,
     marked,
@@ -32,8 +33,8 @@ def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     tensors = list(tensors_in(args, kwargs))
     if not any(map(is_sharded, tensors)):
         refuse_call(func, args, kwargs)
-    main = largest_sharded(tensors)
-    shard = record_of(main)
+    largest = largest_sharded(tensors)
+    shard = record_of(largest)
     scalars = {
         id(tensor)
         for tensor in tensors
@@ -47,14 +48,14 @@ def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         written.append(args[0])
     if shard.numel == 1 and any(not is_sharded(target) for target in written):
         return _on_full_values(func, args, kwargs)
-    if any(_is_full_parameter(target, main) for target in written):
+    if any(_is_full_parameter(target, largest) for target in written):
         return _on_full_tensors(func, args, kwargs)
     for target in written:
-        check_target(func, target, main)
+        check_target(func, target, largest)
 
     def local(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value if any(value is target for target in written) else operand(func, value, shard, main)
+            return value if any(value is target for target in written) else operand(func, value, shard, largest)
         if isinstance(value, list | tuple) and any(isinstance(part, Tensor) for part in value):
             return type(value)(map(local, value))
         return value
@@ -72,9 +73,9 @@ def _on_full_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return func(*map(full, args), **{key: full(value) for key, value in kwargs.items()})
 
 
-def _is_full_parameter(target: Tensor, main: Tensor) -> bool:
-    """Whether a result like `main` is written to a parameter that each rank has in full, as by a gradient of its."""
-    return isinstance(target, nn.Parameter) and not is_sharded(target) and target.shape == record_of(main).shape
+def _is_full_parameter(target: Tensor, largest: Tensor) -> bool:
+    """Whether a result like `largest` is written to a parameter that each rank has in full, as by a gradient of its."""
+    return isinstance(target, nn.Parameter) and not is_sharded(target) and target.shape == record_of(largest).shape
 
 
 def _on_full_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,26 +89,26 @@ def _on_full_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return func(*map(full, args), **{key: full(value) for key, value in kwargs.items()})
 
 
-def check_target(func: Callable[..., Any], target: Tensor, main: Tensor) -> None:
+def check_target(func: Callable[..., Any], target: Tensor, largest: Tensor) -> None:
     """Checks that a sharded result can be written to a tensor: to one with the same elements.
 
     A plain tensor of the full shape that nothing else refers to, as a state made by `torch.zeros(param.shape)`, becomes
     one.
     """
-    shard = record_of(main)
+    shard = record_of(largest)
     if is_sharded(target):
         if not same_elements(record_of(target), shard):
             refuse(func, shard, "its result has elements on other ranks than the tensor that it is written to")
         return
-    is_own = type(target) is Tensor and not target.requires_grad and compat.is_unshared(target)
-    if not is_own or tuple(target.shape) != tuple(shard.shape):
+    can_become_sharded = type(target) is Tensor and not target.requires_grad and compat.is_unshared(target)
+    if not can_become_sharded or tuple(target.shape) != tuple(shard.shape):
         refuse(
             func,
             shard,
             f"its result is divided, and the tensor {list(target.shape)} that it is written to is not. Make that by "
             "torch.zeros_like(tensor)",
         )
-    target.data = local_part(target.detach(), shard).reshape(main.shape).clone()
+    target.data = local_part(target.detach(), shard).reshape(largest.shape).clone()
     marked(target, shard)
 
 
@@ -121,21 +122,20 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """An elementwise function of lists of tensors."""
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
     mains = [largest_sharded(row) if any(map(is_sharded, row)) else None for row in zip(*lists, strict=True)]
-    shards = [None if main is None else record_of(main) for main in mains]
+    shards = [None if largest is None else record_of(largest) for largest in mains]
     if func.__name__.endswith("_"):
-        if any(
-            main is not None and _is_full_parameter(target, main) for target, main in zip(args[0], mains, strict=True)
-        ):
+        rows = list(zip(args[0], mains, strict=True))
+        if any(largest is not None and _is_full_parameter(target, largest) for target, largest in rows):
             return _on_full_tensors(func, args, kwargs)
-        for target, main in zip(args[0], mains, strict=True):
-            if main is not None:
-                check_target(func, target, main)
+        for target, largest in rows:
+            if largest is not None:
+                check_target(func, target, largest)
 
     def local(value: Any) -> Any:
         if _is_tensor_list(value):
             return [
-                tensor if main is None or shard is None else operand(func, tensor, shard, main)
-                for tensor, main, shard in zip(value, mains, shards, strict=True)
+                tensor if largest is None or shard is None else operand(func, tensor, shard, largest)
+                for tensor, largest, shard in zip(value, mains, shards, strict=True)
             ]
         return full_value(value) if is_sharded(value) else value
 
@@ -147,11 +147,6 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _is_tensor_list(value: object) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(part, Tensor) for part in value)
-
-
-def _fused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A fused step of an elementwise optimizer."""
-    return func(*args, **kwargs)
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,11 +185,6 @@ def _copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return func(target, operand(func, source, record_of(target), target), *args[2:], **kwargs)
 
 
-def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor with this one's dtype and device, in a shape that is given: a plain one on every rank."""
-    return func(*args, **kwargs)
-
-
 def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.autograd.grad`: gradients of sharded tensors are sharded like them."""
     inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
@@ -228,8 +218,10 @@ RULES: dict[str, Rule] = {
         _same_layout,
     ),
     "copy_": _copy,
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), _like),
+    **dict.fromkeys(
+        ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), call_on_local
+    ),  # In a shape that is given: plain.
     "grad": _gradients,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
-    **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), _fused),
+    **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), call_on_local),
 }

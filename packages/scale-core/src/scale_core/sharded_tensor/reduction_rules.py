@@ -22,6 +22,7 @@ from scale_core.sharded_tensor.arguments import (
     record_of,
     refuse,
     refuse_call,
+    renamed,
     tensors_in,
     title_of,
 )
@@ -54,9 +55,7 @@ def _reduction(bound: Callable[..., Any]) -> Rule:
     """A rule from a function with torch's arguments after the tensor; what it does not take is refused."""
 
     def rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = {
-            "dim" if key == "axis" else "keepdim" if key == "keepdims" else key: v for key, v in kwargs.items()
-        }
+        arguments = renamed(kwargs, axis="dim", keepdims="keepdim")
         tensor = args[0] if args else arguments.pop("input", arguments.pop("self", None))
         if not is_sharded(tensor) or any(map(is_sharded, tensors_in(args[1:], arguments))):
             refuse_call(func, args, kwargs)
@@ -186,18 +185,18 @@ def _item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _dot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def bound(input: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def bind(input: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
         return input, tensor
 
     try:
-        left, right = bound(*args, **{"tensor" if key == "other" else key: value for key, value in kwargs.items()})
+        left, right = bind(*args, **renamed(kwargs, other="tensor"))
     except TypeError:
         refuse_call(func, args, kwargs)
-    main = largest_sharded([left, right])
-    shard = record_of(main)
+    largest = largest_sharded([left, right])
+    shard = record_of(largest)
     if len(shard.shape) != 1 or full_shape(left) != full_shape(right) or left.dtype != right.dtype:
         refuse(func, shard)
-    parts = [operand(func, side, shard, main) for side in (left, right)]
+    parts = [operand(func, side, shard, largest) for side in (left, right)]
     product = (parts[0].conj() if func.__name__ == "vdot" else parts[0]) * parts[1]
     return _sum(Sharded(product, shard), what=title_of(func))
 
@@ -205,15 +204,15 @@ def _dot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     left: Tensor = args[0]
     right: Tensor = args[1] if len(args) > 1 else kwargs["other"]
-    main = largest_sharded([left, right])
-    shard = record_of(main)
+    largest = largest_sharded([left, right])
+    shard = record_of(largest)
     if tuple(full_shape(left)) != tuple(full_shape(right)):
         # A plain tensor for this rank's elements: another rank may find the full shape, and wait for this one.
         if is_sharded(left) is not is_sharded(right) and left.numel() == right.numel():
             refuse(func, shard, "the other tensor has as many elements as this rank's part")
         return False if func.__name__ == "equal" else refuse_call(func, args, kwargs)
     sides = [_full_if_cut_elsewhere(side, shard) for side in (left, right)]
-    parts = [operand(func, side, shard, main).expand(main.shape) for side in sides]
+    parts = [operand(func, side, shard, largest).expand(largest.shape) for side in sides]
     same = torch.tensor(func(*parts, *args[2:], **{key: value for key, value in kwargs.items() if key != "other"}))
     return bool(reductions.reduce_over_ranks(same, shard, lambda values: values.all(0), title_of(func)))
 
@@ -234,10 +233,10 @@ def _ranks_of(shard: Shard) -> list[tuple[int, ...]]:
 
 
 def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def bound(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> tuple[Sequence[Tensor], float, Any]:
+    def bind(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> tuple[Sequence[Tensor], float, Any]:
         return tensors, float(ord), dtype
 
-    tensors, order, dtype = bound(*args, **{"tensors" if key == "self" else key: v for key, v in kwargs.items()})
+    tensors, order, dtype = bind(*args, **renamed(kwargs, self="tensors"))
     if order <= 0:
         refuse_call(func, args, kwargs)
     results: list[Any] = [None if is_sharded(tensor) else func([tensor], order, dtype=dtype)[0] for tensor in tensors]

@@ -18,6 +18,7 @@ from scale_core.sharded_tensor.arguments import (
     record_of,
     refuse,
     refuse_call,
+    renamed,
     tensors_in,
 )
 from scale_core.sharded_tensor.elements import local_shape, reshaped, sliced
@@ -40,15 +41,15 @@ def _as_other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of the same elements in another shape."""
     tensor = args[0]
-    wished = kwargs.get("shape", kwargs.get("size", args[1:]))
+    shape_args = kwargs.get("shape", kwargs.get("size", args[1:]))
     if kwargs.get("dtype") is not None or (args[1:] and isinstance(args[1], torch.dtype)):
         refuse(func, record_of(tensor), "a view in another dtype is not supported")
-    if len(wished) == 1 and isinstance(wished[0], Sequence):
-        wished = wished[0]
-    return _viewed(func, tensor, _resolved(func, tuple(wished), record_of(tensor)))
+    if len(shape_args) == 1 and isinstance(shape_args[0], Sequence):
+        shape_args = shape_args[0]
+    return _viewed(func, tensor, _resolved(tuple(shape_args), record_of(tensor)))
 
 
-def _resolved(func: Callable[..., Any], shape: tuple[Any, ...], shard: Shard) -> tuple[int, ...]:
+def _resolved(shape: tuple[Any, ...], shard: Shard) -> tuple[int, ...]:
     """A shape without -1; the shape is checked by torch itself."""
     return tuple(torch.empty(shard.shape, device="meta").reshape(shape).shape)
 
@@ -57,7 +58,7 @@ def _viewed(func: Callable[..., Any], tensor: Tensor, shape: tuple[int, ...]) ->
     shard = record_of(tensor)
     view = reshaped(shard, shape)
     if view is None:
-        refuse(func, shard, "its elements are no range of the full tensor's")
+        refuse(func, shard, "this rank's elements are not one contiguous range of the full tensor")
     if view is shard:
         return marked(tensor.view_as(tensor), shard)
     return marked(tensor.reshape(local_shape(shape, view.start, view.stop)), view)
@@ -81,7 +82,7 @@ def _rows(func: Callable[..., Any], tensor: Tensor, first: int, last: int) -> An
     shard = record_of(tensor)
     part = sliced(shard, first, last)
     if part is None:
-        refuse(func, shard, "its elements are no range of the full tensor's")
+        refuse(func, shard, "this rank's elements are not one contiguous range of the full tensor")
     record, begin, end = part
     flat = tensor.reshape(-1)[begin:end]
     return marked(flat.view(local_shape(record.shape, record.start, record.stop)), record)
@@ -91,7 +92,7 @@ def _narrow(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     def bound(input: Tensor, dim: int, start: Any, length: int) -> tuple[Tensor, int, Any, int]:
         return input, dim, start, length
 
-    tensor, dim, start, length = bound(*args, **_renamed(kwargs))
+    tensor, dim, start, length = bound(*args, **renamed(kwargs, self="input"))
     if not isinstance(start, int) or dim % len(record_of(tensor).shape) != 0:
         refuse(func, record_of(tensor))
     size = record_of(tensor).shape[0]
@@ -99,10 +100,6 @@ def _narrow(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if not 0 <= start <= start + length <= size:
         raise IndexError(f"narrow: start {start} and length {length} exceed the dimension of {size}")
     return _rows(func, tensor, start, start + length)
-
-
-def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"input" if key == "self" else key: value for key, value in kwargs.items()}
 
 
 def _get_item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,9 +20,10 @@ from scale_core.comm.collectives import HOST, all_gather, all_to_all, exchange_t
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.optim.traits import is_per_param_number
 from scale_core.shard import on_local_tensors
 from scale_core.sharded_tensor.full_tensor import Part, join_parts
-from scale_core.state.param_ownership import ParamSlice, is_per_param_number, not_elementwise
+from scale_core.state.param_ownership import ParamSlice, not_elementwise
 from scale_core.tree import map_leaves, map_tensors, tensors_in
 
 State = Mapping[Any, Any]  # An optimizer's state of one parameter: tensors, numbers, and containers of them.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.dtensor import is_dtensor
+from scale_core.optim.traits import is_per_param_number
 from scale_core.shard import elements_of, on_local_tensors
 from scale_core.state.block_state import BLOCK_SIZES, CODE_BOOKS, block_shard, num_blocks, whole_shape
 from scale_core.state.local_shard import LocalShard
@@ -31,7 +32,6 @@ from scale_core.state.param_groups import (
 from scale_core.state.param_ownership import (
     ParamSlice,
     check_known,
-    is_per_param_number,
     named_param_slices,
     not_elementwise,
 )

@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.arguments import checked_arguments
 from scale_core.flat.buffer import FlatBuffer
-from scale_core.optim.traits import NUMBERS
 from scale_core.shard import Placement, Ranges, on_local_tensors, shard_of, wait_for
 
 _flat: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each flat parameter, to a weak reference to its buffer
@@ -179,8 +178,3 @@ def not_elementwise(name: str, shape: Sequence[int], shard_shape: Sequence[int])
         f"optimizer state {name} has shape {tuple(shape)}, expected the shard's {tuple(shard_shape)} or a number: this "
         "optimizer needs full parameters, so it can't step on shards; around it, write OSS(..., elementwise=False)"
     )
-
-
-def is_per_param_number(key: str, shape: Sequence[int], param_shape: Sequence[int]) -> bool:
-    """Whether a state is one number for the full parameter, and not the state of its one element."""
-    return len(shape) == 0 and (key in NUMBERS or len(param_shape) > 0)

@@ -27,7 +27,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.flat.packing import group_in_buckets
 from scale_core.optim.local_step import mark_state
-from scale_core.optim.traits import is_known_elementwise
+from scale_core.optim.traits import is_known_elementwise, is_per_param_number
 from scale_core.shard import Placement, Shard, elements_of, names_of_stages, on_local_tensors, shard_of, stages_of
 from scale_core.sharded_tensor.full_tensor import Part, gather_full_param, gather_parts
 from scale_core.sharded_tensor.tensor import is_sharded
@@ -35,7 +35,6 @@ from scale_core.state.full_optim_state import ParamState, gather_optim_states
 from scale_core.state.param_ownership import (
     ParamSlice,
     flat_buffer_of,
-    is_per_param_number,
     not_elementwise,
     param_slices,
 )
