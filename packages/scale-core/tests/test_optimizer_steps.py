@@ -91,7 +91,9 @@ def test_lists_and_tensors_of_one_element_are_compared() -> None:
 
     status = steps_of(built([0.9, 0.99], 0.5)).status()
     assert status == steps_of(built([0.9, 0.99], 0.5)).status()
-    assert status != steps_of(built([0.9, 0.98], 0.5)).status() and status != steps_of(built([0.9, 0.99], 0.25)).status()
+    assert (
+        status != steps_of(built([0.9, 0.98], 0.5)).status() and status != steps_of(built([0.9, 0.99], 0.25)).status()
+    )
 
 
 def test_the_first_parameter_that_differs_is_named() -> None:

@@ -10,23 +10,24 @@ from __future__ import annotations
 import inspect
 import random
 from collections import defaultdict
-from collections.abc import MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import as_local, shard_of
-from scale_core.sharded_tensor.tensor import is_sharded, mark_sharded, set_shard
+from scale_core.sharded_tensor.tensor import ShardedParameter, ShardedTensor, is_sharded, mark_sharded, set_shard
 
 
 def check_first_step(optimizer: Optimizer) -> ShardedTensorError | None:
     """Returns the error that the step of an optimizer would raise on its shards, or None where a trial shows none."""
     state = random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch._C._EnableTorchFunction():
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch._C._EnableTorchFunction(), _NumbersAreOne():
             trial = _on_meta(optimizer, {})
             step = inspect.unwrap(type(optimizer).step)
             closure = inspect.signature(step).parameters.get("closure")
@@ -39,6 +40,19 @@ def check_first_step(optimizer: Optimizer) -> ShardedTensorError | None:
     finally:
         random.setstate(state)
     return None
+
+
+class _NumbersAreOne(TorchFunctionMode):
+    """Makes what sharded tensors are reduced to a number with a value, which a step may compare: 1."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_number = type(result) is Tensor and result.is_meta and not result.dim()
+        if is_number and any(issubclass(each, ShardedTensor | ShardedParameter) for each in types):
+            return torch.ones((), dtype=result.dtype)
+        return result
 
 
 def _on_meta(value: Any, copies: dict[int, Any]) -> Any:
