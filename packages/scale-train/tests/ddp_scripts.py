@@ -147,6 +147,97 @@ def averaged_model(wrap: Wrap) -> Result:
     return weights(model, net)
 
 
+def average_swapped_by_data(wrap: Wrap) -> Result:
+    """A class of averages, as many programs copy it: the weights go and come back by `param.data`."""
+    net = network()
+    model, optimizer = wrap(net, AdamW, lr=0.1)
+    shadow = {name: param.data.clone() for name, param in net.named_parameters()}
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        backup = {}
+        for name, param in net.named_parameters():
+            shadow[name] = 0.9 * shadow[name] + 0.1 * param.data
+            backup[name] = param.data
+            param.data = shadow[name]
+        with torch.no_grad():
+            loss_of(model, step)
+        for name, param in net.named_parameters():
+            param.data = backup[name]
+    return weights(model, net)
+
+
+# Losses of weights, and hooks.
+
+
+def norms_at_zero(wrap: Wrap) -> Result:
+    """A norm has no derivative at 0, where torch gives 0."""
+    net = network()
+    nn.init.zeros_(net.image.bias)
+    nn.init.ones_(net.text[0].bias)
+    model, optimizer = wrap(net, SGD, lr=0.1)
+    for step in range(STEPS):
+        spread = net.text[0].bias.std() if step == 0 else 0.0
+        (loss_of(model, step) + 0.01 * sum(param.norm() for param in net.parameters()) + 0.01 * spread).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model, net)
+
+
+def elastic_weights(wrap: Wrap) -> Result:
+    """EWC: squares of gradients weigh how far parameters go (arXiv 1612.00796)."""
+    net = network()
+    model, optimizer = wrap(net, SGD, lr=0.1)
+    loss_of(model, 0).backward()
+    fisher = [100 * param.grad.detach() ** 2 for param in model.parameters() if param.grad is not None]
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    for step in range(1, STEPS):
+        rows = zip(fisher, model.parameters(), before, strict=True)
+        (loss_of(model, step) + sum((weight * (param - old) ** 2).sum() for weight, param, old in rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model, net)
+
+
+def learned_decay(wrap: Wrap) -> Result:
+    """A factor outside of the model trains with it; its gradient is that of the full parameters."""
+    net = network()
+    factor = torch.full((), 0.1, dtype=torch.float64, requires_grad=True)
+    model, optimizer = wrap(net, SGD, lr=0.1)
+    for step in range(STEPS):
+        (loss_of(model, step) + sum((factor * param**2).sum() for param in net.parameters())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert factor.grad is not None
+    return {**weights(model, net), "factor": factor.grad}
+
+
+def clipped_in_a_hook(wrap: Wrap) -> Result:
+    """A hook of the step clips, and another one logs."""
+    net = network()
+    model, optimizer = wrap(net, AdamW, lr=0.1)
+    log = []
+
+    def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        params = [*net.parameters()]
+        norm = torch.stack([param.grad.norm() for param in params if param.grad is not None]).norm()
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(0.01 / norm)
+        log.append(norm)
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(lambda *_: log.append(sum(param.detach().norm() for param in net.parameters())))
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**weights(model, net), "log": torch.stack(log)}
+
+
 # Two passes for one step.
 
 
@@ -376,6 +467,7 @@ SCRIPTS: dict[str, Callable[[Wrap], Result]] = {
         for script in (
             *(average_by_hand, average_in_a_dict, average_of_a_copy_by_state_dict, averaged_model),
             *(sharpness_aware, projected_gradients, lamb_by_hand, decay_of_matrices, numbers_for_a_log),
+            *(average_swapped_by_data, norms_at_zero, elastic_weights, learned_decay, clipped_in_a_hook),
         )
     },
     **{

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from scale_core import compat
-
-_NOT_COPIED = frozenset({"_shard_spec"})  # The record of which elements a tensor has is that tensor's own.
+from scale_core.shard import NOT_COPIED
 
 
 def copy_attributes(param: Tensor, other: Tensor, *, leave_out: Collection[str] = ()) -> None:
@@ -25,7 +24,7 @@ def copy_attributes(param: Tensor, other: Tensor, *, leave_out: Collection[str] 
     Such as `param._no_weight_decay = True`, by which parameter groups are made. `leave_out` are a subclass's own.
     """
     for name, value in vars(param).items():
-        if name not in _NOT_COPIED and name not in leave_out:
+        if name not in NOT_COPIED and name not in leave_out:
             vars(other).setdefault(name, value)  # What there is belongs to it, as a fake tensor's own device.
 
 

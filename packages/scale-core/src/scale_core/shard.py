@@ -172,6 +172,12 @@ class Stages(Protocol):
 RECORD = "_shard_spec"
 """The attribute of a tensor that has its `Shard`."""
 
+ALIASES = "_data_aliases"
+"""The attribute of a parameter that has weak references to what `param.data` has given."""
+
+NOT_COPIED = frozenset((RECORD, ALIASES))
+"""What a copy of a parameter, or a file, does not take over as it is."""
+
 _stages: weakref.WeakKeyDictionary[Stages, None] = weakref.WeakKeyDictionary()  # in the order in which they were built
 _on_first_shard: list[Callable[[], None]] = []
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from scale_core import uneven_inputs
+from scale_core import compat, uneven_inputs
 from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import GroupLike, group_of
@@ -131,6 +131,7 @@ class GatherWait:
         self._buckets, self._contract = buckets, contract  # A copy has none, and nothing to wait for.
         self.has_run = has_run  # Its forward is known to be called, or another module waits in its place.
 
+    @compat.untraced
     def pre_forward(self, *_: Any) -> None:
         """Forward pre-hook."""
         self.has_run = True

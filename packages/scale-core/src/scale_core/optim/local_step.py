@@ -120,6 +120,19 @@ def step_on_local_tensors(optimizer: Optimizer) -> None:
 
 
 def _local_step(method: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    if not getattr(method, "hooked", False):
+        return _run_local(method, optimizer, *args, **kwargs)
+    # torch has wrapped the step, to call the users' hooks around it. To these shards are sharded.
+    inner: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(inner)
+    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _run_local(inner, optimizer, *args, **kwargs)
+
+    return Optimizer.profile_hook_step(step)(optimizer, *args, **kwargs)
+
+
+def _run_local(method: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     if args and callable(args[0]):
         args = (_with_sharded_tensors(args[0]), *args[1:])
     if callable(kwargs.get("closure")):

@@ -7,10 +7,12 @@ read is 1. Where a function needs elements of other ranks, `ShardedTensorError` 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, MutableMapping
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ class _NumbersAreOne(TorchFunctionMode):
 
 
 def _on_meta(value: Any, copies: dict[int, Any]) -> Any:
-    """A copy whose tensors are on the meta device; objects of other kinds are shared with the original."""
+    """A copy whose tensors are on the meta device; modules, and objects that can't be copied, are shared."""
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, Tensor):
@@ -77,8 +79,15 @@ def _on_meta(value: Any, copies: dict[int, Any]) -> Any:
         copies[id(value)] = states
     elif type(value) in (list, tuple, set):
         copies[id(value)] = type(value)(_on_meta(part, copies) for part in value)
-    else:
+    elif isinstance(value, torch.Generator):
+        copies[id(value)] = value.clone_state()
+    elif isinstance(value, nn.Module | type | FunctionType | MethodType):
         return value
+    else:
+        try:  # An object of the optimizer's own may count its calls.
+            copies[id(value)] = copy.deepcopy(value, copies)
+        except Exception:
+            return value
     return copies[id(value)]
 
 

@@ -93,7 +93,7 @@ def operand(func: Callable[..., Any] | str, value: Tensor, shard: Shard, like: T
             return full_value(value)
         refuse(func, shard, f"its elements are divided in other places than those of {other.title} {list(other.shape)}")
     if value.numel() == 1 and value.dim() <= len(shard.shape) and shard.numel != 1:
-        return value.reshape(())
+        return _local(value, shard, torch.Size(()), func)
     try:
         fits = torch.broadcast_shapes(value.shape, shard.shape) == torch.Size(shard.shape)
     except RuntimeError:
@@ -103,8 +103,39 @@ def operand(func: Callable[..., Any] | str, value: Tensor, shard: Shard, like: T
             f"{title_of(func)}: a tensor {list(value.shape)} does not fit {shard.title} {list(shard.shape)}, of which "
             "this rank has a part. Make the tensor by torch.zeros_like(param), or in the full shape, param.shape"
         )
-    part = local_part(value, shard)
-    return part if part.shape == like.shape else part.reshape(like.shape)
+    return _local(value, shard, like.shape, func)
+
+
+def _local(value: Tensor, shard: Shard, shape: torch.Size, func: Callable[..., Any] | str) -> Tensor:
+    if torch.is_grad_enabled() and value.requires_grad:
+        part: Tensor = _LocalPart.apply(value, shard, shape, title_of(func))  # type: ignore[no-untyped-call]
+        return part
+    part = local_part(value, shard) if shape else value
+    return part if part.shape == shape else part.reshape(shape)
+
+
+class _LocalPart(torch.autograd.Function):
+    """This rank's elements of a tensor that each rank has in full; its gradient is that of all ranks' elements."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, shard: Shard, shape: torch.Size, what: str) -> Tensor:
+        ctx.like, ctx.shard, ctx.what = value.new_empty(0), shard, f"the gradient of {what}"
+        ctx.shape, ctx.takes_part = value.shape, bool(shape) or (not value.dim() and value.numel() != 1)
+        part = local_part(value, shard) if ctx.takes_part else value
+        return part.reshape(shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        if ctx.takes_part:
+            with torch.enable_grad():
+                full = ctx.like.new_zeros(ctx.shape).requires_grad_()
+                part = local_part(full, ctx.shard).reshape(grad.shape)
+            grad = torch.autograd.grad(part, full, grad)[0] if part.requires_grad else torch.zeros_like(full)
+        grad = grad.reshape(ctx.shape)
+        if not ctx.shard.counted:  # Another rank has the same elements, and counts them.
+            grad = torch.zeros_like(grad)
+        return reductions.reduce_over_ranks(grad, ctx.shard, lambda values: values.sum(0), ctx.what), None, None, None
 
 
 def full_value(tensor: Tensor) -> Tensor:

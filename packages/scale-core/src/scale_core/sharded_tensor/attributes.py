@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scale_core.errors import ShardedTensorError
-from scale_core.shard import Shard
+from scale_core.shard import ALIASES, Shard
 from scale_core.sharded_tensor.arguments import Rule, call_on_local, marked, operand, record_of, refuse
 from scale_core.sharded_tensor.tensor import is_sharded
 
@@ -29,6 +30,9 @@ def get_attribute(name: str) -> Rule:
             refuse(name, record_of(args[0]))
         # A write to `data` counts in the version of the shard, by which a unit knows that what it gathered is stale.
         value = args[0].detach() if name == "data" else func(*args, **kwargs)
+        if name == "data":
+            known: list[weakref.ref[Tensor]] = vars(args[0]).setdefault(ALIASES, [])
+            known[:] = [alias for alias in known if alias() is not None] + [weakref.ref(value)]
         if not isinstance(value, Tensor):
             return value
         if name not in _SHARDED_ATTRIBUTES:
@@ -57,7 +61,12 @@ def set_attribute(name: str) -> Rule:
                 f"{value.device}. Its memory is a part of a buffer that the unit sends. Convert or move the model, "
                 "model.to(...), instead"
             )
-        with torch.no_grad():  # The memory stays that of the buffer, which is what the unit sends.
+        # The memory stays that of the buffer, which is what the unit sends. What a program has kept of the values
+        # before, as `backup = param.data`, keeps them in memory of its own.
+        for alias in vars(tensor).pop(ALIASES, ()):
+            if (before := alias()) is not None and before is not value:
+                torch.Tensor.data.__set__(before, before.detach().clone())  # type: ignore[attr-defined]
+        with torch.no_grad():
             return tensor.detach().copy_(part.reshape(tensor.shape)) is None
 
     return set_

@@ -196,7 +196,15 @@ def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     )
 
 
+def _new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor of values that are given, which may be no sharded tensor."""
+    if any(map(is_sharded, tensors_in(args[1:], kwargs))):
+        refuse_call(func, args[1:], kwargs)
+    return func(*args, **kwargs)
+
+
 RULES: dict[str, Rule] = {
+    "new_tensor": _new_tensor,
     **dict.fromkeys(
         (
             *(
@@ -219,7 +227,7 @@ RULES: dict[str, Rule] = {
     ),
     "copy_": _copy,
     **dict.fromkeys(
-        ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), call_on_local
+        ("new_zeros", "new_ones", "new_empty", "new_full"), call_on_local
     ),  # In a shape that is given: plain.
     "grad": _gradients,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,

@@ -169,7 +169,7 @@ def _variance(root: bool, with_mean: bool) -> Callable[..., Any]:
             raise TypeError("unbiased and correction")
         correction = (1 if unbiased in (None, True) else 0) if correction is None else correction
         result, center = reductions.variance(x, _dims(dim) or None, keepdim, correction, what)
-        result = result.sqrt() if root else result
+        result = reductions.power_of(result, 0.5) if root else result
         return (result, center) if with_mean else result
 
     return variance
@@ -299,7 +299,7 @@ def _softmax(input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: torch.
     if not isinstance(dim, int):
         raise ShardedTensorError("softmax: expected the dimension of the sum, got none: write softmax(tensor, dim=-1)")
     input = input if dtype is None else input.to(dtype)
-    exponentials = (input - input.amax(dim, keepdim=True)).exp()
+    exponentials = (input - input.detach().amax(dim, keepdim=True)).exp()
     result: Tensor = exponentials / exponentials.sum(dim, keepdim=True)
     return result
 

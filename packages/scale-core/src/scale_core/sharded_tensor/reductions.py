@@ -73,6 +73,22 @@ class _SumOverRanks(torch.autograd.Function):
         return grads[0], None, None
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """A reduction that is read, and not trained with, as an extreme: an error in a backward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, shard: Shard, what: str, combine: Combine) -> Tensor:
+        ctx.title = f"{what} of {shard.title}"
+        return reduce_over_ranks(value, shard, combine, what).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ShardedTensorError(
+            f"{ctx.title} has no gradient, because its elements are divided between ranks. Write it with sums, for "
+            "example of powers, or compute it from full tensors inside the model"
+        )
+
+
 class RankReduction(NamedTuple):
     """One kind of reduction: what a rank computes, what stands for no elements, and how ranks combine it."""
 
@@ -97,14 +113,11 @@ def reduce(reduction: RankReduction, tensor: Sharded, dims: Dims, keepdim: bool,
     else:
         assert dims is not None
         value = _reduce_some(reduction, local, shard, dims)
-    if reduction.is_sum and torch.is_grad_enabled() and value.requires_grad:
-        result: Tensor = _SumOverRanks.apply(value, shard, what)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    elif torch.is_grad_enabled() and value.requires_grad:
-        raise ShardedTensorError(
-            f"{what} of {shard.title} has no gradient here, because its elements are divided between ranks. Call it "
-            "under torch.no_grad(), write it with sums, for example of powers, or compute it from full tensors inside "
-            "the model"
-        )
+    if torch.is_grad_enabled() and local.requires_grad and (value.is_floating_point() or value.is_complex()):
+        if not value.requires_grad:  # A rank without elements has the same graph as the others.
+            value = value + local.reshape(-1)[:0].sum().to(value.dtype)
+        call: Any = _SumOverRanks.apply if reduction.is_sum else _WithoutGradient.apply
+        result: Tensor = call(value, shard, what, *(() if reduction.is_sum else (reduction.combine,)))
     else:
         result = reduce_over_ranks(value, shard, reduction.combine, what)
     if covers_all:
@@ -209,7 +222,15 @@ def norm(tensor: Sharded, order: float, dims: Dims, keepdim: bool, dtype: torch.
         powers = reduce(sum_of(None), Sharded(magnitude.double() ** order, shard), dims, keepdim, what)
     else:
         powers = reduce(_powers_of(order), Sharded(magnitude, shard), dims, keepdim, what)
-    return (powers ** (1 / order)).to(result_dtype)
+    return power_of(powers, 1 / order).to(result_dtype)
+
+
+def power_of(value: Tensor, exponent: float) -> Tensor:
+    """A power whose derivative at 0 is 0, as torch's norms and standard deviations have it."""
+    if not value.requires_grad:
+        return value**exponent
+    is_zero = value == 0
+    return torch.where(is_zero, value, torch.where(is_zero, 1, value) ** exponent)
 
 
 def _powers_of(order: float) -> RankReduction:

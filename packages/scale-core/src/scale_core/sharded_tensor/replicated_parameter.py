@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_core.shard import RECORD, as_local, shard_of, wait_for
+from scale_core import compat
+from scale_core.shard import NOT_COPIED, as_local, shard_of, wait_for
 from scale_core.sharded_tensor.tensor import ShardedParameter, set_shard
 from scale_core.tree import tensors_in
 
@@ -84,9 +85,9 @@ class _ReducedGrad:
         """This rank's own gradient until it is averaged, then this rank's part of the average."""
         param = cast(Tensor, self)
         grad = unreduced_grad(param)
-        if grad is None and (reduced := reduced_gradient_of(param)) is not None:
+        if grad is None and (reduced := reduced_gradient_of(param)) is not None and not compat.dynamo_traces():
             return reduced.read()
-        return grad
+        return grad  # A compiler makes a tensor like the parameter, and its gradient with it.
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
@@ -189,7 +190,9 @@ def _without_wrapper(param: Tensor, *, copies: bool) -> nn.Parameter:
         if shard is not None:
             set_shard(other, shard)
         if shard is not None or not copies:  # A copy of a plain parameter has no attributes in torch either.
-            vars(other).update({name: value for name, value in vars(param).items() if name not in (_REDUCED, RECORD)})
+            vars(other).update(
+                {name: value for name, value in vars(param).items() if name not in (_REDUCED, *NOT_COPIED)}
+            )
     return other
 
 

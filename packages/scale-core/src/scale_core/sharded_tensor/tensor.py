@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from scale_core.shard import RECORD, Shard, as_local, is_divided_shard, record_shard, shard_of
+from scale_core.shard import NOT_COPIED, Shard, as_local, is_divided_shard, record_shard, shard_of
 from scale_core.sharded_tensor import description
 from scale_core.sharded_tensor.full_tensor import gather_shard
 
@@ -95,7 +95,7 @@ class ShardedParameter(nn.Parameter):
     def __copy__(self) -> Any:
         with as_local():
             copied = nn.Parameter(_plain(self.detach()), self.requires_grad)
-            vars(copied).update(vars(self))
+            vars(copied).update({name: value for name, value in vars(self).items() if name not in NOT_COPIED})
             set_shard(copied, _record(self))
         return copied
 
@@ -110,7 +110,7 @@ class ShardedParameter(nn.Parameter):
         """Pickles this rank's elements as a plain parameter; who loads it says what it is a part of."""
         with as_local():
             plain = nn.Parameter(_plain(self.detach()), self.requires_grad)
-            vars(plain).update({name: value for name, value in vars(self).items() if name != RECORD})
+            vars(plain).update({name: value for name, value in vars(self).items() if name not in NOT_COPIED})
             return plain.__reduce_ex__(protocol)
 
 

@@ -1,0 +1,116 @@
+"""Losses of parameters, logging and optimizers of a user's own, where a rank has no elements of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_core.errors import ShardedTensorError
+from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
+
+
+def net() -> nn.Sequential:
+    """The second layer's bias of two elements is on one rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).double()
+
+
+def logged(model: nn.Module) -> list[float]:
+    """Outside of no_grad, as people log."""
+    numbers = []
+    for param in model.parameters():
+        numbers += [param.abs().max().item(), param.norm(float("inf")).item(), param.norm().item(), param.std().item()]
+        numbers.append(param.softmax(-1).square().sum().item())
+    return numbers
+
+
+def losses_and_errors() -> tuple[list[float], list[float], list[list[Tensor]], str, str]:
+    plain, model = net(), fully_shard(net())
+    gradients = []
+    for each in (plain, model):
+        (each[1].bias.pow(2).sum() + each[0].weight.norm()).backward()
+        params = (each[1].bias, each[0].weight)
+        gradients.append([getattr(param.grad, "full_tensor", lambda param=param: param.grad)() for param in params])
+    with pytest.raises(ShardedTensorError, match=r"amax of 'weight'|max of .*weight'.* has no gradient") as extreme:
+        model[0].weight.abs().max().backward()
+    with pytest.raises(ShardedTensorError, match=r"new_tensor of .*full_tensor\(\)") as copied:
+        model[0].weight.new_tensor(model[0].weight)
+    return logged(plain), logged(model), gradients, str(extreme.value), str(copied.value)
+
+
+def test_losses_and_logs_of_parameters_are_those_of_one_process() -> None:
+    for expected, found, (wanted, gradients), *_ in run_ranks(losses_and_errors, 2):
+        assert found == pytest.approx(expected, rel=1e-12)
+        for mine, other in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+class Warmup:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def rate(self) -> float:
+        self.calls += 1
+        return 0.01 * self.calls
+
+
+class WithHelpers(torch.optim.Optimizer):
+    """Nothing is known of its step, which has a counter and random numbers of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.warmup, self.generator = Warmup(), torch.Generator().manual_seed(3)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        rate = self.warmup.rate() * torch.rand((), generator=self.generator).item()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.norm() > 0:
+                    param.sub_(rate * param.grad)
+
+
+class WithMask(torch.optim.Optimizer):
+    """Takes the elements of a mask, where there are some, as optimizers against spikes do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                mask = param.grad.abs() > 2 * param.grad.abs().mean()
+                if mask.sum() > 0:
+                    param.grad[mask] = param.grad[mask] / 2
+                param.sub_(0.1 * param.grad)
+
+
+def steps() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    plain, model = net(), fully_shard(net())
+    for each in (plain, model):
+        optimizer = WithHelpers(each.parameters())
+        for step in range(3):
+            each(torch.full((2, 4), 1.0 + step, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    refused = fully_shard(net())
+    refused(torch.ones(2, 4, dtype=torch.float64)).square().mean().backward()
+    before = {name: value.clone() for name, value in refused.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"WithMask.step\(\): getitem of .*OSS\(model.parameters\(\)") as caught:
+        WithMask(refused.parameters()).step()
+    assert all(torch.equal(value, before[name]) for name, value in refused.state_dict().items())
+    return plain.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}, str(caught.value)
+
+
+def test_a_trial_of_a_step_leaves_the_optimizer_as_it_was_and_looks_into_branches() -> None:
+    for expected, found, _ in run_ranks(steps, 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
