@@ -37,6 +37,24 @@ from scale_oss import full_param_bucket as whole
 STEPS = 4
 
 
+class CountedLamb(Lamb):
+    """Counts its calls by itself, as optimizers of others do; nobody knows it by its name."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            group["count"] = self.calls
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+
+
+CASES = {**WHOLE, "counted lamb": (CountedLamb, {})}
+
+
 class Watch:
     """What happens in the steps of an OSS: collectives, and what has memory when its optimizer steps."""
 
@@ -73,7 +91,7 @@ def groups_of(params: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
 
 def beside_plain(name: str, bucket_numel: int, dtype: torch.dtype = torch.float32) -> list[str]:
     """Trains shards and plain parameters; one is without a gradient in some steps, and one frozen for a while."""
-    cls, kwargs = WHOLE[name]
+    cls, kwargs = CASES[name]
     theirs = plain_params(shapes_for(name), dtype)
     shards = Shards(theirs)
     plain = cls(groups_of(theirs), **kwargs)
@@ -96,15 +114,17 @@ def beside_plain(name: str, bucket_numel: int, dtype: torch.dtype = torch.float3
     wrong += differing([g["lr"] for g in ours.param_groups], [g["lr"] for g in plain.param_groups], "rates")
     wrong += differing(ours.param_groups[0].get("count"), plain.param_groups[0].get("count"), "count")
     largest = max(math.prod(shape) for shape in shapes_for(name).values())
+    if watch.updates == STEPS:  # An optimizer that nobody knows takes one step, on all that this rank updates.
+        largest = sum(tensor.numel() for bucket in ours.full_param_buckets for tensor in bucket.optimizer_params)
     assert max(watch.in_memory) <= max(bucket_numel, largest)
     return wrong
 
 
 def all_beside_plain() -> list[str]:
     wrong = []
-    for name in WHOLE:
+    for name in CASES:
         wrong += beside_plain(name, bucket_numel=30)
-        wrong += beside_plain(name, bucket_numel=10_000, dtype=torch.bfloat16 if name != "lamb" else torch.float64)
+        wrong += beside_plain(name, bucket_numel=10_000, dtype=torch.bfloat16 if "lamb" not in name else torch.float64)
     return wrong
 
 

@@ -447,16 +447,22 @@ class OSS(OSSStateDictMixin):
         for number in range(len(parts)):
             self._gather_bucket(number)
 
-    def _full_parts(self, here: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
-        """Yields local parameters, if any rank has some, then the full parameters of each bucket, which are gathered.
+    def _full_parts(self, local_params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
+        """Yields what to step on: local parameters, if any rank has some, and gathered full parameters of buckets.
 
-        They are sent back when they were stepped on.
+        One of torch's own steps on one bucket after the other. Others take one step on all, as they may count their
+        calls; then all full parameters of this rank are in memory. These are sent back when they were stepped on.
         """
-        if self.buckets or self.in_place_buckets:
-            yield here
-        for bucket in self.full_param_buckets:
-            if bucket.gather_to_owners():
-                yield [whole for whole in bucket.optimizer_params if whole.grad is not None]
+        known = self._optim_class in KINDS
+        if known and (self.buckets or self.in_place_buckets):
+            yield local_params
+        for buckets in [[bucket] for bucket in self.full_param_buckets] if known else [self.full_param_buckets]:
+            gathered = [bucket for bucket in buckets if bucket.gather_to_owners()]
+            if known and not gathered:
+                continue
+            full_params = [full for bucket in gathered for full in bucket.optimizer_params if full.grad is not None]
+            yield full_params if known else [*local_params, *full_params]
+            for bucket in gathered:
                 bucket.scatter_to_shards()
 
     @on_local_tensors

@@ -85,6 +85,7 @@ _ELSEWHERE = (
     OptimizerTraits("NovoGrad", "parameter", "the norm of its gradient"),
     OptimizerTraits("Novograd", "parameter", "the norm of its gradient"),
     OptimizerTraits("Prodigy", "all", _DISTANCE),
+    OptimizerTraits("Ranger21", "all", _MEANS),
     OptimizerTraits("SM3", "parameter", "the largest element of each row and column"),
     OptimizerTraits("SOAP", "parameter", _PRECONDITIONER),
     OptimizerTraits("Shampoo", "parameter", _PRECONDITIONER),
