@@ -114,3 +114,34 @@ def test_a_trial_of_a_step_leaves_the_optimizer_as_it_was_and_looks_into_branche
     for expected, found, _ in run_ranks(steps, 2):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
+
+
+class WithBuffer(nn.Module):
+    """A buffer to which a program adds what it makes of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5, dtype=torch.float64)
+        self.register_buffer("fisher", torch.zeros(5, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+def buffers() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    plain = WithBuffer()
+    model = WithBuffer()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model)
+    for each in (plain, model):
+        each(torch.ones(2, 4, dtype=torch.float64)).square().mean().backward()
+        with torch.no_grad():
+            each.fisher += each.layer.weight.grad**2
+    return plain.state_dict()["fisher"], model.state_dict()["fisher"].clone()
+
+
+def test_a_buffer_that_shards_were_added_to_is_saved_in_full() -> None:
+    for expected, found in run_ranks(buffers, 2):
+        torch.testing.assert_close(found, expected)

@@ -28,6 +28,7 @@ from scale_core.optim.step_checks import invalidate_cache, watch_optimizers
 from scale_core.parameters import check_memory_unshared
 from scale_core.shard import unit_shard_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
+from scale_core.sharded_tensor.tensor import is_sharded
 from scale_oss.bucket import Bucket
 from scale_oss.oss import OSS
 from scale_oss.piece_gradient import PieceGradient
@@ -313,7 +314,7 @@ class ShardedDataParallel(nn.Module):
             self._check_params_held()
         recomputes = in_backward()
         takes_buffers = self.broadcast_buffers and self._reducer.begins_step and not recomputes
-        buffers = [buffer.data for buffer in self.module.buffers()] if takes_buffers else []
+        buffers = self._replicated_buffers() if takes_buffers else []
         self._reducer.prepare(in_step=bool(buffers), recomputes=recomputes)
         self._broadcast(buffers, "buffers")
         # As in DistributedDataParallel: once for all micro-batches of a step.
@@ -331,7 +332,7 @@ class ShardedDataParallel(nn.Module):
 
     def sync_buffers(self) -> None:
         """All ranks take rank 0's buffers."""
-        self._broadcast([buffer.data for buffer in self.module.buffers()], "buffers")
+        self._broadcast(self._replicated_buffers(), "buffers")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -412,7 +413,11 @@ class ShardedDataParallel(nn.Module):
         in_buckets = ((i, param, bucket) for bucket in self._buckets for i, param in enumerate(bucket.params))
         held = {id(param) for index, param, bucket in in_buckets if index not in bucket.unflattened}
         rest = [param.data for param in self.module.parameters() if id(param) not in held]
-        self._broadcast([*rest, *(buffer.data for buffer in self.module.buffers())], "parameters and buffers")
+        self._broadcast([*rest, *self._replicated_buffers()], "parameters and buffers")
+
+    def _replicated_buffers(self) -> list[Tensor]:
+        """The values of the buffers, but for those to which a program has added shards, as squares of gradients."""
+        return [buffer.data for buffer in self.module.buffers() if not is_sharded(buffer)]
 
     def _broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         if self.group.size == 1 or not tensors:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.flat.buffer import FlatBuffer
+from scale_core.optim.traits import is_per_param_number
 from scale_core.state.optim_state_dict import owners_of
 from scale_core.state.param_groups import as_json, fill_groups
-from scale_core.state.param_ownership import is_per_param_number
 from scale_fsdp.ema import ShardedEMA
 from scale_fsdp.offload.optimizer import OffloadOptimizer
 

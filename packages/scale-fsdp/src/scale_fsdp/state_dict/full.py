@@ -22,11 +22,13 @@ from scale_core.arguments import checked_arguments
 from scale_core.dtensor import is_dtensor
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.shard import Placement, on_local_tensors, shard_of, wait_for
-from scale_core.sharded_tensor.full_tensor import gather_full_param
+from scale_core.sharded_tensor.full_tensor import gather_full_param, gather_shard
+from scale_core.sharded_tensor.tensor import is_sharded, local_tensor
 from scale_core.state.gathered_tensor import Gather, GatheredTensor, converted, plain_tensor
 from scale_core.state.torch_state_dict import saved_by_torch, torch_request
 from scale_fsdp.api import StateDictConfig, resolve_state_dict_config
 from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
+from scale_fsdp.runtime.param_registry import managed_modules
 from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, unit_of, units_in
 from scale_fsdp.state_dict.loading import local_elements, shard_pre_hook
 from scale_fsdp.state_dict.naming import check_same_ranks, model_group, param_names, plain_order
@@ -310,6 +312,14 @@ def _unshard_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
             state_dict.pop(prefix + flat_param_name(number), None)
     for name, slot in named:
         _unshard_entry(call, unit, slot, state_dict, name)
+    # A buffer to which a program has added shards, as `module.fisher += param.grad**2`, has become sharded.
+    for path, inner in managed_modules(module, prefix.rstrip(".")):
+        for attribute, tensor in inner._buffers.items():
+            name = f"{path}.{attribute}".lstrip(".")
+            if tensor is not None and is_sharded(tensor) and name in state_dict:
+                record = shard_of(tensor)
+                assert record is not None
+                state_dict[name] = gather_shard(local_tensor(tensor), record)
     here = unit.modules.index(module)
     for (number, name), dtype in unit.buffer_dtypes.items():
         if number == here and (value := state_dict.get(f"{prefix}{name}")) is not None:
