@@ -243,7 +243,8 @@ class ShardedDataParallel(nn.Module):
 
     Raises:
         TypeError: An optimizer is no `OSS`.
-        ValueError: A parameter that trains is in none of them, or in two; the groups differ.
+        ValueError: A parameter that trains is in none of them, or in two; the groups differ; a
+            `torch.jit.ScriptModule` is in the module while `overlap_gather` is on.
     """
 
     @checked_arguments

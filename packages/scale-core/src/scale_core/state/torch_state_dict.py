@@ -2,9 +2,9 @@
 
 `torch.distributed.checkpoint.state_dict` takes every tensor of an optimizer for a whole one, or for a DTensor, and a
 shard's state is neither: one rank's would be saved under the parameter's name and all others silently lost. So an
-optimizer on shards gets two hooks of torch's: for those functions each tensor becomes a `LocalShard`, or whole where
-they want that, and loaded tensors are cut to this rank's elements. A flat parameter has no name in those functions, so
-it raises. For all others `state_dict()` is this rank's shard, described under `SHARDS` in plain numbers and text; it
+optimizer on shards gets three hooks of torch: for those functions the first makes each tensor a `LocalShard`, or a full
+tensor; the second cuts loaded tensors to this rank's elements; the third makes loaded state sharded. A flat parameter
+has no name in those functions, so it raises. For all others `state_dict()` is this rank's shard, described under `SHARDS` in plain numbers and text; it
 is loaded where the same elements are held, and refused elsewhere, on all ranks.
 """
 
