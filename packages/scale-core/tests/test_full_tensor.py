@@ -32,7 +32,7 @@ def make_whole() -> None:
     assert torch.equal(gather_full_param(part, replace(elements, name=f"a@{group.rank}"), group), whole)
     with pytest.raises(ContractError, match=r"would gather different full parameters, by rank: a[01], a") as raised:
         gather_full_param(part, replace(elements, name=f"a{group.rank}"), group)
-    assert "call state_dict() of the same module together" in str(raised.value)
+    assert "gather the same tensors in the same order, by state_dict() or full_tensor()" in str(raised.value)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
