@@ -44,12 +44,17 @@ def check_first_step(optimizer: Optimizer) -> ShardedTensorError | None:
     return None
 
 
+_READ = {Tensor.__bool__: True, Tensor.__int__: 1, Tensor.__index__: 1, Tensor.__float__: 1.0, Tensor.item: 1.0}
+
+
 class _NumbersAreOne(TorchFunctionMode):
-    """Makes what sharded tensors are reduced to a number with a value, which a step may compare: 1."""
+    """Gives the value 1 to numbers that a step may compare: what sharded tensors are reduced to, and what it reads."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in _READ and type(args[0]) is Tensor and args[0].is_meta:
+            return _READ[func]
         result = func(*args, **(kwargs or {}))
         is_number = type(result) is Tensor and result.is_meta and not result.dim()
         if is_number and any(issubclass(each, ShardedTensor | ShardedParameter) for each in types):
@@ -107,6 +112,6 @@ def _tensor_on_meta(tensor: Tensor, copies: dict[int, Any]) -> Tensor:
                 set_shard(meta, shard)
         elif shard is not None:
             mark_sharded(meta, shard)
-        if tensor.grad is not None:
+        if tensor.grad is not None and shard is not None:  # A full parameter needs no trial.
             meta.grad = torch.empty_like(tensor.grad, device="meta")
         return meta

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scale_core.shard import Shard, elements_of
+from scale_core.shard import Ranges, Shard, elements_of
 from scale_core.sharded_tensor.chunks import sizes_of
 
 
@@ -56,10 +56,38 @@ def is_range(shard: Shard) -> bool:
 
 
 def reshaped(shard: Shard, shape: tuple[int, ...]) -> Shard | None:
-    """Returns the record of a view in another shape, with the same elements; None where these are no range."""
+    """Returns the record of a view in another shape, with the same elements.
+
+    None where these are no range, but in a shape with one dimension that has all elements, as that of `flatten`.
+    """
     if shape == shard.shape:
         return shard
-    return replace(shard, shape=shape) if is_range(shard) else None
+    if is_range(shard):
+        return replace(shard, shape=shape)
+    if sum(size != 1 for size in shape) != 1:
+        return None
+    if not shard.ranges:
+        return replace(shard, shape=shape)
+    flat = flat_ranges(shard.shape, shard.ranges)
+    return replace(shard, shape=shape, ranges=tuple(((0, 1),) if size == 1 else flat for size in shape))
+
+
+def flat_ranges(shape: Sequence[int], ranges: Ranges) -> tuple[tuple[int, int], ...]:
+    """Returns the ranges of a flattened tensor that some indices of each dimension are.
+
+    >>> flat_ranges((3, 4), (((0, 3),), ((1, 3),))), flat_ranges((3, 4), (((1, 3),), ((0, 4),)))
+    (((1, 3), (5, 7), (9, 11)), ((4, 12),))
+    """
+    flat: list[tuple[int, int]] = [(0, 1)]
+    row = 1
+    for size, taken in zip(reversed(shape), reversed(ranges), strict=True):
+        if flat == [(0, row)]:
+            flat = [(first * row, last * row) for first, last in taken]
+        else:
+            indices = (index for first, last in taken for index in range(first, last))
+            flat = [(index * row + first, index * row + last) for index in indices for first, last in flat]
+        row *= size
+    return tuple(flat)
 
 
 def sliced(shard: Shard, first: int, last: int) -> tuple[Shard, int, int] | None:

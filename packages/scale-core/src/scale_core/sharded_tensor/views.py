@@ -21,6 +21,7 @@ from scale_core.sharded_tensor.arguments import (
     renamed,
     tensors_in,
 )
+from scale_core.sharded_tensor.chunks import sizes_of
 from scale_core.sharded_tensor.elements import local_shape, reshaped, sliced
 from scale_core.sharded_tensor.tensor import is_sharded
 
@@ -61,7 +62,12 @@ def _viewed(func: Callable[..., Any], tensor: Tensor, shape: tuple[int, ...]) ->
         refuse(func, shard, "this rank's elements are not one contiguous range of the full tensor")
     if view is shard:
         return marked(tensor.view_as(tensor), shard)
-    return marked(tensor.reshape(local_shape(shape, view.start, view.stop)), view)
+    local = sizes_of(view.ranges)
+    if not local:
+        local = local_shape(shape, view.start, view.stop)
+    elif math.prod(local) != view.stop - view.start:
+        local = (view.stop - view.start,)
+    return marked(tensor.reshape(local), view)
 
 
 def _by_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

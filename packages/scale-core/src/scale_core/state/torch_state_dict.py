@@ -4,8 +4,8 @@
 shard's state is neither: one rank's would be saved under the parameter's name and all others silently lost. So an
 optimizer on shards gets three hooks of torch: for those functions the first makes each tensor a `LocalShard`, or a full
 tensor; the second cuts loaded tensors to this rank's elements; the third makes loaded state sharded. A flat parameter
-has no name in those functions, so it raises. For all others `state_dict()` is this rank's shard, described under `SHARDS` in plain numbers and text; it
-is loaded where the same elements are held, and refused elsewhere, on all ranks.
+has no name in those functions, so it raises. For all others `state_dict()` is this rank's shard, described under
+`SHARDS` in plain numbers and text; it is loaded where the same elements are held, and refused elsewhere, on all ranks.
 """
 
 from __future__ import annotations
