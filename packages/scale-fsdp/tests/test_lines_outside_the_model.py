@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -145,3 +146,28 @@ def buffers() -> tuple[Tensor, Tensor]:
 def test_a_buffer_that_shards_were_added_to_is_saved_in_full() -> None:
     for expected, found in run_ranks(buffers, 2):
         torch.testing.assert_close(found, expected)
+
+
+def padded(units: str) -> list[float]:
+    """The largest differences of outputs in eval mode, where the encoder takes its fast path, and in training."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2)
+    model = copy.deepcopy(plain)
+    for each in model.layers if units == "layers" else ():
+        fully_shard(each)
+    fully_shard(model)
+    batch, padding = torch.randn(4, 3, 8), torch.tensor([[False, False, True]] * 4)
+    found = []
+    for each in (plain.eval(), model.eval()):
+        with torch.no_grad():
+            found.append(each(batch, src_key_padding_mask=padding))
+    trained = [each.train()(batch, src_key_padding_mask=padding) for each in (plain, model)]
+    return [(ours - theirs).abs().max().item() for theirs, ours in (found, trained)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("units", ["layers", "root"])
+def test_the_fast_path_of_an_encoder_is_that_of_the_plain_one(units: str) -> None:
+    for differences in run_ranks(padded, 2, units):
+        assert max(differences) < 1e-5

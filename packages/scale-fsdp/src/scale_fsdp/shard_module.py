@@ -38,6 +38,7 @@ from scale_fsdp.fsdp_module import shadowed_name, sharded_class
 from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.reshard.convert import convert_buffers
 from scale_fsdp.reshard.meta_init import Init, check_init, materialize, should_initialize
+from scale_fsdp.runtime.fast_path import keep_fast_path
 from scale_fsdp.runtime.param_registry import (
     ParamModuleInfo,
     ParamOwner,
@@ -343,6 +344,7 @@ def shard_modules(
     register_owner(unit, original)
     for module in modules:
         _name_units(module)
+        keep_fast_path(module)
 
 
 def _own_of(own: Sequence[ParamModuleInfo], module: nn.Module) -> list[ParamModuleInfo]:
