@@ -44,7 +44,7 @@ FILES_AND_JUMPS = {
     "DistributedPipe": (19, 128),
     "Pipe": (10, 120),
     "parallelize": (12, 80),
-    "ColumnParallelLinear": (9, 25),
+    "ColumnParallelLinear": (9, 28),
     "AdaScale": (13, 68),
     "checkpoint_wrapper": (3, 26),
 }

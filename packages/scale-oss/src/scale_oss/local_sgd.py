@@ -240,6 +240,7 @@ class LocalSGD:
             part.tensor.copy_((loaded.tensor if isinstance(loaded, type(part)) else loaded).view(part.tensor.shape))
         self.num_syncs, self.steps_since_sync = int(state_dict["num_syncs"]), 0
 
+    @on_local_tensors
     def _before_inner_step(self, *_: Any) -> None:
         if self.steps_since_sync:
             return
@@ -253,6 +254,7 @@ class LocalSGD:
         for bucket in self._buckets:
             bucket.take_changes()
 
+    @on_local_tensors
     def _after_inner_step(self, *_: Any) -> None:
         self.steps_since_sync += 1
         if self.steps_since_sync >= self.sync_every:
