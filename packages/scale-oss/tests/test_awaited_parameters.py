@@ -19,7 +19,8 @@ from scale_core.comm.group import group_of
 from scale_core.errors import TransferError
 from scale_core.sharded_tensor.replicated_parameter import AwaitedParameter, ReplicatedParameter
 from scale_core.testing import run_ranks
-from scale_oss import OSS, ShardedDataParallel, bucket
+from scale_oss import OSS, ShardedDataParallel
+from scale_oss.buckets import bucket
 
 
 class LateGather:

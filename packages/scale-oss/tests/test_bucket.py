@@ -12,8 +12,8 @@ from scale_core.device import buffer_pool
 from scale_core.shard import Placement, shard_of
 from scale_core.testing import run_ranks
 from scale_oss import OSS
-from scale_oss.bucket import Bucket
-from scale_oss.partition import BucketPartition, assign_whole, cut_evenly
+from scale_oss.buckets.bucket import Bucket
+from scale_oss.buckets.partition import BucketPartition, assign_whole, cut_evenly
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (4,), (), (2, 2)]
 

@@ -32,7 +32,7 @@ from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.testing import run_ranks
 from scale_oss import OSS
-from scale_oss import full_param_bucket as whole
+from scale_oss.buckets import full_param_bucket as whole
 
 STEPS = 4
 

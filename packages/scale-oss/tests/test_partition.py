@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from scale_core.flat.packing import group_in_buckets
-from scale_oss.partition import assign_whole, choose_owners, cut_evenly, group_from_the_end
+from scale_oss.buckets.partition import assign_whole, choose_owners, cut_evenly, group_from_the_end
 
 SHAPES: list[tuple[int, ...]] = [(7, 3), (), (5,), (0, 4), (1, 1, 9), (100, 3)]
 NAMES = [f"parameter {index}" for index in range(len(SHAPES))]

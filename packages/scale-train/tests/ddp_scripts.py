@@ -203,7 +203,7 @@ def elastic_weights(wrap: Wrap) -> Result:
 
 
 def learned_decay(wrap: Wrap) -> Result:
-    """A factor outside of the model trains with it; its gradient is that of the full parameters."""
+    """A factor outside of the model trains with it; its gradient comes from the full parameters."""
     net = network()
     factor = torch.full((), 0.1, dtype=torch.float64, requires_grad=True)
     model, optimizer = wrap(net, SGD, lr=0.1)

@@ -215,8 +215,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return kept_out
 
 
-def dynamo_traces() -> bool:
-    """Whether torch.compile traces a function now, so that what reads tensors is no program, but the compiler."""
+def is_tracing() -> bool:
+    """Whether torch.compile traces a function now. Then the compiler reads tensors, and not the program."""
     return TracingContext.try_get() is not None
 
 
@@ -325,7 +325,7 @@ def plain_tensor_types() -> frozenset[type]:
 
 
 def is_wrapper(kind: type[Tensor]) -> bool:
-    """Whether tensors of a type have operators of their own, such as DTensor; a `ShardedTensor` has those of torch."""
+    """Whether a type of tensors has operators of its own, as DTensor has, and `ShardedTensor` has not."""
     return kind not in plain_tensor_types() and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 

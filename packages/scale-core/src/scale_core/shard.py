@@ -176,7 +176,7 @@ ALIASES = "_data_aliases"
 """The attribute of a parameter that has weak references to what `param.data` has given."""
 
 NOT_COPIED = frozenset((RECORD, ALIASES))
-"""What a copy of a parameter, or a file, does not take over as it is."""
+"""Attributes that neither a copy of a parameter nor a file takes over."""
 
 _stages: weakref.WeakKeyDictionary[Stages, None] = weakref.WeakKeyDictionary()  # in the order in which they were built
 _on_first_shard: list[Callable[[], None]] = []

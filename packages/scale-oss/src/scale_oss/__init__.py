@@ -2,9 +2,9 @@
 
 `oss` is the optimizer, `sharded_ddp` the model around it; read these first. Below them:
 
-- `partition`, `bucketing`, `bucket`, `full_param_bucket`: which rank updates what, and its flat memory;
+- `buckets`: which rank updates what, and its flat memory;
 - `reducer`, `grad_accumulation`: gradients reduced in the backward pass, aborted, or accumulated;
-- `state_placement`, `state_dict`: state by the plain optimizer's keys;
+- `state_dict`: state by the plain optimizer's keys;
 - `chained_optimizer`: two optimizers for one model, as one;
 - `local_sgd`: ranks that train on their own between outer steps.
 """

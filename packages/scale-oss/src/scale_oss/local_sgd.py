@@ -17,7 +17,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.flat.packing import group_in_buckets
 from scale_core.shard import Placement, Shard, check_undivided, on_local_tensors, shard_of
-from scale_oss.partition import cut_evenly
+from scale_oss.buckets.partition import cut_evenly
 from scale_oss.sharded_ddp import ShardedDataParallel
 
 if TYPE_CHECKING:

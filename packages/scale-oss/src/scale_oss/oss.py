@@ -34,12 +34,12 @@ from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
 from scale_core.shard import on_local_tensors, stages_of
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
-from scale_oss.bucket import Bucket
-from scale_oss.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
+from scale_oss.buckets.bucket import Bucket
+from scale_oss.buckets.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
+from scale_oss.buckets.state_placement import ranks_of_shards
 from scale_oss.inner_methods import check_call, inner_attribute
 from scale_oss.piece_gradient import raise_unreduced
 from scale_oss.state_dict import OSSStateDictMixin, StateByParam
-from scale_oss.state_placement import ranks_of_shards
 
 _MASTER = "master_param"
 _logger = logging.getLogger(__name__)
@@ -450,18 +450,18 @@ class OSS(OSSStateDictMixin):
     def _full_parts(self, local_params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
         """Yields what to step on: local parameters, if any rank has some, and gathered full parameters of buckets.
 
-        One of torch's own steps on one bucket after the other. Others take one step on all, as they may count their
-        calls; then all full parameters of this rank are in memory. These are sent back when they were stepped on.
+        An optimizer of torch steps on one bucket after the other. Any other takes a single step, because it may count
+        its calls, so that all full parameters of this rank are in memory at once. They are sent back after the step.
         """
-        known = self._optim_class in KINDS
-        if known and (self.buckets or self.in_place_buckets):
+        in_turn = self._optim_class in KINDS
+        if in_turn and (self.buckets or self.in_place_buckets):
             yield local_params
-        for buckets in [[bucket] for bucket in self.full_param_buckets] if known else [self.full_param_buckets]:
+        for buckets in [[bucket] for bucket in self.full_param_buckets] if in_turn else [self.full_param_buckets]:
             gathered = [bucket for bucket in buckets if bucket.gather_to_owners()]
-            if known and not gathered:
+            if in_turn and not gathered:
                 continue
             full_params = [full for bucket in gathered for full in bucket.optimizer_params if full.grad is not None]
-            yield full_params if known else [*local_params, *full_params]
+            yield full_params if in_turn else [*local_params, *full_params]
             for bucket in gathered:
                 bucket.scatter_to_shards()
 

@@ -12,7 +12,7 @@ from scale_core.shard import Shard, as_local, is_divided_shard, shard_of
 from scale_core.sharded_tensor.elements import same_elements
 from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
 from scale_core.sharded_tensor.tensor import ShardedTensor, mark_sharded
-from scale_oss.bucket import Bucket
+from scale_oss.buckets.bucket import Bucket
 from scale_oss.state_dict import OSSStateDictMixin
 
 

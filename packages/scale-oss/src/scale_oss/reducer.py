@@ -28,7 +28,7 @@ from scale_core.shard import on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_core.sharded_tensor.tensor import is_sharded
 from scale_core.tree import tensors_in
-from scale_oss.bucket import Bucket
+from scale_oss.buckets.bucket import Bucket
 from scale_oss.grad_accumulation import GradAccumulation
 from scale_oss.oss import OSS
 

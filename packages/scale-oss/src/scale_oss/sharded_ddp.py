@@ -29,7 +29,7 @@ from scale_core.parameters import check_memory_unshared
 from scale_core.shard import unit_shard_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 from scale_core.sharded_tensor.tensor import is_sharded
-from scale_oss.bucket import Bucket
+from scale_oss.buckets.bucket import Bucket
 from scale_oss.oss import OSS
 from scale_oss.piece_gradient import PieceGradient
 from scale_oss.reducer import Reducer
@@ -417,7 +417,7 @@ class ShardedDataParallel(nn.Module):
         self._broadcast([*rest, *self._replicated_buffers()], "parameters and buffers")
 
     def _replicated_buffers(self) -> list[Tensor]:
-        """The values of the buffers, but for those to which a program has added shards, as squares of gradients."""
+        """The values of the buffers. A buffer to which a program has added shards, as of gradients, is left out."""
         return [buffer.data for buffer in self.module.buffers() if not is_sharded(buffer)]
 
     def _broadcast(self, tensors: Sequence[Tensor], what: str) -> None:

@@ -30,8 +30,8 @@ from scale_core.state.param_groups import NAMES, REGROUP, check_options
 from scale_core.state.param_ownership import ParamSlice
 from scale_core.state.validation import StateMismatch
 from scale_core.tree import map_tensors, tensors_in
-from scale_oss.bucketing import param_name
-from scale_oss.state_placement import StatePlacement, check_gatherable
+from scale_oss.buckets.bucketing import param_name
+from scale_oss.buckets.state_placement import StatePlacement, check_gatherable
 
 State = dict[Any, Any]  # An optimizer's state of one parameter: tensors, numbers, and containers of them.
 

@@ -272,7 +272,7 @@ def alike_after_all() -> list[str]:
     told = []
     for kind, schedule, parts in (("sequence", "1f1b", [2, 2]), ("sequence", "zb_v", [1] * 4), ("split", "1f1b", None)):
         model = parallelize(built(kind), PLANS[kind], mesh["tensor"])
-        for param in model.parameters():  # Each part has the same values, which those of a full one never have.
+        for param in model.parameters():  # All ranks get the same values, which parts of one parameter never have.
             nn.init.normal_(local_tensor(param), generator=torch.Generator().manual_seed(0))
         pipe = DistributedPipe(
             split(model, ["blocks.1"]) if kind == "split" else model,

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.arguments import checked_arguments
 from scale_core.compat import graph_task_id, next_node_number, queue_callback
+from scale_core.shard import as_local
 from scale_core.tree import map_tensors, tensors_in
 
 GradsHook = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # given parameters and, in the same order, gradients
@@ -243,17 +244,17 @@ def call_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
     Each is called once per pass that reduces, when the shard has its reduced gradient, as in FSDP2. Returns whether any
     was called.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        hooks_of = [
+    with as_local():
+        hooks_by_param = [
             (param, list(hooks.values()))
             for param in params
             if (hooks := param._post_accumulate_grad_hooks) and param.requires_grad and param.grad is not None
         ]
     with torch.no_grad():
-        for param, own_hooks in hooks_of:
-            for hook in own_hooks:
+        for param, param_hooks in hooks_by_param:
+            for hook in param_hooks:
                 hook(param)
-    return bool(hooks_of)
+    return bool(hooks_by_param)
 
 
 def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

@@ -44,20 +44,20 @@ def check_first_step(optimizer: Optimizer) -> ShardedTensorError | None:
     return None
 
 
-_READ = {Tensor.__bool__: True, Tensor.__int__: 1, Tensor.__index__: 1, Tensor.__float__: 1.0, Tensor.item: 1.0}
+_NUMBERS = {Tensor.__bool__: True, Tensor.__int__: 1, Tensor.__index__: 1, Tensor.__float__: 1.0, Tensor.item: 1.0}
 
 
 class _NumbersAreOne(TorchFunctionMode):
-    """Gives the value 1 to numbers that a step may compare: what sharded tensors are reduced to, and what it reads."""
+    """Gives the value 1 to numbers without a value: results of reductions, which a step compares, and what it reads."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _READ and type(args[0]) is Tensor and args[0].is_meta:
-            return _READ[func]
+        if func in _NUMBERS and type(args[0]) is Tensor and args[0].is_meta:
+            return _NUMBERS[func]
         result = func(*args, **(kwargs or {}))
         is_number = type(result) is Tensor and result.is_meta and not result.dim()
-        if is_number and any(issubclass(each, ShardedTensor | ShardedParameter) for each in types):
+        if is_number and any(issubclass(tensor_type, ShardedTensor | ShardedParameter) for tensor_type in types):
             return torch.ones((), dtype=result.dtype)
         return result
 

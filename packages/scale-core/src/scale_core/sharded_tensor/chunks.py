@@ -1,7 +1,7 @@
 """A rank's elements as chunks, axis-aligned boxes: what files and other world sizes use. Pure arithmetic.
 
 A rank holds the elements `[start, stop)` of a tensor in row-major order, or of some of its indices. Where the cut runs
-inside a row that is no chunk, but a few of them: `chunks_of` says which, `cut_in_chunks` gives each its elements.
+inside a row, the elements are several chunks: `chunks_of` says which, `cut_in_chunks` gives each its elements.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def cut_in_chunks(
     These are views of `piece`, in the chunk's sizes. It is contiguous, or has the shape of all of these indices.
     """
     shape = tuple(shape)
-    if math.prod(shape) == 0:  # Nothing is dim_ranges, but the tensor is there, and must be written by someone.
+    if math.prod(shape) == 0:  # It has no elements, but someone must write that the tensor is there.
         return {Chunk((0,) * len(shape), shape): piece.view(shape)}
     sizes = sizes_of(ranges) if ranges else shape
     if tuple(piece.shape) == sizes:  # Its strides may be any.

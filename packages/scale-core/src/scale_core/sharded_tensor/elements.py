@@ -58,7 +58,8 @@ def is_range(shard: Shard) -> bool:
 def reshaped(shard: Shard, shape: tuple[int, ...]) -> Shard | None:
     """Returns the record of a view in another shape, with the same elements.
 
-    None where these are no range, but in a shape with one dimension that has all elements, as that of `flatten`.
+    Elements that are no range have one in a shape with a single dimension longer than 1, as after `flatten`. For other
+    shapes it is None.
     """
     if shape == shard.shape:
         return shard
@@ -73,7 +74,7 @@ def reshaped(shard: Shard, shape: tuple[int, ...]) -> Shard | None:
 
 
 def flat_ranges(shape: Sequence[int], ranges: Ranges) -> tuple[tuple[int, int], ...]:
-    """Returns the ranges of a flattened tensor that some indices of each dimension are.
+    """Returns the ranges that some indices of each dimension are in the flattened tensor.
 
     >>> flat_ranges((3, 4), (((0, 3),), ((1, 3),))), flat_ranges((3, 4), (((1, 3),), ((0, 4),)))
     (((1, 3), (5, 7), (9, 11)), ((4, 12),))

@@ -74,7 +74,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """A reduction that is read, and not trained with, as an extreme: an error in a backward pass alone."""
+    """A reduction that programs read and do not train with, such as a maximum: its backward is an error."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, shard: Shard, what: str, combine: Combine) -> Tensor:
@@ -87,6 +87,39 @@ class _WithoutGradient(torch.autograd.Function):
             f"{ctx.title} has no gradient, because its elements are divided between ranks. Write it with sums, for "
             "example of powers, or compute it from full tensors inside the model"
         )
+
+
+def part_of(full: Tensor, shard: Shard, shape: torch.Size, what: str) -> Tensor:
+    """Returns this rank's elements of a tensor that each rank has, and that broadcasts to the full shape.
+
+    `shape` is the local one; without dimensions it stands for a tensor of one element. The gradient of `full` is summed
+    over the ranks, of which each adds what its own elements give.
+    """
+    if torch.is_grad_enabled() and full.requires_grad:
+        part: Tensor = _PartOf.apply(full, shard, shape, what)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return part
+    part = local_part(full, shard) if shape else full
+    return part if part.shape == shape else part.reshape(shape)
+
+
+class _PartOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, shard: Shard, shape: torch.Size, what: str) -> Tensor:
+        ctx.save_for_backward(full.new_empty(0))
+        ctx.full_shape, ctx.shard, ctx.what = full.shape, shard, f"the gradient of {what}"
+        return part_of(full.detach(), shard, shape, what).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (like,), shard = grads, ctx.saved_tensors, ctx.shard
+        with torch.enable_grad():
+            full = like.new_zeros(ctx.full_shape).requires_grad_()
+            part = (local_part(full, shard) if grad.dim() else full).reshape(grad.shape)
+        if not shard.counted or not part.requires_grad:  # Another rank counts these elements, or there are none.
+            full_grad = torch.zeros_like(full)
+        else:
+            (full_grad,) = torch.autograd.grad(part, full, grad)
+        return reduce_over_ranks(full_grad, shard, lambda values: values.sum(0), ctx.what), None, None, None
 
 
 class RankReduction(NamedTuple):

@@ -85,7 +85,7 @@ class _ReducedGrad:
         """This rank's own gradient until it is averaged, then this rank's part of the average."""
         param = cast(Tensor, self)
         grad = unreduced_grad(param)
-        if grad is None and (reduced := reduced_gradient_of(param)) is not None and not compat.dynamo_traces():
+        if grad is None and (reduced := reduced_gradient_of(param)) is not None and not compat.is_tracing():
             return reduced.read()
         return grad  # A compiler makes a tensor like the parameter, and its gradient with it.
 

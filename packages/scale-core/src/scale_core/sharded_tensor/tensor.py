@@ -1,8 +1,8 @@
 """`ShardedParameter` and `ShardedTensor`: each rank has a part, and they behave as the full tensor.
 
 They are ordinary tensors of this rank's elements with a record, a `Shard`, which says which elements these are. Only
-their class differs, so memory, views, autograd and kernels are unchanged. Python calls go through `dispatch`, which
-computes the result of the full tensor or raises an error.
+their class differs, so memory, views, autograd and kernels are unchanged. Python calls go through `rules.dispatch`,
+which computes the result of the full tensor or raises an error.
 
 Inside `torch._C.DisableTorchFunctionSubclass()` they are plain tensors of this rank's elements. Code that knows about
 shards runs there.
@@ -30,8 +30,8 @@ class ShardedTensor(Tensor):
     share the tensor call it together. Other functions raise `ShardedTensorError`.
     """
 
-    call: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
-    """Handles a function of torch. `dispatch` sets it, because it makes these tensors itself."""
+    dispatch: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
+    """Handles a function of torch. `rules.dispatch` sets it, because the rules make these tensors themselves."""
 
     @classmethod
     def __torch_function__(
@@ -39,7 +39,7 @@ class ShardedTensor(Tensor):
     ) -> Any:
         if any(hasattr(kind, "wait_gathered") for kind in types):
             return NotImplemented  # An all-gather writes to a parameter among the arguments, whose class waits for it.
-        return ShardedTensor.call(func, args, kwargs or {})
+        return ShardedTensor.dispatch(func, args, kwargs or {})
 
     def to_local(self) -> Tensor:
         """Returns a plain tensor of this rank's elements, in the same memory."""

@@ -13,8 +13,8 @@ from torch.optim import SGD, Optimizer
 import scale_oss
 from fairscale._warnings import warn_argument, warn_once
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
-from scale_oss.bucket import Bucket, part_of_gradient
-from scale_oss.state_placement import StatePlacement
+from scale_oss.buckets.bucket import Bucket, part_of_gradient
+from scale_oss.buckets.state_placement import StatePlacement
 
 
 class _StateByParam(defaultdict[Any, Any]):

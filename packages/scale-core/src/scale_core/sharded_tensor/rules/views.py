@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from scale_core.shard import Shard
-from scale_core.sharded_tensor.arguments import (
+from scale_core.sharded_tensor.chunks import sizes_of
+from scale_core.sharded_tensor.elements import local_shape, reshaped, sliced
+from scale_core.sharded_tensor.rules.arguments import (
     Rule,
     full_shape,
     marked,
@@ -19,11 +21,9 @@ from scale_core.sharded_tensor.arguments import (
     refuse,
     refuse_call,
     renamed,
-    tensors_in,
 )
-from scale_core.sharded_tensor.chunks import sizes_of
-from scale_core.sharded_tensor.elements import local_shape, reshaped, sliced
 from scale_core.sharded_tensor.tensor import is_sharded
+from scale_core.tree import tensors_in
 
 
 def _as_other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,7 +154,7 @@ def _set_item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _chunks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`split`, `chunk` and `unbind` along the first dimension."""
     tensor = args[0]
-    if any(map(is_sharded, tensors_in(args[1:], kwargs))):
+    if any(map(is_sharded, tensors_in((args[1:], kwargs)))):
         refuse_call(func, args, kwargs)
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     if func.__name__ == "unbind":

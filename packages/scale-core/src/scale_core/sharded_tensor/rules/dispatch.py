@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 
 from scale_core import compat
-from scale_core.sharded_tensor import attributes, elementwise, pointwise, random_values, reduction_rules, views
-from scale_core.sharded_tensor.arguments import Rule, refuse_call
+from scale_core.sharded_tensor.rules import attributes, elementwise, pointwise, random_values, reduction_rules, views
+from scale_core.sharded_tensor.rules.arguments import Rule, refuse_call
 from scale_core.sharded_tensor.tensor import ShardedTensor
 
 _RULES: dict[str, Rule] = {
@@ -32,10 +32,10 @@ _RULES: dict[str, Rule] = {
 }
 
 
-def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of torch with sharded tensors among its arguments."""
     with torch._C.DisableTorchFunctionSubclass():
-        if compat.dynamo_traces():  # Its graph computes with this rank's elements, whose shape it asks for here.
+        if compat.is_tracing():  # Its graph computes with this rank's elements, whose shape it asks for here.
             return func(*args, **kwargs)
         return _rule_of(func)(func, args, kwargs)
 
@@ -55,4 +55,4 @@ def _rule_of(func: Callable[..., Any]) -> Rule:
     return elementwise.on_elements
 
 
-ShardedTensor.call = staticmethod(call)
+ShardedTensor.dispatch = staticmethod(dispatch)

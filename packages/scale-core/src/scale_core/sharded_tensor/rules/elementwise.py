@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from scale_core import compat
 from scale_core.comm.group import Group
 from scale_core.shard import Shard
-from scale_core.sharded_tensor import pointwise, reductions
-from scale_core.sharded_tensor.arguments import (
+from scale_core.sharded_tensor import reductions
+from scale_core.sharded_tensor.elements import local_part, same_elements
+from scale_core.sharded_tensor.full_tensor import gather_shard
+from scale_core.sharded_tensor.rules import pointwise
+from scale_core.sharded_tensor.rules.arguments import (
     Rule,
     call_on_local,
     full_value,
@@ -21,16 +24,14 @@ from scale_core.sharded_tensor.arguments import (
     record_of,
     refuse,
     refuse_call,
-    tensors_in,
 )
-from scale_core.sharded_tensor.elements import local_part, same_elements
-from scale_core.sharded_tensor.full_tensor import gather_shard
 from scale_core.sharded_tensor.tensor import is_sharded
+from scale_core.tree import tensors_in
 
 
 def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that is elementwise, by what it computes; others are refused."""
-    tensors = list(tensors_in(args, kwargs))
+    tensors = list(tensors_in((args, kwargs)))
     if not any(map(is_sharded, tensors)):
         refuse_call(func, args, kwargs)
     largest = largest_sharded(tensors)
@@ -74,7 +75,7 @@ def _on_full_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def _is_full_parameter(target: Tensor, largest: Tensor) -> bool:
-    """Whether a result like `largest` is written to a parameter that each rank has in full, as by a gradient of its."""
+    """Whether a result like `largest` is written to a parameter that each rank has in full, as with its gradient."""
     return isinstance(target, nn.Parameter) and not is_sharded(target) and target.shape == record_of(largest).shape
 
 
@@ -121,10 +122,10 @@ def _is_in_place(name: str) -> bool:
 def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An elementwise function of lists of tensors."""
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
-    mains = [largest_sharded(row) if any(map(is_sharded, row)) else None for row in zip(*lists, strict=True)]
-    shards = [None if largest is None else record_of(largest) for largest in mains]
+    largest_by_row = [largest_sharded(row) if any(map(is_sharded, row)) else None for row in zip(*lists, strict=True)]
+    shards = [None if largest is None else record_of(largest) for largest in largest_by_row]
     if func.__name__.endswith("_"):
-        rows = list(zip(args[0], mains, strict=True))
+        rows = list(zip(args[0], largest_by_row, strict=True))
         if any(largest is not None and _is_full_parameter(target, largest) for target, largest in rows):
             return _on_full_tensors(func, args, kwargs)
         for target, largest in rows:
@@ -135,7 +136,7 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if _is_tensor_list(value):
             return [
                 tensor if largest is None or shard is None else operand(func, tensor, shard, largest)
-                for tensor, largest, shard in zip(value, mains, shards, strict=True)
+                for tensor, largest, shard in zip(value, largest_by_row, shards, strict=True)
             ]
         return full_value(value) if is_sharded(value) else value
 
@@ -197,8 +198,8 @@ def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor of values that are given, which may be no sharded tensor."""
-    if any(map(is_sharded, tensors_in(args[1:], kwargs))):
+    """A plain tensor of values that are given; those of a sharded tensor are refused."""
+    if any(map(is_sharded, tensors_in((args[1:], kwargs)))):
         refuse_call(func, args[1:], kwargs)
     return func(*args, **kwargs)
 
@@ -208,7 +209,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             *(
-                "detach",
                 "detach_",
                 "clone",
                 "alias",
@@ -226,9 +226,8 @@ RULES: dict[str, Rule] = {
         _same_layout,
     ),
     "copy_": _copy,
-    **dict.fromkeys(
-        ("new_zeros", "new_ones", "new_empty", "new_full"), call_on_local
-    ),  # In a shape that is given: plain.
+    # A plain tensor in a shape that is given.
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), call_on_local),
     "grad": _gradients,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), call_on_local),

@@ -24,7 +24,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.parameters import copy_attributes
 from scale_core.shard import on_local_tensors, shard_of
-from scale_oss.state_placement import Range, ShardedParam, StatePlacement
+from scale_oss.buckets.state_placement import Range, ShardedParam, StatePlacement
 
 
 class FullParamBucket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -11,21 +11,13 @@ from torch import Tensor
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import Shard, shard_of
 from scale_core.sharded_tensor import reductions
-from scale_core.sharded_tensor.elements import local_part, same_elements
+from scale_core.sharded_tensor.elements import same_elements
 from scale_core.sharded_tensor.reductions import Sharded
 from scale_core.sharded_tensor.tensor import is_sharded, mark_sharded
+from scale_core.tree import tensors_in
 
 Rule: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Takes a function of torch and its arguments; calls it, computes its result or raises."""
-
-
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields the tensors among the arguments, and in lists of them."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (part for part in value if isinstance(part, Tensor))
 
 
 def record_of(tensor: Tensor) -> Shard:
@@ -57,7 +49,7 @@ def renamed(kwargs: Mapping[str, Any], **names: str) -> dict[str, Any]:
 
 
 def call_on_local(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A rule: calls the function on this rank's elements, and returns its result as it is."""
+    """A rule: calls the function on this rank's elements, and returns its result unchanged."""
     return func(*args, **kwargs)
 
 
@@ -75,7 +67,7 @@ def refuse(func: Callable[..., Any] | str, shard: Shard, why: str = "") -> NoRet
 
 def refuse_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """A rule: refuses a call for its first sharded tensor."""
-    tensors = [tensor for tensor in tensors_in(args, kwargs) if is_sharded(tensor)]
+    tensors = [tensor for tensor in tensors_in((args, kwargs)) if is_sharded(tensor)]
     if not tensors:
         raise ShardedTensorError(
             f"{title_of(func)}: not supported on sharded tensors: write full_tensor() or to_local() first"
@@ -91,9 +83,9 @@ def operand(func: Callable[..., Any] | str, value: Tensor, shard: Shard, like: T
             return value if value.shape == like.shape else value.view(like.shape)
         if other.numel == 1 and shard.numel > 1:
             return full_value(value)
-        refuse(func, shard, f"its elements are divided in other places than those of {other.title} {list(other.shape)}")
+        refuse(func, shard, f"{other.title} {list(other.shape)} is divided in other places")
     if value.numel() == 1 and value.dim() <= len(shard.shape) and shard.numel != 1:
-        return _local(value, shard, torch.Size(()), func)
+        return reductions.part_of(value, shard, torch.Size(()), title_of(func))
     try:
         fits = torch.broadcast_shapes(value.shape, shard.shape) == torch.Size(shard.shape)
     except RuntimeError:
@@ -103,39 +95,7 @@ def operand(func: Callable[..., Any] | str, value: Tensor, shard: Shard, like: T
             f"{title_of(func)}: a tensor {list(value.shape)} does not fit {shard.title} {list(shard.shape)}, of which "
             "this rank has a part. Make the tensor by torch.zeros_like(param), or in the full shape, param.shape"
         )
-    return _local(value, shard, like.shape, func)
-
-
-def _local(value: Tensor, shard: Shard, shape: torch.Size, func: Callable[..., Any] | str) -> Tensor:
-    if torch.is_grad_enabled() and value.requires_grad:
-        part: Tensor = _LocalPart.apply(value, shard, shape, title_of(func))  # type: ignore[no-untyped-call]
-        return part
-    part = local_part(value, shard) if shape else value
-    return part if part.shape == shape else part.reshape(shape)
-
-
-class _LocalPart(torch.autograd.Function):
-    """This rank's elements of a tensor that each rank has in full; its gradient is that of all ranks' elements."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, shard: Shard, shape: torch.Size, what: str) -> Tensor:
-        ctx.like, ctx.shard, ctx.what = value.new_empty(0), shard, f"the gradient of {what}"
-        ctx.shape, ctx.takes_part = value.shape, bool(shape) or (not value.dim() and value.numel() != 1)
-        part = local_part(value, shard) if ctx.takes_part else value
-        return part.reshape(shape).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        if ctx.takes_part:
-            with torch.enable_grad():
-                full = ctx.like.new_zeros(ctx.shape).requires_grad_()
-                part = local_part(full, ctx.shard).reshape(grad.shape)
-            grad = torch.autograd.grad(part, full, grad)[0] if part.requires_grad else torch.zeros_like(full)
-        grad = grad.reshape(ctx.shape)
-        if not ctx.shard.counted:  # Another rank has the same elements, and counts them.
-            grad = torch.zeros_like(grad)
-        return reductions.reduce_over_ranks(grad, ctx.shard, lambda values: values.sum(0), ctx.what), None, None, None
+    return reductions.part_of(value, shard, like.shape, title_of(func))
 
 
 def full_value(tensor: Tensor) -> Tensor:

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import ALIASES, Shard
-from scale_core.sharded_tensor.arguments import Rule, call_on_local, marked, operand, record_of, refuse
+from scale_core.sharded_tensor.rules.arguments import Rule, call_on_local, marked, operand, record_of, refuse
 from scale_core.sharded_tensor.tensor import is_sharded
 
-_SHARDED_ATTRIBUTES = frozenset({"data", "grad", "real", "imag"})
+_SHARDED_ATTRIBUTES = frozenset({"grad", "real", "imag"})
 _VIEWS = frozenset({"T", "mT", "H", "mH"})
 
 
 def get_attribute(name: str) -> Rule:
     """The rule for reading an attribute."""
+    if name == "data":
+        return _detach
     if name in _OF_FULL:
         size: Callable[[Tensor, Shard], Any] = _OF_FULL[name]
         return lambda func, args, kwargs: size(args[0], record_of(args[0]))
@@ -28,11 +30,7 @@ def get_attribute(name: str) -> Rule:
     def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _VIEWS:
             refuse(name, record_of(args[0]))
-        # A write to `data` counts in the version of the shard, by which a unit knows that what it gathered is stale.
-        value = args[0].detach() if name == "data" else func(*args, **kwargs)
-        if name == "data":
-            known: list[weakref.ref[Tensor]] = vars(args[0]).setdefault(ALIASES, [])
-            known[:] = [alias for alias in known if alias() is not None] + [weakref.ref(value)]
+        value = func(*args, **kwargs)
         if not isinstance(value, Tensor):
             return value
         if name not in _SHARDED_ATTRIBUTES:
@@ -55,21 +53,36 @@ def set_attribute(name: str) -> Rule:
         part = operand(f"{name} =", value, shard, tensor)
         if name == "grad":
             return func(tensor, part if is_sharded(value) else part.reshape(tensor.shape).clone())
-        if value.dtype != tensor.dtype or value.device != tensor.device:
-            raise ShardedTensorError(
-                f"data = of {shard.title}: expected {tensor.dtype} on {tensor.device}, got {value.dtype} on "
-                f"{value.device}. Its memory is a part of a buffer that the unit sends. Convert or move the model, "
-                "model.to(...), instead"
-            )
-        # The memory stays that of the buffer, which is what the unit sends. What a program has kept of the values
-        # before, as `backup = param.data`, keeps them in memory of its own.
-        for alias in vars(tensor).pop(ALIASES, ()):
-            if (before := alias()) is not None and before is not value:
-                torch.Tensor.data.__set__(before, before.detach().clone())  # type: ignore[attr-defined]
-        with torch.no_grad():
-            return tensor.detach().copy_(part.reshape(tensor.shape)) is None
+        return _set_data(tensor, value, part)
 
     return set_
+
+
+def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`detach()`, and the attribute `data`: an alias of the same memory, which is noted for `_set_data`."""
+    # A write to `data` counts in the version of the shard, by which a unit knows that what it gathered is stale.
+    tensor = args[0]
+    alias = marked(tensor.detach(), record_of(tensor))
+    aliases: list[weakref.ref[Tensor]] = vars(tensor).setdefault(ALIASES, [])
+    aliases[:] = [ref for ref in aliases if ref() is not None] + [weakref.ref(alias)]
+    return alias
+
+
+def _set_data(tensor: Tensor, value: Tensor, part: Tensor) -> None:
+    """Copies values into the memory of a shard, which stays a part of the buffer that its unit sends."""
+    shard = record_of(tensor)
+    if value.dtype != tensor.dtype or value.device != tensor.device:
+        raise ShardedTensorError(
+            f"data = of {shard.title}: expected {tensor.dtype} on {tensor.device}, got {value.dtype} on "
+            f"{value.device}. Its memory is a part of a buffer that the unit sends. Convert or move the model, "
+            "model.to(...), instead"
+        )
+    # An alias from before, as `backup = param.data`, keeps its values in memory of its own, as in torch.
+    for ref in vars(tensor).pop(ALIASES, ()):
+        if (alias := ref()) is not None and alias is not value:
+            torch.Tensor.data.__set__(alias, alias.detach().clone())  # type: ignore[attr-defined]
+    with torch.no_grad():
+        tensor.detach().copy_(part.reshape(tensor.shape))
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -132,6 +145,7 @@ RULES: dict[str, Rule] = {
     "stride": _stride,
     "__len__": _length,
     "register_hook": _register_hook,
+    "detach": _detach,
     **dict.fromkeys(
         (
             *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "is_pinned"),

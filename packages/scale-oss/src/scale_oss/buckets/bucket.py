@@ -34,8 +34,8 @@ from scale_core.sharded_tensor.replicated_parameter import (
     switch_awaited,
     unreduced_grad,
 )
-from scale_oss.partition import BucketPartition
-from scale_oss.state_placement import Range, ShardedParam, StatePlacement
+from scale_oss.buckets.partition import BucketPartition
+from scale_oss.buckets.state_placement import Range, ShardedParam, StatePlacement
 
 # References to the storage of a parameter that nobody has an alias of: the parameter's, and the one in `_storages`.
 _STORAGE_USES = 2

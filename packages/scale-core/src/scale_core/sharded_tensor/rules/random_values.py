@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
-from scale_core.sharded_tensor.arguments import (
+from scale_core.sharded_tensor.elements import local_part
+from scale_core.sharded_tensor.rules.arguments import (
     Rule,
     largest_sharded,
     marked,
     operand,
     record_of,
     refuse_call,
-    tensors_in,
 )
-from scale_core.sharded_tensor.elements import local_part
 from scale_core.sharded_tensor.tensor import is_sharded
+from scale_core.tree import tensors_in
 
 
 def fill_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Random values in place, and initializers: those of the full tensor, of which this rank takes its part."""
     arguments = dict(kwargs)
     tensor = args[0] if args else arguments.pop("tensor", arguments.pop("input", None))
-    others = list(tensors_in(args[1:], arguments))
+    others = list(tensors_in((args[1:], arguments)))
     if not is_sharded(tensor) or any(map(is_sharded, others)):
         refuse_call(func, args, kwargs)
     with torch.no_grad():

@@ -13,7 +13,10 @@ from torch import Tensor
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import Shard
 from scale_core.sharded_tensor import reductions
-from scale_core.sharded_tensor.arguments import (
+from scale_core.sharded_tensor.elements import same_elements
+from scale_core.sharded_tensor.full_tensor import gather_shard
+from scale_core.sharded_tensor.reductions import Sharded
+from scale_core.sharded_tensor.rules.arguments import (
     Rule,
     full_shape,
     full_value,
@@ -23,14 +26,11 @@ from scale_core.sharded_tensor.arguments import (
     refuse,
     refuse_call,
     renamed,
-    tensors_in,
     title_of,
 )
-from scale_core.sharded_tensor.elements import same_elements
-from scale_core.sharded_tensor.elementwise import on_elements
-from scale_core.sharded_tensor.full_tensor import gather_shard
-from scale_core.sharded_tensor.reductions import Sharded
+from scale_core.sharded_tensor.rules.elementwise import on_elements
 from scale_core.sharded_tensor.tensor import is_sharded
+from scale_core.tree import tensors_in
 
 
 def _numbers(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
@@ -57,7 +57,7 @@ def _reduction(bound: Callable[..., Any]) -> Rule:
     def rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = renamed(kwargs, axis="dim", keepdims="keepdim")
         tensor = args[0] if args else arguments.pop("input", arguments.pop("self", None))
-        if not is_sharded(tensor) or any(map(is_sharded, tensors_in(args[1:], arguments))):
+        if not is_sharded(tensor) or any(map(is_sharded, tensors_in((args[1:], arguments)))):
             refuse_call(func, args, kwargs)
         if arguments.pop("out", None) is not None:
             refuse(func, record_of(tensor), "out= is not supported")
