@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from scale_core import check_replicas
 from scale_core.comm.collectives import all_gather
 from scale_core.comm.group import group_of
 from scale_core.errors import TransferError
+from scale_core.shard import as_local
 from scale_core.sharded_tensor.replicated_parameter import AwaitedParameter, ReplicatedParameter
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
@@ -314,3 +316,68 @@ def compiled_functions() -> None:
 
 def test_a_compiled_function_waits_for_parameters() -> None:
     run_ranks(compiled_functions, 2)
+
+
+def compared_replicas() -> None:
+    """Replicas are compared once their parameters have arrived."""
+    model, _, optimizer = one_step()
+    assert all(bucket.is_gathering for bucket in optimizer.buckets)
+    check_replicas(model)
+    assert not any(bucket.is_gathering for bucket in optimizer.buckets)
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_a_comparison_of_replicas_waits_for_parameters() -> None:
+    run_ranks(compared_replicas, 2)
+
+
+def train_compiled(model: Clip, call: Callable[[Tensor], Tensor], optimizer: Any, ranks: list[int]) -> list[Tensor]:
+    """Two steps of two micro-batches each: the second is traced while parameters have gradients."""
+    for step in range(2):
+        for micro_batch in range(2):
+            losses = [call(data(rank, 2 * step + micro_batch)).square().mean() for rank in ranks]
+            (torch.stack(losses).mean() / 16).backward()
+            torch._dynamo.reset()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def compiled_modules() -> None:
+    bucket.all_gather = LateGather  # type: ignore[attr-defined, assignment, misc]
+    torch.manual_seed(0)
+    plain = Clip().double()
+    model = copy.deepcopy(plain)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25, bucket_numel=20)
+    model.compile(backend="eager")
+    wrapped = ShardedDataParallel(model, optimizer)
+    values = train_compiled(model, wrapped, optimizer, [group_of().rank])
+    expected = train_compiled(plain, plain, torch.optim.SGD(plain.parameters(), lr=0.25), [0, 1])
+    for ours, theirs in zip(values, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+def test_a_module_compiled_while_it_has_gradients_trains_as_a_plain_one() -> None:
+    run_ranks(compiled_modules, 2)
+
+
+def buffers_of_gradients() -> None:
+    """A buffer that holds an average of sharded gradients is this rank's own part, and no forward overwrites it."""
+    rank = group_of().rank
+    model = nn.Linear(6, 2).double()
+    wrapped = ShardedDataParallel(model, OSS(model.parameters(), torch.optim.SGD, lr=0.25))
+    wrapped(data(rank, 0)[:, :6]).square().mean().backward()
+    assert model.weight.grad is not None
+    model.register_buffer("average", model.weight.grad.clone())
+    model.register_buffer("count", torch.tensor(rank))
+    with as_local():
+        before = model.average.clone()
+    wrapped(data(rank, 1)[:, :6])
+    with as_local():
+        assert 0 < before.numel() < 12 and torch.equal(model.average, before)
+    assert model.count == 0  # Rank 0's, as of every other buffer.
+
+
+def test_no_forward_overwrites_a_sharded_buffer() -> None:
+    run_ranks(buffers_of_gradients, 2)

@@ -260,11 +260,14 @@ def failures(mesh: Any, replicas: dist.ProcessGroup, replica: int) -> dict[str, 
     def oss_and_ddp(pipe: DistributedPipe, group: dist.ProcessGroup) -> object:
         return (with_oss if 0 in pipe.stages else with_ddp)(pipe, group)
 
-    for name, wrap in (("ways", oss_and_ddp), ("hidden", with_flat_parameters), ("replica", with_oss)):
+    ways = {"ways": oss_and_ddp, "hidden": with_flat_parameters, "replica": with_oss, "frozen": with_oss}
+    for name, wrap in ways.items():
         pipe = DistributedPipe(split(TiedNet(), ["blocks.2"]), "1f1b", chunks=CHUNKS, process_group=mesh["pipe"])
         wrap(pipe, replicas)
         x, _ = batch_of(0, replica)
         fails = name == "replica" and replica == 1
+        if name == "frozen" and replica == 1 and 0 in pipe.stages:  # Found once all backward passes have run.
+            pipe.get_parameter("embed.weight").requires_grad_(False)
 
         def loss_of(output: Tensor, target: Tensor, fails: bool = fails) -> Tensor:
             if fails:
@@ -337,6 +340,7 @@ def test_stages_with_replicas_train_as_one_process() -> None:
         told = results.pop("failures")
         assert ("no loss" if rank // 2 == 1 else "replicas of this stage failed: ranks [1]") in told["replica"]
         assert all(words in told[name] for name, words in TOLD.items()), told
+        assert ("frozen in [0] alone" if rank // 2 == 1 else "replicas of this stage failed") in told["frozen"]
     for way in TIED_WAYS:
         copies: list[Tensor] = []
         for results in by_rank:
