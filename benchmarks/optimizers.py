@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import traceback
 import warnings
@@ -427,7 +428,8 @@ def verdict_of(name: str, place: str, limit: float, together: bool = False) -> V
     try:
         by_rank = run_ranks(judge, 2, name, place, together, limit_seconds=limit)
     except TimeoutError as error:
-        return Verdict(name, title, "hang", " ".join(str(error).split())[:600])
+        text = re.sub(r'File "[^"]*/', 'File "', str(error))  # The names of files, without the folders of a machine.
+        return Verdict(name, title, "hang", " ".join(text.split())[:600])
     except Exception as error:
         return Verdict(name, title, "error later", f"a rank ended: {type(error).__name__}: {error}"[:600])
     words = {verdict.verdict for verdict in by_rank}
