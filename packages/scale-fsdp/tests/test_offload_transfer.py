@@ -109,6 +109,26 @@ def test_a_copy_is_one_as_long_as_the_gradient_stays_what_it_was() -> None:
     assert dict(zip(changes, are_current(copies), strict=True)) == {name: name == "nothing" for name in changes}
 
 
+@pytest.mark.parametrize(
+    "grad",
+    [
+        torch.tensor([0.5, -0.5]),  # of two classes
+        torch.arange(1.0, 8).repeat(2, 1) * torch.tensor([[1.0], [-1.0]]),
+        torch.arange(1.0, 8).view(7, 1) * torch.tensor([[1.0, -1.0]]),
+        (torch.arange(1.0, 49).view(1, 3, 4, 4) * torch.tensor([1.0, -1.0]).view(2, 1, 1, 1)).to(
+            memory_format=torch.channels_last
+        ),
+        torch.tensor([1.0, -3.0, -1.0, 3.0]),  # before a normalization
+        torch.tensor([0.25, -0.25]).repeat(13),  # of groups of features
+        torch.tensor(2.0),
+    ],
+)
+def test_a_gradient_whose_sum_is_0_is_seen_to_be_negated(grad: Tensor) -> None:
+    copy = early_copy(grad, nn.Parameter(torch.zeros_like(grad)))
+    grad.data.neg_()
+    assert are_current([(copy, grad)]) == [False]
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_a_copy_of_a_complex_gradient_is_one_until_either_part_changes(dtype: torch.dtype) -> None:
     copies = []

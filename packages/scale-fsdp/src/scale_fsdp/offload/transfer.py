@@ -224,17 +224,24 @@ def are_current(copies: Sequence[tuple[GradientCopy, Tensor]]) -> list[bool]:
     return [answer is not None and next(values) == 0 for answer in answers]
 
 
-class _Fingerprint(NamedTuple):
-    """What changes when a gradient is scaled, clipped, negated or replaced; a permutation changes nothing."""
+_FIRST_PART = 0.618  # of the elements: no border between groups of features lies there, nor at an odd number
 
-    rounded: Tensor  # [2] norm and sum: a small change of few elements can hide in the rounding
+
+class _Fingerprint(NamedTuple):
+    """What changes when a gradient is scaled, clipped, negated or replaced."""
+
+    rounded: Tensor  # [3] norm, and the sums of two parts: a small change of few elements can hide in the rounding
     bits: Tensor  # int64 scalar: exact sum of the elements' bits
 
     @classmethod
     def of(cls, grad: Tensor) -> _Fingerprint:
         grad = torch.view_as_real(grad) if grad.is_complex() else grad
         dtype = torch.promote_types(grad.dtype, torch.float32)
-        rounded = torch.stack([torch.linalg.vector_norm(grad, dtype=dtype), grad.sum(dtype=dtype)])
+        # The gradient before a normalization, or of a layer for two classes, has a sum of 0, and as many elements above
+        # 0 as below: negated it is a permutation of itself. Its parts have other sums.
+        flat = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.reshape(-1)
+        sums = [part.sum(dtype=dtype) for part in flat.tensor_split([int(flat.numel() * _FIRST_PART) | 1])]
+        rounded = torch.stack([torch.linalg.vector_norm(grad, dtype=dtype), *sums])
         return cls(rounded, grad.view(_BITS[grad.itemsize]).sum(dtype=torch.int64))
 
     def differences(self, other: _Fingerprint) -> Tensor:
