@@ -42,7 +42,8 @@ def wait_for_a_signal(folder: Path, kind: str) -> None:
     if kind == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-    time.sleep(600)
+    for _ in range(6000):  # A signal that another thread gets is handled when the main thread comes out of a call.
+        time.sleep(0.1)
 
 
 PROGRAM = """
