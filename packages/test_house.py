@@ -444,6 +444,93 @@ def test_no_two_classes_have_one_name() -> None:
                     owners[node.name] = path
 
 
+MOST_TABLES = 12
+"""Of all packages: containers of a module that functions fill, and what stands for them."""
+ALWAYS_FILLED = {"ContextVar", "Counter", "count", "local", "defaultdict", "deque"}
+WEAK = re.compile("Weak[A-Za-z]*(Dictionary|Set)")
+FILLING = {
+    "add",
+    "append",
+    "appendleft",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "setdefault",
+    "update",
+}
+
+
+def filled_names(tree: ast.AST) -> set[str]:
+    """Returns what the functions of a file put something into: names, and attributes with a point before them."""
+    found = set()
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLING:
+                found.add("".join(ast.unparse(node.func.value).rpartition(".")[1:]))
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                found.add("".join(ast.unparse(node.value).rpartition(".")[1:]))
+    return found
+
+
+def process_tables(source: str) -> set[str]:
+    """Returns the names of a file's tables: what a module or a class holds for the whole process."""
+    tree = ast.parse(source)
+    owners: list[ast.Module | ast.ClassDef] = [tree]
+    owners += [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    filled, found = filled_names(tree), set()
+    for owner in owners:
+        for node in owner.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            value = getattr(node, "value", None)
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(targets[0], ast.Name):
+                continue
+            name, made_by = targets[0].id, ""
+            places = {f".{name}"} if isinstance(owner, ast.ClassDef) else {name, f".{name}"}
+            if isinstance(value, ast.Call):
+                function = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+                made_by = ast.unparse(function).rpartition(".")[2]
+            displayed = isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
+            is_container = displayed or made_by in {"dict", "list", "set", "OrderedDict"}
+            if made_by in ALWAYS_FILLED or WEAK.fullmatch(made_by) or (is_container and filled & places):
+                found.add(name)
+    return found
+
+
+def test_tables_of_a_process_are_found() -> None:
+    source = """
+filled = {}
+constant = {1: 2}
+also_filled: list[int] = []
+weak: WeakKeyDictionary[int, int] = WeakKeyDictionary()
+numbers = Counter[int]()
+class Model:
+    of_class: dict[int, int] = {}
+    argument = {}
+def function(argument):
+    filled[1] = constant[1]
+    also_filled.append(2)
+    Model.of_class.setdefault(1, 2)
+    argument[1] = 2
+"""
+    assert process_tables(source) == {"filled", "also_filled", "weak", "numbers", "of_class"}
+
+
+def test_one_page_lists_all_tables_of_a_process() -> None:
+    found = {"scale_core.hooks.registry.gradient_hooks"}  # It has its tables as attributes.
+    for package in PACKAGES:
+        for path in (HOME / package / "src").rglob("*.py"):
+            module = ".".join(path.relative_to(HOME / package / "src").with_suffix("").parts)
+            found |= {f"{module}.{name}" for name in process_tables(path.read_text(encoding="utf-8"))}
+    page = (HOME.parent / "docs" / "how-the-core-works.md").read_text(encoding="utf-8")
+    section = page.partition("## What a process keeps")[2].partition("\n## ")[0]
+    assert found == set(re.findall(r"^\| `(scale_[\w.]+|fairscale[\w.]+)` \|", section, re.MULTILINE))
+    assert len(found) <= MOST_TABLES
+
+
 @each_package
 def test_public_names_are_complete(package: str) -> None:
     module = importlib.import_module(import_name(package))

@@ -19,7 +19,7 @@ from scale_core.errors import ContractError, ScaleDistributedError, StepError, T
 def test_what_a_transport_says_is_told_in_words_with_what_to_do(
     transport: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errors, "_snapshots", ["runs/1/step-00000012"])
+    monkeypatch.setattr(errors, "_last_snapshot", "runs/1/step-00000012")
     error = TransferError("all_gather", 1, transport, rank=0)
     assert str(error).startswith(f"all_gather with rank 1 failed: {said}")
     assert str(error).endswith("start from the last checkpoint, runs/1/step-00000012")

@@ -157,7 +157,7 @@ def test_without_a_store_nobody_has_left_a_word_and_nobody_waits() -> None:
 def test_the_way_on_is_the_last_snapshot_that_was_written_or_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errors, "_snapshots", [])
+    monkeypatch.setattr(errors, "_last_snapshot", None)
     assert recovery_hint().endswith("start from the last checkpoint")
     for step in (1, 2):
         save_snapshot(tmp_path, step, {"x": torch.zeros(2)})

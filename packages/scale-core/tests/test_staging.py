@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -31,15 +32,15 @@ def test_a_copy_has_the_values_and_the_places_and_shares_no_memory() -> None:
     assert copies["value"] == {"a": 1}
 
 
-def test_what_another_rank_writes_is_not_copied() -> None:
-    staging._kept.clear()
+def test_what_another_rank_writes_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_kept", None)
     shard = LocalShard(torch.arange(1000.0), (1000,), 0, 1000, written=False)
     assert copy_to_host({"a": shard})["a"] is shard
     assert kept_bytes() == 0
 
 
-def test_the_memory_is_one_copy_and_is_used_again() -> None:
-    staging._kept.clear()
+def test_the_memory_is_one_copy_and_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_kept", None)
     state = {f"weight {number}": torch.randn(1000, 250) for number in range(8)}
     size = sum(tensor.nbytes for tensor in state.values())
     first = copy_to_host(state)["weight 0"].data_ptr()

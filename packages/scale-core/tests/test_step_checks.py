@@ -13,8 +13,8 @@ from scale_core.comm.group import Group
 from scale_core.optim.step_checks import (
     allow_full_state,
     invalidate_cache,
-    refuse_step_while_unreduced,
     register_replaced,
+    register_shard_owner,
     watch_optimizers,
 )
 from scale_core.shard import Axis, Placement, Shard, as_local
@@ -28,7 +28,7 @@ def _watched() -> None:
 
 
 class Owner:
-    """What `refuse_step_while_unreduced` looks at."""
+    """What `register_shard_owner` looks at."""
 
     def __init__(self, *params: nn.Parameter) -> None:
         self.sharded_params, self.names, self.has_gradient = list(params), ["layer.weight", "layer.bias"], False
@@ -114,7 +114,7 @@ def test_an_optimizer_that_gets_no_gradients_is_refused_while_somebody_keeps_the
 def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> None:
     mine, other = with_grad(), with_grad()
     owner = Owner(mine)
-    refuse_step_while_unreduced(owner)
+    register_shard_owner(owner)
     optimizer = torch.optim.Adam([mine], lr=1.0)
     optimizer.step()
     owner.has_gradient = True
@@ -129,7 +129,7 @@ def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> 
 def test_where_a_closure_runs_the_last_backward_what_waits_is_looked_at_after_it(by_name: bool) -> None:
     param = with_grad()
     owner = Owner(param)
-    refuse_step_while_unreduced(owner)
+    register_shard_owner(owner)
     optimizer = torch.optim.SGD([param], lr=1.0)
 
     def closure(reduces: bool) -> float:
@@ -151,7 +151,7 @@ def test_an_optimizer_that_is_given_other_parameters_is_checked_again() -> None:
     mine, other = with_grad(), with_grad()
     optimizer = torch.optim.SGD([other], lr=1.0)
     owner = Owner(mine)
-    refuse_step_while_unreduced(owner)
+    register_shard_owner(owner)
     optimizer.step()
     owner.has_gradient = True
     optimizer.param_groups[0]["params"] = [mine]
@@ -163,7 +163,7 @@ def test_an_owner_that_is_gone_refuses_nothing() -> None:
     param = with_grad()
     owner = Owner(param)
     owner.has_gradient = True
-    refuse_step_while_unreduced(owner)
+    register_shard_owner(owner)
     del owner
     torch.optim.SGD([param], lr=1.0).step()
 

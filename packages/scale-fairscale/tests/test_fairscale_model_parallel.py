@@ -92,8 +92,8 @@ def test_names_stand_where_programs_import_them() -> None:
         assert [name for name in names.split() if not hasattr(module, name)] == []
 
 
-def test_more_ranks_than_there_are_and_a_timeout_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_warnings, "_SAID", set())
+def test_more_ranks_than_there_are_and_a_timeout_are_translated() -> None:
+    _warnings.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fs_init.initialize_model_parallel(8, timeout=timedelta(minutes=2))

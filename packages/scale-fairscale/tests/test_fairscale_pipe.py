@@ -162,8 +162,8 @@ def test_skippable_layers_are_held_as_module_in_names_and_in_repr() -> None:
         Pipe(nn.Sequential(Up(1, 1)), [1], devices=["cpu"])
 
 
-def test_balances_translate_a_timeout_and_refuse_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_warnings, "_SAID", set())
+def test_balances_translate_a_timeout_and_refuse_gradients() -> None:
+    _warnings.warn_once.cache_clear()
     module, sample = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.rand(16, 64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

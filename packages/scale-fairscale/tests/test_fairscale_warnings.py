@@ -9,8 +9,8 @@ from fairscale._warnings import FairScaleWarning, Refused, warn_argument
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_warnings, "_SAID", set())
+def _nothing_said() -> None:
+    _warnings.warn_once.cache_clear()
 
 
 def test_an_argument_is_warned_about_once_and_at_the_callers_line() -> None:

@@ -80,15 +80,16 @@ def nccl_trace() -> list[dict[str, Any]]:
     return entries
 
 
-def gloo_twin(group: dist.ProcessGroup, limit: timedelta) -> dist.ProcessGroup:
-    """A gloo process group of the same ranks; all of them call this together, within `limit`."""
+def gloo_twin(group: dist.ProcessGroup, limit: timedelta, purpose: str = "host") -> dist.ProcessGroup:
+    """A gloo process group of the same ranks; all of them call this together, once for a purpose, within `limit`."""
     # It lives while it is referenced, and is in none of torch's lists: torch names new groups by how many
     # there are on a rank, so ranks that are in different numbers of groups could not make one when they need it.
     c10d = cast(Any, dist)
-    store, rank, size = _twin_store(group), group.rank(), group.size()
+    store, rank, size = _twin_store(group, purpose), group.rank(), group.size()
     store.set(f"{_ARRIVED}{rank}", "")
     gloo = c10d.ProcessGroupGloo(store, rank, size, limit)
-    gloo._set_default_timeout(time_limit(group))
+    if purpose == "host":
+        gloo._set_default_timeout(time_limit(group))
     twin = c10d.ProcessGroup(store, rank, size)
     kind = c10d.ProcessGroup.BackendType.GLOO
     twin._set_default_backend(kind)
@@ -102,15 +103,15 @@ _ARRIVED = "arrived/"
 
 def absent_from_twin(group: dist.ProcessGroup) -> list[int]:
     """The ranks of a group that have not come to `gloo_twin` yet; [] where its store can't say."""
-    store = _twin_store(group)
+    store = _twin_store(group, "host")
     try:
         return [rank for rank in range(group.size()) if not store.check([f"{_ARRIVED}{rank}"])]
     except RuntimeError:  # The rank that has the store is gone.
         return []
 
 
-def _twin_store(group: dist.ProcessGroup) -> Any:
-    return cast(Any, dist).PrefixStore("scale_core/host", dist.distributed_c10d._get_process_group_store(group))
+def _twin_store(group: dist.ProcessGroup, purpose: str) -> Any:
+    return cast(Any, dist).PrefixStore(f"scale_core/{purpose}", dist.distributed_c10d._get_process_group_store(group))
 
 
 def _device_types(group: dist.ProcessGroup) -> list[str]:
@@ -178,6 +179,11 @@ def accelerator() -> torch.device | None:
         return torch.device("cuda", torch.cuda.current_device())
     stand_in = getattr(torch, STAND_IN, None)
     return torch.device(STAND_IN, 0) if stand_in is not None and stand_in.is_available() else None
+
+
+def is_fake_group(group: dist.ProcessGroup) -> bool:
+    """Whether one process plays one of many ranks in it; a group of `gloo_twin` is none of torch's and never is."""
+    return group in process_groups() and dist.get_backend(group) == "fake"
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -62,18 +62,19 @@ class LaunchError(ScaleError):
     """
 
 
-_snapshots: list[str] = []
+_last_snapshot: str | None = None
 
 
 def set_last_snapshot(path: str) -> None:
     """Records the last complete snapshot, which every later `ScaleDistributedError` names."""
-    _snapshots[:] = [path]
+    global _last_snapshot
+    _last_snapshot = path
 
 
 def recovery_hint() -> str:
     """What to do when the group is broken, for errors."""
     end = "end this process and start from the last checkpoint"
-    return f"{end}, {_snapshots[0]}" if _snapshots else end
+    return end if _last_snapshot is None else f"{end}, {_last_snapshot}"
 
 
 class ScaleDistributedError(ScaleError):
@@ -106,7 +107,7 @@ class ScaleDistributedError(ScaleError):
         self.step = step
         self.unit = unit
         self.op = op
-        self.last_snapshot = _snapshots[0] if _snapshots else None
+        self.last_snapshot = _last_snapshot
 
 
 class ContractError(ScaleDistributedError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import functools
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, Self, TypeAlias, TypeVar
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
+from scale_core.live_objects import live_objects, register_live
+from scale_core.records import ParamRecord
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -175,38 +176,40 @@ RECORD = "_shard_spec"
 ALIASES = "_data_aliases"
 """The attribute of a parameter that has weak references to what `param.data` has given."""
 
-NOT_COPIED = frozenset((RECORD, ALIASES))
+NOT_COPIED = frozenset((RECORD, ALIASES, ParamRecord.attribute))
 """Attributes that neither a copy of a parameter nor a file takes over."""
 
-_stages: weakref.WeakKeyDictionary[Stages, None] = weakref.WeakKeyDictionary()  # in the order in which they were built
-_on_first_shard: list[Callable[[], None]] = []
+_on_first_shard: Callable[[], None] | None = None
 
 
 def record_shard(tensor: Tensor, shard: Shard) -> None:
     """Puts the record of a piece on the tensor; replaces an earlier one."""
     vars(tensor)[RECORD] = shard
-    _run_callbacks()
+    _call_on_first_shard()
 
 
 def register_stages(model: Stages) -> None:
     """Records that the parameters of `model` are those of this rank's stages; held weakly."""
-    _stages[model] = None
-    _run_callbacks()
+    register_live(Stages, model)
+    _call_on_first_shard()
 
 
 def on_first_shard(callback: Callable[[], None]) -> None:
-    """Calls `callback` once, when this process gets its first shard or stage."""
-    _on_first_shard.append(callback)
+    """Calls `callback` once, when this process gets its first shard or stage; there is one such callback."""
+    global _on_first_shard
+    _on_first_shard = callback
 
 
-def _run_callbacks() -> None:
-    while _on_first_shard:
-        _on_first_shard.pop()()
+def _call_on_first_shard() -> None:
+    global _on_first_shard
+    callback, _on_first_shard = _on_first_shard, None
+    if callback is not None:
+        callback()
 
 
 def stage_parameters() -> Iterator[Tensor]:
     """Yields the parameters of the stages of this process."""
-    for model in list(_stages):
+    for model in live_objects(Stages):
         yield from names_of_stages(model)
 
 
@@ -219,7 +222,7 @@ def stages_of(params: Iterable[Tensor]) -> list[Stages]:
     """Returns the pipelines over several ranks that have one of these parameters, in the order they were built."""
     # Of no parameters at all, one that has none of them on this rank, where others may have some: such a rank takes
     # part in a norm with nothing. Pipelines over the same ranks are met at once, so of these any one will do.
-    several = [model for model in _stages if model.group.size > 1]
+    several: list[Stages] = [model for model in live_objects(Stages) if model.group.size > 1]
     if not several:
         return []
     wanted = set(params)  # tensors are equal by identity alone to sets

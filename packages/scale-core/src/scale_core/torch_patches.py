@@ -24,13 +24,13 @@ from scale_core.optim.clip_grad import (
     MeasuredGradient,
     check_finite,
     clip,
-    gradient_holders,
     is_shared,
     measured_gradients,
     norm_of,
     warn_if_used_up,
 )
 from scale_core.optim.local_step import step_on_local_tensors
+from scale_core.optim.step_checks import clear_accumulated_too
 from scale_core.shard import check_undivided, on_first_shard, on_local_tensors, shard_of, stage_parameters, stages_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 from scale_core.state.torch_state_dict import install_hooks
@@ -42,7 +42,6 @@ def install() -> None:
     compat.wrap_no_grad_function(torchs.clip_grad_norm_, _clip_grad_norm)
     compat.wrap_no_grad_function(torchs.clip_grad_value_, _clip_grad_value)
     compat.wrap_no_grad_function(torchs._get_total_norm, _get_total_norm)
-    compat.wrap_no_grad_function(torchs._clip_grads_with_norm_, _clip_grads_with_norm)
     register_module_module_registration_hook(_refuse_replicas)
     Optimizer.add_param_group = _with_hooks(Optimizer.add_param_group)  # type: ignore[method-assign]
 
@@ -93,17 +92,6 @@ def _get_total_norm(
     return norm
 
 
-def _clip_grads_with_norm(
-    own: Callable[..., None],
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    total_norm: Tensor,
-    foreach: bool | None = None,
-) -> None:
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    own(gradient_holders(params), max_norm, total_norm, foreach)
-
-
 def _clip_grad_value(
     own: Callable[..., None],
     parameters: Tensor | Iterable[Tensor],
@@ -111,9 +99,8 @@ def _clip_grad_value(
     foreach: bool | None = None,
 ) -> None:
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    with_gradient = [holder for holder in gradient_holders(params) if holder.grad is not None]
-    if with_gradient:  # Of none torch makes an error, and one rank alone may have none.
-        own(with_gradient, clip_value, foreach)
+    if any(param.grad is not None for param in params):  # Of none torch makes an error; one rank alone may have none.
+        own(params, clip_value, foreach)
 
 
 def _owners_of(tensors: list[Tensor]) -> list[Tensor]:
@@ -170,3 +157,4 @@ def adopt(optimizer: Optimizer) -> None:
     """Makes an optimizer know of shards, if it is on some; any other refuses to load one rank's shard of a state."""
     install_hooks(optimizer, refuses_parts=True)
     step_on_local_tensors(optimizer)
+    clear_accumulated_too(optimizer)

@@ -6,12 +6,11 @@ holds the line to write instead. Each is given once in a process: wrapping a hun
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import warnings
 from typing import Any, NoReturn
-
-_SAID: set[tuple[str, str]] = set()
 
 # Frames that are not the caller's: those of this distribution's own two modules, of the packages below it, and torch's.
 _NOT_THE_CALLER = re.compile(
@@ -34,11 +33,9 @@ def warn_argument(function: str, argument: str, instead: str) -> None:
     warn_once(f"{function}({argument}=)", instead)
 
 
+@functools.cache
 def warn_once(what: str, instead: str) -> None:
     """Warns, once in a process, at the line outside of this distribution that led here."""
-    if (what, instead) in _SAID:
-        return
-    _SAID.add((what, instead))
     warnings.warn(f"{what}: {instead}", FairScaleWarning, stacklevel=_stacklevel_of_the_caller())
 
 

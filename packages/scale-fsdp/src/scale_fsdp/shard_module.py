@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -22,6 +21,7 @@ from scale_core import compat
 from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
+from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.dtensor import DTensorSpec, is_dtensor, local_parameter
 from scale_core.errors import renamed_arguments
 from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, ShardGroups
@@ -332,9 +332,7 @@ def shard_modules(
     unit = Unit(modules, slots, buffers, owners, options, specs)
     unit.original_memory = [MemoryRange.of(info.name, info.param) for info in own]
     unit.ignored = [param for module in modules for param in module.parameters() if param in left]
-    made_by = ranks.whole.backend, ranks.whole.ranks
-    _num_units[made_by] += 1
-    unit.serial = _num_units[made_by]
+    unit.serial = 1 + next_unique_id(f"unit on {ranks.whole.backend}", ranks.whole)
     for owner in owners:
         owner.is_shared = True
     for param, slot in zip(original, unit.slots, strict=False):
@@ -468,9 +466,6 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
                 "scale_core.register_local_grad_hook(...), and after it by "
                 "param.register_post_accumulate_grad_hook(...) on what model.parameters() then yields, or in param.grad"
             )
-
-
-_num_units: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by backend and ranks, which make them together
 
 
 @on_local_tensors

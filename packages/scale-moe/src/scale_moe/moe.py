@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self, get_args
@@ -18,6 +17,7 @@ from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.hooks.autograd import in_backward
 from scale_moe.experts import Activation, Experts, with_order_of_rows
 from scale_moe.mappings import copy_to_expert_tensor_parallel_region, reduce_from_expert_tensor_parallel_region
@@ -203,7 +203,7 @@ class MoE(nn.Module):
         # Choices since the bias was updated. No buffer: those DistributedDataParallel overwrites by rank 0's.
         self._load: Tensor | None = None
         self.tokens_per_expert = self.dropped = self.aux_loss = self.z_loss = None
-        self._name = f"MoE {_next_number(mesh.whole)}"
+        self._name = f"MoE {1 + next_unique_id('MoE', mesh.whole)}"
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -326,15 +326,6 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, {self.routing}"
-
-
-_num_layers: Counter[tuple[int, ...]] = Counter()
-
-
-def _next_number(group: Group) -> int:
-    """The number of a layer among those of these ranks, which build them in one order."""
-    _num_layers[group.ranks] += 1
-    return _num_layers[group.ranks]
 
 
 @compat.untraced

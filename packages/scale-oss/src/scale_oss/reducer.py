@@ -24,6 +24,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 from scale_core.hooks.autograd import after_gradient, in_backward, register_post_backward, weak_hook
+from scale_core.live_objects import live_objects, register_live
 from scale_core.shard import on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_core.sharded_tensor.tensor import is_sharded
@@ -209,9 +210,6 @@ class PendingForwards:
         self._unmatched, self._num_matched = [], 0
 
 
-_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
-
-
 class Reducer:
     """Reduces the gradients of buckets in backward passes."""
 
@@ -228,7 +226,7 @@ class Reducer:
         self._hooked: set[tuple[int, int]] = set()
         self._order: list[int] = []
         self._order_is_rebuilt = False
-        _live.add(self)
+        register_live(Reducer, self)
 
     # Before a backward pass.
 
@@ -463,7 +461,8 @@ class Reducer:
         if self.contract.is_single_rank or isinstance(error, TransferError | ScaleDistributedError):
             return False
         # Another model in the same backward pass has broken the group: no rank waits for this one.
-        if any(each.contract.is_broken and each.contract.group == self.contract.group for each in _live):
+        others: list[Reducer] = live_objects(Reducer)
+        if any(each.contract.is_broken and each.contract.group == self.contract.group for each in others):
             return False
         return self.schedule is None or not self.schedule.is_compared
 

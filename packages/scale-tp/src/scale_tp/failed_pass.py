@@ -11,10 +11,9 @@ from __future__ import annotations
 import sys
 import traceback
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from scale_core.comm.collectives import exchange
@@ -32,7 +31,11 @@ _RECORD = [0] * 9
 # How an event begins that says that a collective of the group has failed.
 _LOST = "failed in "
 
-_recorders: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[FlightRecorder]] = WeakKeyDictionary()
+
+class _PassRecorder:
+    """The recorder of the last model that a group divides."""
+
+    ref: ReferenceType[FlightRecorder] | None = None
 
 
 class FailedPass(ForEachShardHook):
@@ -42,8 +45,7 @@ class FailedPass(ForEachShardHook):
         self._group = group
         self._recorder = FlightRecorder(group)
         self._backward = -1  # autograd's number of the backward whose end is waited for
-        assert group.process_group is not None
-        _recorders[group.process_group] = ref(self._recorder)
+        group.state.of(_PassRecorder).ref = ref(self._recorder)
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -93,7 +95,7 @@ class FailedPass(ForEachShardHook):
 
 def add_explanation(error: TransferError, group: Group) -> None:
     """Adds to the error of a transfer what each rank of the group did last, where one has said so."""
-    known = None if group.process_group is None else _recorders.get(group.process_group)
+    known = group.state.of(_PassRecorder).ref
     recorder = None if known is None else known()
     if recorder is None:
         return

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch import Tensor
 
 from scale_core.arguments import checked_arguments
@@ -56,9 +54,6 @@ class _RecordedLengths:
         return None if self.by_own is None else self.by_own.get(own)
 
 
-_recorded: WeakKeyDictionary[dist.ProcessGroup, _RecordedLengths] = WeakKeyDictionary()
-
-
 @checked_arguments
 def record_sequence_lengths(lengths: Sequence[int], process_group: GroupLike = None) -> None:
     """Says how long the parts of a sequence are that something else has divided, such as a loader of data.
@@ -83,7 +78,7 @@ def record_sequence_lengths(lengths: Sequence[int], process_group: GroupLike = N
 def record_lengths(group: Group, lengths: Sequence[int]) -> None:
     """Records how many positions each rank has of a sequence."""
     if group.process_group is not None:
-        _recorded.setdefault(group.process_group, _RecordedLengths()).record(tuple(lengths))
+        group.state.of(_RecordedLengths).record(tuple(lengths))
 
 
 @untraced
@@ -92,8 +87,7 @@ def shard_lengths(group: Group, part: Tensor, dim: int) -> tuple[int, ...]:
     own = part.shape[dim]
     if group.process_group is None:
         return (own,)
-    recorded = _recorded.get(group.process_group)
-    known = None if recorded is None else recorded.lookup(group.rank, own)
+    known = group.state.of(_RecordedLengths).lookup(group.rank, own)
     if known is not None:
         return known
     try:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Literal
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat, fault_points
 from scale_core.comm.group import Group, group_of
+from scale_core.comm.group_state import group_state
 from scale_core.comm.work import CollectiveWork, Work, process_limit, start_work, wait_for
 from scale_core.device import buffer_pool
 from scale_core.errors import TransferError
-
-# The twin of each group that was passed: a gloo group of the same ranks, which moves our data on the host. All ranks
-# make it together at its first use. So no message of ours meets one of the user's, whatever their tags. A group of NCCL
-# needs it too, because NCCL moves nothing on the host.
-_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def torch_group(group: Group) -> dist.ProcessGroup:
@@ -55,18 +51,20 @@ def group_for(device: torch.device, group: Group, *, limit_seconds: float | None
     process_group = torch_group(group)
     if not peer_to_peer(group, device):
         return process_group
-    twin = _twins.get(process_group)
-    if twin is None:
-        twin = _twins[process_group] = _make_twin(process_group, group, limit_seconds or process_limit())
-    return twin
+    if group.state.host_twin is None:
+        group.state.host_twin = _make_twin(process_group, group, limit_seconds or process_limit())
+    return group.state.host_twin
 
 
 def passed_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group that was passed, where this is its twin; any other group itself."""
-    return next((passed for passed, twin in _twins.items() if twin is process_group), process_group)
+    passed = group_state(process_group).twin_of
+    return (passed and passed()) or process_group
 
 
 def _make_twin(process_group: dist.ProcessGroup, group: Group, limit_seconds: float | None) -> dist.ProcessGroup:
+    # All ranks make it together at its first use. So no message of ours meets one of the user's, whatever their tags. A
+    # group of NCCL needs it too, because NCCL moves nothing on the host.
     if not dist.is_gloo_available():
         raise RuntimeError(
             f"ranks {list(group.ranks)} communicate on the host, and this torch was built without gloo: install one "
@@ -74,12 +72,14 @@ def _make_twin(process_group: dist.ProcessGroup, group: Group, limit_seconds: fl
         )
     limit = compat.time_limit(process_group) if limit_seconds is None else timedelta(seconds=limit_seconds)
     try:
-        return compat.gloo_twin(process_group, limit)
+        twin = compat.gloo_twin(process_group, limit)
     except RuntimeError as error:
         absent, cause = compat.absent_from_twin(process_group), str(error).splitlines()[0]
         if absent:
             cause = f"timed out waiting {limit // timedelta(milliseconds=1)}ms"
         raise TransferError("meeting on the host", absent[0] if absent else None, cause, rank=group.rank) from error
+    group_state(twin).twin_of = ref(process_group)
+    return twin
 
 
 # Tag 0 is data of no unit; tags from 1 on are records, by their length, because gloo ends the process when a message is

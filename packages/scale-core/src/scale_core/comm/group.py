@@ -6,13 +6,14 @@ A world of one needs neither an initialized `torch.distributed` nor a special ca
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
+from scale_core.comm.group_state import GroupState, group_state
 from scale_core.errors import LaunchError
 
 
@@ -27,6 +28,9 @@ class RanksOnly(Protocol):
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | RanksOnly | None"
 
 
+_ALONE = GroupState()  # of all groups without a process group
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks of a process group, as one of them sees them.
@@ -37,6 +41,7 @@ class Group:
         process_group: torch's handle on them; None in a world of one.
         backend: The transport: "gloo", "nccl", "fake" (one process plays one of many ranks), or "none".
         ranks: The global rank of each member, in group order.
+        state: What this process knows of the process group.
     """
 
     rank: int = 0
@@ -44,6 +49,7 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     backend: str = "none"
     ranks: tuple[int, ...] = (0,)
+    state: GroupState = field(default=_ALONE, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} ({self.backend})"
@@ -148,4 +154,4 @@ def _from_torch(process_group: dist.ProcessGroup | None) -> Group:
     name = str(dist.get_backend(process_group))
     # Of "cpu:gloo,cuda:nccl" the one for the accelerator.
     backend = next((known for known in ("nccl", "fake", "gloo") if known in name), name)
-    return Group(dist.get_rank(process_group), len(ranks), process_group, backend, ranks)
+    return Group(dist.get_rank(process_group), len(ranks), process_group, backend, ranks, group_state(process_group))

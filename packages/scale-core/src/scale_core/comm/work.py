@@ -63,7 +63,7 @@ def limit_of(process_group: dist.ProcessGroup | None, limit_seconds: float | Non
         return limit_seconds
     if (limit := process_limit()) is not None:
         return limit
-    if process_group is None or dist.get_backend(process_group) == "fake":
+    if process_group is None or compat.is_fake_group(process_group):
         return _LIMIT_SECONDS
     return min(compat.time_limit(process_group).total_seconds(), _LIMIT_SECONDS)
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
-import torch.distributed as dist
-
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
 
-# Calls that were compared between the ranks already, by group: later ones cost nothing. Their messages carry the same
-# tag, so that ranks which differ later time out and never read each other's data.
-_compared: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
-
 
 def check_same_call(what: str, signature: str, group: Group, *, each_time: bool = False) -> int:
     """Returns the message tag of a call whose signature (shapes, dtypes, options) has to be the same on all ranks.
+
+    A call that was compared once costs nothing later. Its messages carry the same tag, so that ranks which differ later
+    time out and never read each other's data.
 
     Args:
         what: What is called.
@@ -31,7 +26,7 @@ def check_same_call(what: str, signature: str, group: Group, *, each_time: bool 
     tag = message_tag(Event(what, signature))
     if group.process_group is None or group.backend == "fake":
         return tag
-    known, own = _compared.setdefault(group.process_group, set()), fingerprint_of(what, signature)
+    known, own = group.state.compared_calls, fingerprint_of(what, signature)
     if each_time or own not in known:
         if len({row[0] for row in exchange([own], group)}) > 1:
             texts = exchange_text(f"{what}: {signature}", group)

@@ -9,7 +9,6 @@ differ only in when they call gather, release and reduce (see `reduction.py`).
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,9 +32,9 @@ from scale_core.flat.shard_storage import (
 )
 from scale_core.optim.step_checks import (
     invalidate_cache,
-    optimizer_steps,
-    refuse_step_while_unreduced,
+    register_shard_owner,
     register_unsharded,
+    shard_owners,
     watch_optimizers,
 )
 from scale_core.parameters import copy_attributes
@@ -92,12 +91,14 @@ _KEPT = (
     "float8",
 )
 
-_live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
+
+def _all_buffers() -> list[FlatBuffer]:
+    return [owner for owner in shard_owners() if isinstance(owner, FlatBuffer)]
 
 
 def live_buffers() -> Iterator[tuple[str, Tensor]]:
     """Yields every flat tensor that exists now: "shard" [S], "gathered" [W * S], "gradient" [W * S]."""
-    for buffer in _live:
+    for buffer in _all_buffers():
         yield "shard", buffer.shard
         if buffer.state is not State.SHARDED and not buffer.is_aliased:
             yield "gathered", buffer.full
@@ -110,7 +111,7 @@ def live_buffers() -> Iterator[tuple[str, Tensor]]:
 
 def wait_sent() -> None:
     """Waits until every shard may be written to; see `FlatBuffer.wait_sent`."""
-    for buffer in list(_live):
+    for buffer in _all_buffers():
         buffer.wait_sent()
 
 
@@ -209,7 +210,7 @@ class FlatBuffer(FlatReduced):
         if self.is_stale():
             self.part = None
         if self.part is None:
-            self._gathered_version, self._gathered_after = self.version, optimizer_steps[self.group.ranks]
+            self._gathered_version, self._gathered_after = self.version, self.group.state.num_optimizer_steps
         if self.is_aliased:
             self.state = State.GATHERED
             return
@@ -295,7 +296,7 @@ class FlatBuffer(FlatReduced):
         """
         if self.state is State.SHARDED and self.part is None:
             return False
-        stepped = optimizer_steps[self.group.ranks] != self._gathered_after and self.trains
+        stepped = self.group.state.num_optimizer_steps != self._gathered_after and self.trains
         return (stepped and not by_writes_alone) or self.version != self._gathered_version
 
     # The end of what is under way.
@@ -408,14 +409,12 @@ class FlatBuffer(FlatReduced):
         self._unsharded_version = self.unsharded_params[0]._version
         self._init_gradients(self.unsharded_params)
         self.gradient.holds = self.gradient.holds and not self.is_aliased
-        self._gathered_version, self._gathered_after = self.version, optimizer_steps[self.group.ranks]
+        self._gathered_version, self._gathered_after = self.version, self.group.state.num_optimizer_steps
         self.rename(self.names, self._unit, self._flat_name, self._counted_over)
         self.release()
-        if self not in _live:
-            _live.add(self)
+        if register_shard_owner(self):
             buffer_pool.trim_after(self)
         register_unsharded(self.unsharded_params, self)
-        refuse_step_while_unreduced(self)
         watch_optimizers()
 
     def _all_gather(self, tag: int, copies_shard: bool) -> CollectiveWork:

@@ -25,7 +25,8 @@ from scale_core.device import buffer_pool
 from scale_core.device.streams import Stream, StreamEvent, copy_over, copy_to, stream_for
 from scale_core.flat.layout import FlatLayout, LayoutEntry
 from scale_core.flat.shard_storage import DevicePolicy, FlatShard, NodeGroups, ShardGroups
-from scale_core.hooks.autograd import call_local_grad_hooks, local_grad_hooks
+from scale_core.hooks.autograd import call_local_grad_hooks
+from scale_core.hooks.registry import gradient_hooks
 from scale_core.quantization.collectives import (
     DeferredError,
     QuantizedMean,
@@ -502,7 +503,7 @@ class FlatReduced(FlatShard):
         share = uneven_inputs.active_share
         if share is not None and not share.weight:
             self.gradient.drop()
-        if local_grad_hooks:
+        if gradient_hooks.local:
             self._report_local_grads()
         gradient = self.gradient.take(self.compute_device)
         if share is not None and share.weight not in (0, 1):
@@ -567,7 +568,7 @@ class FlatReduced(FlatShard):
         # Own gradients that were not reduced join those that wait for a later reduction.
         self.wait_results(limit_seconds)
         self.publish_grads(frozen={self.sharded_param(index) for index in frozen})
-        if local_grad_hooks and self.gradient.has_begun:
+        if gradient_hooks.local and self.gradient.has_begun:
             self._report_local_grads()
         self.gradient.commit_pass()
         self.reduction.commit()

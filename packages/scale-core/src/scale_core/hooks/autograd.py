@@ -10,7 +10,7 @@ average is in `param.grad`.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,20 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle, unserializable_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.arguments import checked_arguments
 from scale_core.compat import graph_task_id, next_node_number, queue_callback
+from scale_core.hooks.registry import gradient_hooks
+from scale_core.records import ParamRecord
 from scale_core.shard import as_local
 from scale_core.tree import map_tensors, tensors_in
 
 GradsHook = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # given parameters and, in the same order, gradients
 GradPublishedHook = Callable[[Sequence[Tensor]], None]
 
-local_grad_hooks: OrderedDict[int, GradsHook] = OrderedDict()  # a handle can't refer weakly to a dict
-reduced_grad_hooks: OrderedDict[int, GradsHook] = OrderedDict()
-grad_published_hooks: OrderedDict[int, tuple[GradPublishedHook, Container[Tensor]]] = OrderedDict()
-_reported: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _OWN_HOOK = "_scale_hook"  # the attribute of hooks of `after_gradient`
 _open_tasks: Counter[int] = Counter()  # autograd's numbers of the passes whose end is waited for
 
@@ -154,29 +151,30 @@ def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
     the full shape (see `full_shape`) and possibly in a lower precision than the parameter. The gradients are borrowed:
     they must not be changed, nor kept after the callback returns. `handle.remove()` ends the calls.
     """
-    return _add(local_grad_hooks, callback)
+    return gradient_hooks.local.register(callback)
 
 
 def mark_without_autograd_hooks(params: Sequence[Tensor]) -> None:
     """Records that autograd gives these parameters no gradients: only `call_local_grad_hooks` reports them."""
     for param in params:
-        _reported[param] = None
+        ParamRecord.made_for(param).lacks_autograd_hooks = True
 
 
 def lacks_autograd_hooks(param: Tensor) -> bool:
     """Whether a hook of autograd on this parameter would never be called."""
-    return param in _reported
+    record = ParamRecord.of(param)
+    return record is not None and record.lacks_autograd_hooks
 
 
 def has_local_grad_hooks() -> bool:
     """Whether there are hooks for local gradients."""
-    return bool(local_grad_hooks)
+    return bool(gradient_hooks.local)
 
 
 def call_local_grad_hooks(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Calls the hooks of `register_local_grad_hook` with a unit's local gradients."""
     with torch.no_grad():
-        for callback in list(local_grad_hooks.values()):
+        for callback in list(gradient_hooks.local.values()):
             callback(params, grads)
 
 
@@ -190,13 +188,13 @@ def register_reduced_grad_hook(callback: GradsHook) -> RemovableHandle:
     It gets local shards as `parameters()` yields them, none of which has a gradient of an earlier pass, and what each
     got in this one, in its shape. It may read the gradients, or start to copy them; not change them.
     """
-    return _add(reduced_grad_hooks, callback)
+    return gradient_hooks.reduced.register(callback)
 
 
 def call_reduced_grad_hooks(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Calls the hooks of `register_reduced_grad_hook` with a unit's reduced gradients."""
     with torch.no_grad():
-        for callback in list(reduced_grad_hooks.values()):
+        for callback in list(gradient_hooks.reduced.values()):
             callback(params, grads)
 
 
@@ -213,28 +211,28 @@ def register_grad_published_hook(callback: GradPublishedHook, at_once: Container
             they are put into `param.grad`, and it is called, as soon as they are reduced. Where the pass fails later,
             that can't be taken back. May grow afterwards.
     """
-    return _add(grad_published_hooks, (callback, at_once))
+    return gradient_hooks.published.register((callback, at_once))
 
 
 def is_consumed_in_backward(param: Tensor) -> bool:
     """Whether a hook of `register_grad_published_hook` consumes this shard's gradient before the pass is over."""
-    return any(param in at_once for _, at_once in grad_published_hooks.values())
+    return any(param in at_once for _, at_once in gradient_hooks.published.values())
 
 
 def has_reduced_grad_hooks() -> bool:
     """Whether there are hooks for gradients before the pass is over."""
-    return bool(reduced_grad_hooks) or any(at_once for _, at_once in grad_published_hooks.values())
+    return bool(gradient_hooks.reduced) or any(at_once for _, at_once in gradient_hooks.published.values())
 
 
 def has_grad_published_hooks() -> bool:
     """Whether there are hooks for published gradients."""
-    return bool(grad_published_hooks)
+    return bool(gradient_hooks.published)
 
 
 def call_grad_published_hooks(params: Sequence[Tensor]) -> None:
     """Calls the hooks of `register_grad_published_hook`, once per pass and parameter, inside the backward pass."""
     with torch.no_grad():
-        for callback, _ in list(grad_published_hooks.values()):
+        for callback, _ in list(gradient_hooks.published.values()):
             callback(params)
 
 
@@ -255,12 +253,6 @@ def call_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
             for hook in param_hooks:
                 hook(param)
     return bool(hooks_by_param)
-
-
-def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 class _EndOfBackward:

@@ -8,8 +8,6 @@ says before each pass which micro-batch it belongs to.
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -18,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.comm.group import Group
+from scale_core.hooks.registry import gradient_hooks
+from scale_core.live_objects import live_objects, register_live
 
 
 class StepSignature(NamedTuple):
@@ -46,10 +46,9 @@ class PipelineRanks(NamedTuple):
     with_parameters: Group  # Those whose part has any; the others have nothing that could be measured
 
 
-MicrobatchStepCallback = Callable[["MicrobatchStep"], StepObserver | None]
+_RANKS = "_pipeline_ranks"  # the attribute of a module that has them
 
-_callbacks: OrderedDict[int, MicrobatchStepCallback] = OrderedDict()  # a handle can't refer weakly to a dict
-_announcing: weakref.WeakKeyDictionary[nn.Module, PipelineRanks] = weakref.WeakKeyDictionary()
+MicrobatchStepCallback = Callable[["MicrobatchStep"], StepObserver | None]
 
 
 class MicrobatchStep:
@@ -92,7 +91,7 @@ class MicrobatchStep:
 
     def begin(self) -> None:
         """Announces the step, before its first gradient."""
-        for callback in list(_callbacks.values()):
+        for callback in list(gradient_hooks.microbatch_steps.values()):
             try:
                 listener = callback(self)
             except BaseException:
@@ -130,23 +129,23 @@ class MicrobatchStep:
 
 def on_microbatch_steps(callback: MicrobatchStepCallback) -> RemovableHandle:
     """Calls `callback(step)` when a step begins that reports its micro-batches."""
-    handle = RemovableHandle(_callbacks)
-    _callbacks[handle.id] = callback
-    return handle
+    return gradient_hooks.microbatch_steps.register(callback)
 
 
 def microbatch_steps_wanted() -> bool:
     """Whether there are observers of such steps."""
-    return bool(_callbacks)
+    return bool(gradient_hooks.microbatch_steps)
 
 
 def register_pipeline(module: nn.Module, group: Group, with_parameters: Group | None = None) -> None:
     """Records that all steps of this module's parameters will be announced."""
-    _announcing[module] = PipelineRanks(group, group if with_parameters is None else with_parameters)
+    vars(module)[_RANKS] = PipelineRanks(group, group if with_parameters is None else with_parameters)
+    register_live(PipelineRanks, module)
 
 
 def pipeline_ranks(params: Iterable[Tensor]) -> PipelineRanks | None:
     """Returns the ranks that announce the steps of one of these parameters, or None."""
     wanted = {id(param) for param in params}
-    modules = (module for module in _announcing if any(id(param) in wanted for param in module.parameters()))
-    return next((_announcing[module] for module in modules), None)
+    modules: list[nn.Module] = live_objects(PipelineRanks)
+    found = (module for module in modules if any(id(param) in wanted for param in module.parameters()))
+    return next((vars(module)[_RANKS] for module in found), None)

@@ -7,7 +7,6 @@ that needs the gradient of each rank's own samples, as AdaScale does, gets it he
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.comm.group import Group
+from scale_core.hooks.registry import gradient_hooks
+from scale_core.records import ParamRecord
 from scale_core.shard import shard_of
 
 SourceGradHook = Callable[[Tensor, Tensor, int], None]  # given a parameter, a gradient, and the rank that it is of
-
-_hooks: OrderedDict[int, SourceGradHook] = OrderedDict()  # a handle can't refer weakly to a dict
-_averaged: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters, to the groups over which a hook averages them
 
 
 def register_source_grad_hook(callback: SourceGradHook) -> RemovableHandle:
@@ -34,25 +31,23 @@ def register_source_grad_hook(callback: SourceGradHook) -> RemovableHandle:
     each parameter that gets a gradient in a pass is reported at least once. One that is used several times in a pass is
     reported for each use.
     """
-    handle = RemovableHandle(_hooks)
-    _hooks[handle.id] = callback
-    return handle
+    return gradient_hooks.by_source.register(callback)
 
 
 def has_source_grad_hooks() -> bool:
     """Whether there are observers of such gradients."""
-    return bool(_hooks)
+    return bool(gradient_hooks.by_source)
 
 
 def call_source_grad_hooks(param: Tensor, grad: Tensor, source: int) -> None:
     """Calls the hooks of `register_source_grad_hook`."""
-    for callback in list(_hooks.values()):
+    for callback in list(gradient_hooks.by_source.values()):
         callback(param, grad, source)
 
 
 def mark_averaged(param: Tensor, group: Group) -> None:
     """Records that a hook of autograd averages the gradient of `param` over these ranks, and reports it before."""
-    _averaged[param] = group
+    ParamRecord.made_for(param).averaged_over = group
 
 
 def source_group(param: Tensor) -> Group | None:
@@ -65,7 +60,8 @@ def source_group(param: Tensor) -> Group | None:
     for axis in () if shard is None else shard.axes:
         if axis.num_sources > 1:
             return axis.group
-    return cast("Group | None", _averaged.get(param))
+    record = ParamRecord.of(param)
+    return None if record is None else record.averaged_over
 
 
 def with_source_grads(tensor: Tensor, param: Tensor, source: int) -> Tensor:

@@ -10,37 +10,45 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Container, Iterable
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
+from scale_core.comm.group import Group
 from scale_core.compat import graph_task_id
 from scale_core.consistency.optimizer_steps import with_inner
-from scale_core.optim.local_step import step_on_local_tensors
+from scale_core.live_objects import live_objects, register_live
+from scale_core.optim.local_step import BoundMethod, step_on_local_tensors
 from scale_core.optim.traits import is_known_elementwise, known_bases
 from scale_core.optim.trial_step import check_first_step
-from scale_core.shard import is_divided, on_local_tensors, shard_of, stages_of
+from scale_core.records import ParamRecord, Record
+from scale_core.shard import as_local, is_divided, on_local_tensors, shard_of, stages_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order, for the first to be named
-_for_all: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
+class ShardOwner(Protocol):
+    """What holds shards, and the gradients that were accumulated for them under `no_sync()`: a flat buffer."""
 
-optimizer_steps: Counter[tuple[int, ...]] = Counter()
-"""How many steps optimizers have taken on shards, by the ranks that share these; equal on all of them.
+    names: list[str]
+    sharded_params: list[nn.Parameter]
 
-Whether a shard was written to is not: an optimizer may leave out what is empty on this rank, and one that writes to
-`param.data` counts no versions. Nor is the number of all steps of a process, which may train other models as well.
-Steps in backward passes count where they end, if hooks of users may have taken them.
-"""
+    @property
+    def group(self) -> Group:
+        """The ranks that share the parameters."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients have been accumulated that are not reduced."""
+
+    def sharded_param(self, index: int) -> nn.Parameter:
+        """What `parameters()` yields for one of the names."""
+
+    def zero_accumulated(self, params: Container[int], *, set_to_none: bool) -> None:
+        """Clears what has been accumulated for those of these ids."""
 
 
 class _Stepped(NamedTuple):
@@ -50,49 +58,68 @@ class _Stepped(NamedTuple):
     pipelines: list[weakref.ref[Any]]
 
 
-# Checked optimizers: whose parameters they step on, by the number of parameters and the first one of each group (one
-# that steps on a part of its groups at a time has several).
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[tuple[int, int], ...], _Stepped]] = (
-    weakref.WeakKeyDictionary()
-)
+class _OptimizerRecord(Record):
+    """What is known of an optimizer.
+
+    Attributes:
+        num_changes: How many changes of parameters there were, in all models of this process (class attribute).
+        has_full_params: One rank steps on all elements of its sharded parameters.
+        checked_at: How many changes there were when it was last checked.
+        stepped: What the checks have found since, by the number of parameters and the first one of each group: one that
+            steps on a part of its groups at a time has been checked for each.
+    """
+
+    attribute = "_scale_optimizer"
+    num_changes: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.has_full_params = False
+        self.checked_at = -1
+        self.stepped: dict[tuple[tuple[int, int], ...], _Stepped] = {}
 
 
 def register_replaced(param: Tensor, owner: Any, index: int) -> None:
     """Records that a local shard has replaced `param` in its model, as number `index` of `owner.names`."""
-    _replaced[param] = owner, index
-    _checked.clear()  # An optimizer that has stepped on it before must be looked at again.
+    ParamRecord.made_for(param).replaced_by = owner, index
+    invalidate_cache()  # An optimizer that has stepped on it before must be looked at again.
 
 
 def register_unsharded(params: Iterable[Tensor], owner: Any) -> None:
     """Records that `params` are unsharded copies of what `owner` holds; see `register_replaced`."""
     held = weakref.ref(owner)  # Which holds the copies itself, as a rule: they must not keep it alive.
     for index, param in enumerate(params):
-        _copies[param] = held, index
+        ParamRecord.made_for(param).copy_of = held, index
 
 
 def sharded_param_of(param: Tensor) -> Tensor:
     """Returns the local shard, as `parameters()` yields it, of an unsharded parameter; of any other tensor itself."""
-    if param not in _copies:
+    record = ParamRecord.of(param)
+    if record is None or record.copy_of is None:
         return param
-    held, index = _copies[param]
+    held, index = record.copy_of
     owner = held()
     return param if owner is None else cast(Tensor, owner.sharded_param(index))
 
 
 def invalidate_cache() -> None:
     """Makes every optimizer be checked again at its next step: its parameters have changed."""
-    _checked.clear()
+    _OptimizerRecord.num_changes += 1
 
 
-def refuse_step_while_unreduced(owner: Any) -> None:
-    """Refuses steps on `owner.sharded_params` while `owner.has_gradient`; `owner` is held weakly."""
-    _waiting[owner] = None
-    _checked.clear()
+def register_shard_owner(owner: ShardOwner) -> bool:
+    """Refuses steps on `owner.sharded_params` while `owner.has_gradient`; returns whether the owner is a new one."""
+    invalidate_cache()
+    return register_live(ShardOwner, owner)
+
+
+def shard_owners() -> list[ShardOwner]:
+    """Returns all owners of this process, in the order in which they were made."""
+    return live_objects(ShardOwner)
 
 
 def owners_with_error_feedback(params: Iterable[Tensor]) -> list[Any]:
     """Returns the owners of these parameters that keep what rounding takes from their gradients for the next step."""
-    owners = [owner for owner in list(_waiting) if getattr(owner, "error_feedback", ())]
+    owners = [owner for owner in shard_owners() if getattr(owner, "error_feedback", ())]
     if not owners:
         return owners
     stepped = {id(param) for param in params}
@@ -101,7 +128,7 @@ def owners_with_error_feedback(params: Iterable[Tensor]) -> list[Any]:
 
 def allow_full_state(optimizer: torch.optim.Optimizer) -> None:
     """Records that one rank steps on all elements of this optimizer's sharded parameters."""
-    _for_all.add(optimizer)
+    _OptimizerRecord.made_for(optimizer).has_full_params = True
 
 
 def constructor_example(optimizer: torch.optim.Optimizer) -> str:
@@ -113,9 +140,8 @@ def constructor_example(optimizer: torch.optim.Optimizer) -> str:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Starts to check the optimizers of this process, and to clear what waits by their `zero_grad`; once is enough."""
+    """Starts to check the optimizers of this process; once is enough."""
     register_optimizer_step_pre_hook(_before_step)
-    torch.optim.Optimizer.zero_grad = _clearing(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
@@ -143,12 +169,26 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 @on_local_tensors
 def _stepped_of(optimizer: torch.optim.Optimizer) -> _Stepped:
     """Returns whose parameters an optimizer steps on, which is checked first, unless it has been."""
-    groups = tuple([(len(group["params"]), id(next(iter(group["params"]), None))) for group in optimizer.param_groups])
-    stepped = _checked.get(optimizer, {}).get(groups)
+    stepped = _known_of(optimizer)
     if stepped is None:
-        stepped = _check(optimizer)
-        _checked.setdefault(optimizer, {})[groups] = stepped
+        stepped, record = _check(optimizer), _OptimizerRecord.made_for(optimizer)
+        if record.checked_at != record.num_changes:
+            record.checked_at, record.stepped = record.num_changes, {}
+        record.stepped[_groups_of(optimizer)] = stepped
     return stepped
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, int], ...]:
+    groups = (group["params"] for group in optimizer.param_groups)
+    return tuple([(len(params), id(next(iter(params), None))) for params in groups])
+
+
+def _known_of(optimizer: torch.optim.Optimizer) -> _Stepped | None:
+    """What the checks have found, if no parameters have changed since."""
+    record: _OptimizerRecord | None = vars(optimizer).get(_OptimizerRecord.attribute)
+    if record is None or record.checked_at != record.num_changes:
+        return None
+    return record.stepped.get(_groups_of(optimizer))
 
 
 def _refuse_unreduced(optimizer: torch.optim.Optimizer, owners: list[weakref.ref[Any]]) -> None:
@@ -168,27 +208,31 @@ def _check(optimizer: torch.optim.Optimizer) -> _Stepped:
     _refuse_without_gradients(optimizer)
     _refuse_divided(optimizer)
     step_on_local_tensors(optimizer)
+    clear_accumulated_too(optimizer)
     hooks = optimizer._optimizer_step_post_hooks.values()
     params = list(_params(optimizer))
     pipelines = stages_of(params) if params else []
     if _after_step not in hooks and (pipelines or any(shard_of(param) is not None for param in params)):
         optimizer.register_step_post_hook(_after_step)
     mine = {id(param) for param in params}
-    owners = [owner for owner in _waiting if any(id(param) in mine for param in owner.sharded_params)]
+    owners = [owner for owner in shard_owners() if any(id(param) in mine for param in owner.sharded_params)]
     return _Stepped([weakref.ref(owner) for owner in owners], [weakref.ref(pipeline) for pipeline in pipelines])
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
     for param in _params(optimizer):
-        if param in _replaced:
-            owner, index = _replaced[param]
+        record = ParamRecord.of(param)
+        if record is None:
+            continue
+        if record.replaced_by is not None:
+            owner, index = record.replaced_by
             raise RuntimeError(
                 f"{type(optimizer).__name__} was built before the model was sharded: its '{owner.names[index]}' is not "
                 f"the model's parameter any more, and to step on it would train nothing. Build the optimizer "
                 f"afterwards: {constructor_example(optimizer)}"
             )
-        if param in _copies:
-            held, index = _copies[param]
+        if record.copy_of is not None:
+            held, index = record.copy_of
             owner = held()
             name = f"'{owner.names[index]}'" if owner is not None else "parameter"
             raise RuntimeError(
@@ -217,7 +261,7 @@ def _refuse_divided(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose step needs elements that other ranks have, before its first step."""
     kind, bases = type(optimizer).__name__, known_bases(type(optimizer))
     shards = [shard for param in _params(optimizer) if (shard := shard_of(param)) is not None and is_divided(param)]
-    if not shards or optimizer in _for_all or is_known_elementwise(type(optimizer)):
+    if not shards or _OptimizerRecord.made_for(optimizer).has_full_params or is_known_elementwise(type(optimizer)):
         return
     if any(base.sparse for base in bases):
         raise RuntimeError(
@@ -241,7 +285,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     """Counts the step, and a version for fused optimizers, which change parameters without one."""
     if graph_task_id() == -1:
         owners, pipelines = ([each for ref in refs if (each := ref()) is not None] for refs in _stepped_of(optimizer))
-        optimizer_steps.update({owner.group.ranks for owner in owners})
+        for state in {owner.group.state for owner in owners}:
+            state.num_optimizer_steps += 1
         models = {getattr(each, "recorded_steps", None) for each in (*owners, *pipelines)}  # One record for each.
         for steps in filter(None, models):
             steps.add(optimizer)
@@ -250,16 +295,23 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             increment_version([param for param in group["params"] if shard_of(param) is not None])
 
 
-def _clearing(own: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `Optimizer.zero_grad`, to clear gradients that were accumulated under `no_sync()`, too."""
+def clear_accumulated_too(optimizer: torch.optim.Optimizer) -> None:
+    """Makes `zero_grad` of an optimizer on shards clear what was accumulated under `no_sync()`; later calls do nothing.
 
-    @functools.wraps(own)
-    @on_local_tensors
-    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        own(self, set_to_none)
-        owners = [owner for owner in _waiting if owner.has_gradient]
-        mine = {id(param) for param in _params(self)} if owners else set()
+    It runs on local tensors, as the step does.
+    """
+    if isinstance(vars(optimizer).get("zero_grad"), BoundMethod):
+        return
+    if any(shard_of(param) is not None for param in _params(optimizer)):
+        vars(optimizer)["zero_grad"] = BoundMethod(optimizer, "zero_grad", _zero_grad)
+
+
+def _zero_grad(own: Callable[..., None], optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    with as_local():
+        own(optimizer, set_to_none)
+        known = _known_of(optimizer)
+        mine = shard_owners() if known is None else [owner for ref in known.owners if (owner := ref()) is not None]
+        owners = [owner for owner in mine if owner.has_gradient]
+        params = {id(param) for param in _params(optimizer)} if owners else set()
         for owner in owners:
-            owner.zero_accumulated(mine, set_to_none=set_to_none)
-
-    return zero_grad
+            owner.zero_accumulated(params, set_to_none=set_to_none)

@@ -25,13 +25,14 @@ from scale_core import compat
 _UNNAMED = "privateuseone"  # torch's name for the type until it is registered
 
 # The error that was on its way out of a backward pass: one at most, since it is on its way to the same handler.
-_taken_out: list[BaseException] = []
+_taken_out: BaseException | None = None
 _DO_NOTHING = functools.partial(int)
 
 
 @contextmanager
 def available() -> Iterator[torch.device]:
     """A context in which the simulated device is this process's accelerator."""
+    global _taken_out
     compat.require_simulation()
     _register()
     from torch.utils.checkpoint import DefaultDeviceType
@@ -49,7 +50,7 @@ def available() -> Iterator[torch.device]:
         _module.is_there = False
         attention._destroy()
         DefaultDeviceType._default_device_type = checkpoint_default
-        _taken_out.clear()
+        _taken_out = None
 
 
 class _NoStream:
@@ -172,21 +173,23 @@ def _take_out_error() -> None:
     """Takes out an error that is on its way through C++, if there is one."""
     # No statement of Python sees it, but a call does that goes through C: it finds an error beside its result, which is
     # an error of its own, with the one that it found as its cause.
+    global _taken_out
     try:
         _DO_NOTHING()
     except SystemError as error:
         if error.__cause__ is not None:
-            _taken_out[:] = [error.__cause__]
+            _taken_out = error.__cause__
 
 
 def _run_backward(run: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a backward pass and raises its error."""
+    global _taken_out
     try:
         return run(*args, **kwargs)
     except SystemError:  # It has failed, and the error that it would say is gone.
-        if not _taken_out:
+        error, _taken_out = _taken_out, None
+        if error is None:
             raise
-        error = _taken_out.pop()
     raise error
 
 

@@ -8,28 +8,28 @@ or load, or an optimizer's step. Of a program that ends without any of these, th
 from __future__ import annotations
 
 import atexit
-import functools
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scale_core import compat
-from scale_core.comm.group import Group, group_of
+from scale_core.comm.collectives import torch_group
+from scale_core.comm.group import Group
+from scale_core.comm.group_state import group_state
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.errors import ScaleError, SnapshotError
 
 LIMIT = timedelta(minutes=30)
 """The limit of the groups that write."""
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # For each group's saves, by the ranks
-_last: list[AsyncSave] = []  # The save that is under way, or that has failed and nobody has heard of
+_last: AsyncSave | None = None  # The save that is under way, or that has failed and nobody has heard of
 
 
 class AsyncSave:
@@ -51,7 +51,8 @@ class AsyncSave:
         self._settled = threading.Event()  # The save is over, and `_raise_at` and `_error` are known
         self._thread = threading.Thread(target=self._run, args=(write,), name=f"saving {path.name}", daemon=False)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
-        _last[:] = [self]
+        global _last
+        _last = self
         self._thread.start()
 
     def done(self) -> bool:
@@ -128,51 +129,46 @@ class AsyncSave:
     def _forget(self) -> None:
         # Not by the thread, nor inside of a step: torch goes through its hooks there.
         self._hook.remove()
-        if self in _last:
-            _last.remove(self)
+        global _last
+        if _last is self:
+            _last = None
 
 
 def finish_pending() -> None:
     """Returns when no save is under way; raises what the last one has failed with, if nothing has raised it yet."""
-    for save in _last:
-        if save._is_raised:
-            save._forget()
-        else:
-            save.wait()
+    if _last is None:
+        return
+    if _last._is_raised:
+        _last._forget()
+    else:
+        _last.wait()
+
+
+class _Writers:
+    """The ranks of a group as they write in the background."""
+
+    group: Group | None = None
 
 
 def background_group(group: Group) -> Group:
-    """The gloo group of the saves of a group; all its ranks call it together, the first time makes it."""
+    """The gloo group of the saves of a group; all its ranks call it together, the first time makes it.
+
+    It is none of torch's, so a save that is under way goes on after `destroy_process_group`.
+    """
     if group.size == 1:
         return Group()
-    _wait_before_destroy()
-    made = _groups.get(group.ranks)
-    if made is None or made not in compat.process_groups():
-        made = dist.new_group(list(group.ranks), timeout=LIMIT, backend="gloo", use_local_synchronization=True)
-        assert made is not None
-        _groups[group.ranks] = made
-    return group_of(made)
-
-
-@functools.cache
-def _wait_before_destroy() -> None:
-    """Has `destroy_process_group` wait for the save that is under way, which needs its group to the end."""
-    own = dist.destroy_process_group
-
-    @functools.wraps(own)
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        for save in _last:
-            save._thread.join()
-        own(group)
-
-    dist.destroy_process_group = destroy_process_group
-    dist.distributed_c10d.destroy_process_group = destroy_process_group
+    writers = group.state.of(_Writers)
+    if writers.group is None:
+        process_group = compat.gloo_twin(torch_group(group), LIMIT, "saves")
+        state = group_state(process_group)
+        state.host_twin = process_group
+        writers.group = replace(group, process_group=process_group, backend="gloo", state=state)
+    return writers.group
 
 
 @atexit.register
 def _report() -> None:
     """Says at the end of a process, when threads have ended, that a save has failed and nothing has raised it."""
-    for save in _last:
-        if save._error is not None and not save._is_raised:
-            # Not by a logger, which drops it where the program has set none up.
-            print(f"{save._error}. It was saved in the background, and the program has ended since", file=sys.stderr)
+    if _last is not None and _last._error is not None and not _last._is_raised:
+        # Not by a logger, which drops it where the program has set none up.
+        print(f"{_last._error}. It was saved in the background, and the program has ended since", file=sys.stderr)

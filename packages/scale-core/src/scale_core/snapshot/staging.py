@@ -16,7 +16,7 @@ from scale_core.state.local_shard import LocalShard
 
 _ALIGNMENT = 16  # bytes: the largest element
 
-_kept: list[Tensor] = []  # The block of the last copy, uint8
+_kept: Tensor | None = None  # The block of the last copy, uint8
 
 
 def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
 
 def kept_bytes() -> int:
     """The size of the memory that is kept for the next copy."""
-    return sum(block.nbytes for block in _kept)
+    return 0 if _kept is None else _kept.nbytes
 
 
 def _elements(value: Any) -> Tensor | None:
@@ -57,10 +57,12 @@ def _room(tensor: Tensor) -> int:
 
 
 def _block(num_bytes: int, *, pinned: bool) -> Tensor:
-    if not _kept or _kept[0].numel() < num_bytes or (pinned and not _kept[0].is_pinned()):
-        _kept.clear()  # Before there is another one.
+    global _kept
+    if _kept is not None and (_kept.numel() < num_bytes or (pinned and not _kept.is_pinned())):
+        _kept = None  # Before there is another one.
+    if _kept is None:
         if pinned:
-            _kept.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
+            _kept = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         else:
-            _kept.append(buffer_pool.empty(num_bytes, torch.uint8, torch.device("cpu")))
-    return _kept[0]
+            _kept = buffer_pool.empty(num_bytes, torch.uint8, torch.device("cpu"))
+    return _kept

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.arguments import checked_arguments
 from scale_core.flat.buffer import FlatBuffer
+from scale_core.records import ParamRecord
 from scale_core.shard import Placement, Ranges, on_local_tensors, shard_of, wait_for
-
-_flat: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each flat parameter, to a weak reference to its buffer
 
 
 class HasGroups(Protocol):
@@ -71,13 +69,13 @@ class ParamSlice:
 def register_flat_param(buffer: FlatBuffer) -> None:
     """Records the parameters in the flat parameter of `buffer`; later changes of their names count."""
     assert buffer.flatten, "a buffer that exposes its parameters one by one has no flat one"
-    _flat[buffer.sharded_params[0]] = weakref.ref(buffer)
+    ParamRecord.made_for(buffer.sharded_params[0]).flat_buffer = weakref.ref(buffer)
 
 
 def flat_buffer_of(param: Tensor) -> FlatBuffer | None:
     """The buffer of a flat parameter; None for any other tensor, and where the buffer is gone."""
-    reference = _flat.get(param)
-    buffer: FlatBuffer | None = None if reference is None else reference()
+    record = ParamRecord.of(param)
+    buffer: FlatBuffer | None = None if record is None or record.flat_buffer is None else record.flat_buffer()
     return buffer
 
 

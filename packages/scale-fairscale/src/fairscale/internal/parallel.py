@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import ProcessGroupName
+from scale_core.comm.group import group_of
 
-_GROUPS: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+
+class _MadeGroups(dict[tuple[str, tuple[int, ...] | None], Any]):
+    """The groups that were made beside a default group, by name and ranks."""
 
 
 def chunk_and_pad(tensor: Tensor, num_chunks: int) -> list[Tensor]:
@@ -39,9 +42,10 @@ def get_process_group_cached(
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     key = name.value, None if ranks is None else tuple(sorted(ranks))
-    if key not in _GROUPS:
-        _GROUPS[key] = dist.new_group(ranks)
-    found: dist.ProcessGroup = _GROUPS[key]
+    made = group_of().state.of(_MadeGroups)
+    if key not in made:
+        made[key] = dist.new_group(ranks)
+    found: dist.ProcessGroup = made[key]
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Self
 
@@ -30,9 +29,6 @@ from scale_fsdp.runtime.unit import Unit, unit_of, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
-# Inside, units show new parameters of each other only when all have been converted.
-_is_converting: ContextVar[bool] = ContextVar("whether a module around this one is being converted", default=False)
-
 
 class ConversionMethods(nn.Module):
     """The `_apply` of a sharded module."""
@@ -43,7 +39,9 @@ class ConversionMethods(nn.Module):
         assert unit is not None
         units = units_in(self) if recurse else [unit]
         check_not_in_use(units, "to(), half() and the like")
-        if not _is_converting.get():
+        # Units show new parameters of each other only when all have been converted.
+        is_outermost = not unit.in_conversion
+        if is_outermost:
             check_not_replaced(units)
         for member in units:
             _check_convertible(member, fn)
@@ -53,12 +51,15 @@ class ConversionMethods(nn.Module):
                 unit.on_buffers_moved()
                 register_owner(unit)
         before = [(module, dict(module._buffers)) for _, module in managed_modules(self)]
-        token = _is_converting.set(True)
+        for member in units:
+            member.in_conversion = True
         try:
             with _without_params(unit):
                 super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         finally:
-            _is_converting.reset(token)
+            if is_outermost:
+                for member in units:
+                    member.in_conversion = False
         unit.buffer_dtypes = {k: fn(torch.empty(0, dtype=dtype)).dtype for k, dtype in unit.buffer_dtypes.items()}
         convert_buffers(unit)
         for module, buffers in before:

@@ -6,7 +6,6 @@ construction, before a conversion, or when the user has changed something. On a 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from scale_core import compat
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import unit_title
 from scale_core.flat.buffer import FlatBuffer
+from scale_core.records import Record
 from scale_fsdp.runtime.param_registry import managed_modules
 from scale_fsdp.runtime.unit import ParamSlot, RegisteredNames, Unit, flat_param_name
 
@@ -197,8 +197,22 @@ class Uninitialized(NamedTuple):
 
 
 # What `to_empty` has given memory to, until somebody has written to it.
-_buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Uninitialized]] = weakref.WeakKeyDictionary()
-_shard_versions: weakref.WeakKeyDictionary[FlatBuffer, int] = weakref.WeakKeyDictionary()
+
+
+class _UninitializedBuffers(Record):
+    """The buffers of a module without values, by their attributes."""
+
+    attribute = "_scale_uninitialized_buffers"
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Uninitialized] = {}
+
+
+class _UninitializedShard(Record):
+    """The version of a flat buffer's shard without values; None once it has some."""
+
+    attribute = "_scale_uninitialized_shard"
+    version: int | None = None
 
 
 def track_uninitialized_buffers(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
@@ -206,13 +220,13 @@ def track_uninitialized_buffers(module: nn.Module, before: Mapping[str, Tensor |
     for name, old in before.items():
         now = module._buffers.get(name)
         if old is not None and old.is_meta and now is not None and not now.is_meta:
-            _buffers.setdefault(module, {})[name] = Uninitialized.of(now)
+            _UninitializedBuffers.made_for(module).by_name[name] = Uninitialized.of(now)
 
 
 def track_uninitialized_shard(buffer: FlatBuffer) -> None:
     """Records that a shard from the meta device has got memory and no values."""
     Uninitialized.of(buffer.shard)
-    _shard_versions[buffer] = buffer.version
+    _UninitializedShard.made_for(buffer).version = buffer.version
 
 
 def check_initialized(unit: Unit) -> None:
@@ -223,21 +237,25 @@ def check_initialized(unit: Unit) -> None:
                 f"'{buffer.names[0]}' of {unit_title(unit.name)} is on the meta device and has no values to compute "
                 "with: call model.to_empty(device=...) and load a checkpoint, or shard the model without init=False"
             )
-        if _shard_versions.get(buffer, -1) == buffer.version:
+        shard = _UninitializedShard.of(buffer)
+        if shard is not None and shard.version == buffer.version:
             raise RuntimeError(
                 f"nothing was written to '{buffer.names[0]}' of {unit_title(unit.name)} since it was on the meta "
                 "device: load a checkpoint first, model.load_state_dict(...) or load_snapshot(...)"
             )
-        _shard_versions.pop(buffer, None)
+        if shard is not None:
+            shard.version = None
     for path, module in (place for each in unit.modules for place in each.named_modules(prefix=unit.name)):
-        for attribute, uninitialized in list(_buffers.get(module, {}).items()):
+        record = _UninitializedBuffers.of(module)
+        tracked = {} if record is None else record.by_name
+        for attribute, uninitialized in list(tracked.items()):
             if not uninitialized.is_filled(module._buffers.get(attribute)):
                 raise RuntimeError(
                     f"the buffer '{f'{path}.{attribute}'.lstrip('.')}' has had no values since it was on the meta "
                     "device, and the checkpoint has none for it: write what its module's __init__ computes, "
                     f"module.{attribute}.copy_(...), or build that module outside of torch.device('meta')"
                 )
-            del _buffers[module][attribute]
+            del tracked[attribute]
 
 
 # What must be equal before the units of a model run.

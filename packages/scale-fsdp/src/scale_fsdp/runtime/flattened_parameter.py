@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from scale_core.flat.buffer import FlatBuffer
+from scale_core.records import Record
 from scale_core.shard import title_of
 
 
@@ -69,12 +70,19 @@ class FlattenedParameter:
         )
 
 
-_flattened_params: WeakValueDictionary[tuple[int, int], FlattenedParameter] = WeakValueDictionary()
+class _FlattenedParameters(Record):
+    """Those of a flat buffer, by number."""
+
+    attribute = "_scale_flattened"
+
+    def __init__(self) -> None:
+        self.by_number: WeakValueDictionary[int, FlattenedParameter] = WeakValueDictionary()
 
 
 def flattened_parameter(buffer: FlatBuffer, number: int) -> FlattenedParameter:
     """Returns one object for all places of a parameter, so that it can be seen to be tied."""
-    found = _flattened_params.get((id(buffer), number))  # Each holds its buffer, so that no other one has its id.
+    known = _FlattenedParameters.made_for(buffer).by_number
+    found = known.get(number)
     if found is None:
-        found = _flattened_params[id(buffer), number] = FlattenedParameter(buffer, number)
+        found = known[number] = FlattenedParameter(buffer, number)
     return found

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from scale_core.records import ParamRecord
 from scale_core.state.param_ownership import register_flat_param
 from scale_fsdp.runtime.unit import Unit, unit_of
 
@@ -38,11 +38,6 @@ class ParamOwner(NamedTuple):
         unit = self.ref()
         assert unit is not None, "asked for the unit of a parameter that has none any more"
         return unit
-
-
-# Original parameters, and the local shards that took their place: so that one which is shared between units is found
-# again, whichever object the other unit still holds.
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def managed_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -75,7 +70,8 @@ def split_owned_and_shared(
     """Splits parameters into those that were not sharded yet, and those that another unit owns."""
     own, shared = [], []
     for info in infos:
-        owner: ParamOwner | None = _owners.get(info.param)
+        record = ParamRecord.of(info.param)
+        owner: ParamOwner | None = None if record is None else record.unit
         if owner is None or owner.ref() is None:
             own.append(info)
         else:
@@ -84,13 +80,16 @@ def split_owned_and_shared(
 
 
 def register_owner(unit: Unit, original: Sequence[nn.Parameter] = ()) -> None:
-    """Registers a new, copied or moved unit as the owner of its parameters; of those that stood in its slots, too."""
+    """Registers a new, copied or moved unit as the owner of its parameters; of those that stood in its slots, too.
+
+    So one that is shared between units is found again, whichever object the other unit still holds.
+    """
     numbers = {id(buffer): number for number, buffer in enumerate(unit.buffers)}
     for param, slot in zip(original, unit.slots, strict=False):
-        _owners[param] = ParamOwner(weakref.ref(unit), numbers[id(slot.buffer)], slot.number)
+        ParamRecord.made_for(param).unit = ParamOwner(weakref.ref(unit), numbers[id(slot.buffer)], slot.number)
     for buffer in unit.buffers:
         if buffer.flatten:
             register_flat_param(buffer)
             continue
         for number, param in enumerate(buffer.sharded_params):
-            _owners[param] = ParamOwner(weakref.ref(unit), numbers[id(buffer)], number)
+            ParamRecord.made_for(param).unit = ParamOwner(weakref.ref(unit), numbers[id(buffer)], number)

@@ -36,11 +36,10 @@ from scale_core.hooks.autograd import (
     call_grad_published_hooks,
     call_post_accumulate_grad_hooks,
     call_reduced_grad_hooks,
-    grad_published_hooks,
     in_backward,
     is_consumed_in_backward,
 )
-from scale_core.optim.step_checks import optimizer_steps
+from scale_core.hooks.registry import gradient_hooks
 from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
 from scale_fsdp.runtime.escaped_tensors import EscapedTensorSearch
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
@@ -385,7 +384,7 @@ class Root(UnitContext):
                 buffer = self.units[key.unit].buffers[key.buffer]
                 if self._unused[key] and not buffer.flatten:
                     buffer.sharded_param(key.param).grad = None
-        if grad_published_hooks:
+        if gradient_hooks.published:
             buffers = [buffer for unit in self.units if self.reduces(unit) for buffer in unit.buffers]
             params = [param for buffer in buffers for param in buffer.sharded_params if param.grad is not None]
             call_grad_published_hooks([param for param in params if param not in self._published])
@@ -398,7 +397,8 @@ class Root(UnitContext):
             if buffer.flatten or ParamKey(number, place, index) not in unused
         ]
         if call_post_accumulate_grad_hooks(reduced):  # They may have stepped, on all that was reduced.
-            optimizer_steps.update({buffer.group.ranks for unit in self.units for buffer in unit.buffers})
+            for state in {buffer.group.state for unit in self.units for buffer in unit.buffers}:
+                state.num_optimizer_steps += 1
 
     def _commit_buffers(self, frozen: Mapping[FlatBuffer, Sequence[int]] = MappingProxyType({})) -> None:
         """Reduced gradients go to the shards' `grad`; others wait on. `frozen` as in `FlatBuffer.commit`."""

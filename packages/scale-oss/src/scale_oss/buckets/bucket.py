@@ -23,7 +23,8 @@ from scale_core.consistency.execution_order import Event
 from scale_core.device.streams import Stream
 from scale_core.flat.layout import ShardSpan
 from scale_core.flat.reduction import FlatGradient, Reduction
-from scale_core.hooks.autograd import call_local_grad_hooks, local_grad_hooks
+from scale_core.hooks.autograd import call_local_grad_hooks
+from scale_core.hooks.registry import gradient_hooks
 from scale_core.parameters import MemoryRange, copy_attributes
 from scale_core.shard import Axis, Placement, Shard, on_local_tensors, record_shard, shard_of
 from scale_core.sharded_tensor.replicated_parameter import (
@@ -180,7 +181,7 @@ class Bucket:
             self.gradient.drop()
         given = self.gradient.has_grad()
         flat = self.gradient.take(self.device)
-        if given and local_grad_hooks:
+        if given and gradient_hooks.local:
             call_local_grad_hooks([self.params[i] for i in given], [self.view(i, flat) for i in given])
         if share is not None and share.weight not in (0, 1):
             flat.mul_(share.weight)

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from scale_core.comm.collectives import exchange
@@ -258,12 +256,16 @@ class _Kernel:
 
 _kernel = _Kernel()
 
-_checked: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks had different parts
+
+class _ComparedParts:
+    """Whether the ranks of a group have been seen to have different parts."""
+
+    differ = False
 
 
 def _check_parts_differ(key: Tensor, value: Tensor, ranks: Group) -> None:
     """Compares some elements between the ranks, in the first attention of a group: nobody has cut equal parts."""
-    if ranks.process_group is None or ranks.backend == "fake" or ranks.process_group in _checked:
+    if ranks.process_group is None or ranks.backend == "fake" or ranks.state.of(_ComparedParts).differ:
         return
     samples = [_sample(tensor) for tensor in (key, value)]
     are_constant = all(len(set(sample)) < 2 for sample in samples)
@@ -274,7 +276,7 @@ def _check_parts_differ(key: Tensor, value: Tensor, ranks: Group) -> None:
             "to have the full sequence instead of its part: cut the batch before, with "
             "scale_tp.get_batch_on_this_cp_rank(batch) or scale_tp.split_sequence(tokens)"
         )
-    _checked.add(ranks.process_group)
+    ranks.state.of(_ComparedParts).differ = True
 
 
 def _sample(tensor: Tensor) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,19 @@ from fairscale.nn.data_parallel.fsdp_attributes import (
 from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number, shard_by_number
 from fairscale.nn.data_parallel.initial_weights import InitialWeights, compare_weights, digests_of_params
 from fairscale.nn.data_parallel.param_metadata import param_metadata
+from scale_core.records import Record
 from scale_core.state.torch_state_dict import SHARDS
 from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.state_dict.local import shard_metadata
 
 # How each module was wrapped.
-_OPTIONS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
+
+class _Options(Record):
+    """With what a module was sharded."""
+
+    attribute = "_fairscale_options"
+    values: dict[str, Any] | None = None
 
 
 class FullyShardedDataParallel(WrapperAttributes):
@@ -102,11 +108,11 @@ class FullyShardedDataParallel(WrapperAttributes):
     ) -> None:
         arguments = WrapperArguments.of(locals())
         digests, options = digests_of_params(module), arguments.options()
-        if isinstance(module, scale_fsdp.FSDPModule) and _OPTIONS.get(module) == options:
+        if isinstance(module, scale_fsdp.FSDPModule) and _Options.made_for(module).values == options:
             super().__init__(module)  # Wrapped anew as it was, as for evaluation: its unit stays.
         else:
             super().__init__(module, **cast(Any, options))
-            _OPTIONS[module] = options
+            _Options.made_for(module).values = options
         self._weights: InitialWeights | None = InitialWeights.of(digests, self._unit)
         self.bucket_cap_mb = bucket_cap_mb
         self.no_broadcast_optim_state = bool(no_broadcast_optim_state)

@@ -1,0 +1,32 @@
+"""Who listens to the gradients of this process: the hooks of each event, in the order in which they were registered."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+
+class Hooks(OrderedDict[int, Any]):
+    """The hooks of one event."""
+
+    def register(self, hook: Any) -> RemovableHandle:
+        """Adds a hook, until its handle removes it."""
+        handle = RemovableHandle(self)
+        self[handle.id] = hook
+        return handle
+
+
+class GradientHooks:
+    """The hooks of all events."""
+
+    def __init__(self) -> None:
+        self.local = Hooks()  # gradients as this rank has computed them, before they are reduced
+        self.reduced = Hooks()  # gradients of shards, reduced, while the pass of other modules runs
+        self.published = Hooks()  # gradients of shards in `param.grad`, each hook with what it consumes at once
+        self.by_source = Hooks()  # gradients of the samples of one rank
+        self.microbatch_steps = Hooks()  # steps that report the gradients of each micro-batch
+
+
+gradient_hooks = GradientHooks()
