@@ -260,13 +260,16 @@ def failures(mesh: Any, replicas: dist.ProcessGroup, replica: int) -> dict[str, 
     def oss_and_ddp(pipe: DistributedPipe, group: dist.ProcessGroup) -> object:
         return (with_oss if 0 in pipe.stages else with_ddp)(pipe, group)
 
-    ways = {"ways": oss_and_ddp, "hidden": with_flat_parameters, "replica": with_oss, "frozen": with_oss}
+    ways = {"ways": oss_and_ddp, "hidden": with_flat_parameters, "replica": with_oss}
+    ways |= {"frozen": with_oss, "frozen shard": with_fsdp}
     for name, wrap in ways.items():
         pipe = DistributedPipe(split(TiedNet(), ["blocks.2"]), "1f1b", chunks=CHUNKS, process_group=mesh["pipe"])
         wrap(pipe, replicas)
         x, _ = batch_of(0, replica)
         fails = name == "replica" and replica == 1
-        if name == "frozen" and replica == 1 and 0 in pipe.stages:  # Found once all backward passes have run.
+        if name == "frozen shard":  # Units compare what trains when they first run.
+            pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
+        if "frozen" in name and replica == 1 and 0 in pipe.stages:  # Found once all backward passes have run.
             pipe.get_parameter("embed.weight").requires_grad_(False)
 
         def loss_of(output: Tensor, target: Tensor, fails: bool = fails) -> Tensor:
@@ -341,6 +344,7 @@ def test_stages_with_replicas_train_as_one_process() -> None:
         assert ("no loss" if rank // 2 == 1 else "replicas of this stage failed: ranks [1]") in told["replica"]
         assert all(words in told[name] for name, words in TOLD.items()), told
         assert ("frozen in [0] alone" if rank // 2 == 1 else "replicas of this stage failed") in told["frozen"]
+        assert ("frozen in [0] alone" if rank // 2 == 1 else "replicas of stage") in told["frozen shard"], told
     for way in TIED_WAYS:
         copies: list[Tensor] = []
         for results in by_rank:

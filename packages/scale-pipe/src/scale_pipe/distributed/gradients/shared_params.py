@@ -142,10 +142,15 @@ class SharedParams:
         received = {(slot.name, slot.source): unpack(p.structure, p.tensors) for slot, p in arrived.items()}
         frozen = {key for key, grad in received.items() if grad is None}
         grads = {key: _ReceivedGrad(*grad) for key, grad in received.items() if grad is not None}
+        problem: RuntimeError | None = None  # Replicas wait for this rank, and are told of it before it is raised.
         for name, copy in self._copies.items():
             others = {source: grads.get((name, source)) for source in copy.stages if source != copy.stage}
-            if not failed:
-                _check_frozen(name, copy, {source for source in others if (name, source) in frozen})
+            try:
+                if not failed:
+                    _check_frozen(name, copy, {source for source in others if (name, source) in frozen})
+                    _check_compatible(name, copy, others)
+            except RuntimeError as error:
+                failed, problem = True, error
             matching = _matching_grads(name, copy, others, failed=failed, limit_seconds=limit_seconds)
             if failed and copy.state.groups:
                 break  # The replicas know it, and leave here, too.
@@ -159,6 +164,8 @@ class SharedParams:
             before = self._accumulated.pop(name)
             summed = total if before is None else before if total is None else before.add_(total)
             set_unreduced_grad(copy.param, summed)
+        if problem is not None:
+            raise problem
 
     # Values.
 
@@ -217,8 +224,6 @@ def _matching_grads(
 ) -> dict[int, Tensor | None]:
     """Returns by stage the elements of its gradient that match this rank's shard; `others` is what has arrived."""
     param, state = copy.param, copy.state
-    if not failed:
-        _check_compatible(name, copy, others)
     # Of each stage: whether any replica lacks what it needs, and whether any has received something.
     flags = [int(failed)]
     for grad in others.values():
