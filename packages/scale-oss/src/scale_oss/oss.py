@@ -12,6 +12,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -32,10 +33,11 @@ from scale_core.errors import renamed_arguments
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
-from scale_core.shard import on_local_tensors, stages_of
+from scale_core.shard import as_local, on_local_tensors, stages_of
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_oss.buckets.bucket import Bucket
 from scale_oss.buckets.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
+from scale_oss.buckets.full_param_bucket import FullParamBucket
 from scale_oss.buckets.state_placement import ranks_of_shards
 from scale_oss.inner_methods import check_call, inner_attribute
 from scale_oss.piece_gradient import raise_unreduced
@@ -184,14 +186,28 @@ class OSS(OSSStateDictMixin):
 
     def _build_optimizer(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
         """The optimizer of this rank's shard; what it refuses on one rank, as Muon a vector, is raised on all."""
-        made = call_on_all_ranks(
-            lambda: self._optim_class(groups, **constructor_arguments(self._optim_class, defaults)),
-            f"the start of {self._optim_class.__name__}",
-            self.contract,
-        )
+        with self._values_of_full_params(self._assigner.full_param):
+            made = call_on_all_ranks(
+                lambda: self._optim_class(groups, **constructor_arguments(self._optim_class, defaults)),
+                f"the start of {self._optim_class.__name__}",
+                self.contract,
+            )
         if not self.elementwise:  # It gets full tensors, also where they are shards of a model that one rank has whole.
             allow_full_state(made)
         return made
+
+    @contextmanager
+    def _values_of_full_params(self, buckets: Sequence[FullParamBucket]) -> Iterator[None]:
+        """A context in which full parameters of shards have their values, for an optimizer that is given them."""
+        for bucket in buckets:
+            bucket.gather_values()
+        try:
+            # A shard that one rank holds whole is a full parameter, too: no other rank computes with it.
+            with nullcontext() if self.elementwise else as_local():
+                yield
+        finally:
+            for bucket in buckets:
+                bucket.release()
 
     # The step.
 
@@ -345,8 +361,10 @@ class OSS(OSSStateDictMixin):
         try:
             check_no_layer_shards([group], self.group, number)
             self.contract.check_equal("a parameter group added to OSS", list(describe_groups([group], number)))
+            known = len(self.full_param_buckets)
             (stepped,) = self._assigner.add([group], number)
-            call_on_all_ranks(lambda: self.optim.add_param_group(stepped), what, self.contract)
+            with self._values_of_full_params(self.full_param_buckets[known:]):
+                call_on_all_ranks(lambda: self.optim.add_param_group(stepped), what, self.contract)
         except BaseException:
             del self.param_groups[number:], self.optim.param_groups[number:]
             self._assigner.rollback(group["params"])

@@ -178,6 +178,46 @@ def test_in_a_hybrid_mesh_each_copy_does_the_same() -> None:
     assert run_ranks(in_a_hybrid_mesh, 4) == [[]] * 4
 
 
+class SmallWeightsOnly(torch.optim.SGD):
+    """Steps on the elements that were small when it was given them, whose norm it knows."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            small = (param.detach().abs() < 0.2).to(param.dtype)
+            self.state[param].update(small=small, norm=param.detach().norm())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a loss
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    param.sub_(group["lr"] * param.grad * state["small"] / (1 + state["norm"]))
+
+
+def values_are_read_when_an_optimizer_is_built() -> list[str]:
+    plain = Net()
+    model = shard(copy.deepcopy(plain))
+    ours = OSS(list(model.parameters())[:3], SmallWeightsOnly, elementwise=False, bucket_numel=60, lr=0.1)
+    theirs = SmallWeightsOnly(list(plain.parameters())[:3], lr=0.1)
+    for optimizer, each in ((ours, model), (theirs, plain)):
+        optimizer.add_param_group({"params": list(each.parameters())[3:]})
+    full = [param for bucket in ours.full_param_buckets for param in bucket.optimizer_params]
+    assert not any(param.untyped_storage().nbytes() for param in full)
+    for step in range(2):
+        loss(model, step, group_of().rank).backward()
+        give_mean_gradients(plain, step)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    return differing(dict(model.state_dict()), dict(plain.state_dict()), "after two steps")
+
+
+def test_an_optimizer_may_read_values_when_it_is_built() -> None:
+    assert run_ranks(values_are_read_when_an_optimizer_is_built, 2) == [[], []]
+
+
 # What a training loop does with it.
 
 

@@ -5,6 +5,8 @@ sends its shards of parameters and gradients to the parameters' owners; each own
 the updated shards back: two collectives, whatever the optimizer does between them. (On DTensors each operation that
 needs it gathers by itself: 15 times for each matrix in Muon.)
 
+A constructor may read values, as of one that masks large weights: while it runs, they are there without gradients.
+
 An owner could keep its full parameters between the steps and save the first third of what is sent, but would hold as
 many elements again as its shard, and a stale copy after every load. So only the state is kept, and full parameters have
 memory only during the step: at most four times the elements of a bucket, parameters and gradients as they are sent and
@@ -55,6 +57,21 @@ class FullParamBucket:
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     @on_local_tensors
+    def gather_values(self) -> None:
+        """Gives full parameters their values, without gradients, until `release`; all ranks call it together."""
+        if any(param.is_meta for param in self.params):
+            return  # They have no values yet.
+        self._with_grad = list(range(len(self.params)))
+        sent = [self.params[index].detach().reshape(-1) for index in self._by_owner()]
+        sizes = self._sizes_by_owner(), self._sizes_by_peer()
+        parts = list(self._exchange("gather values", _concat(sent, self.params[0]), *sizes).split(sizes[1]))
+        for index in self._owned():
+            whole = self._allocated(index)
+            for peer in range(self.group.size):
+                self._fill(whole.data, index, peer, parts)
+        self._with_grad = []
+
+    @on_local_tensors
     def prepare(self) -> None:
         """Checks which parameters have a gradient; changes nothing."""
         self._check_params()
@@ -76,7 +93,11 @@ class FullParamBucket:
         received = self._exchange("gather to owners", _concat(sent, self.params[0]), input_sizes, output_sizes)
         parts = list(received.split(output_sizes))
         for index in self._owned():
-            self._fill(index, parts)
+            whole = self._allocated(index)
+            whole.grad = torch.empty_like(whole)
+            for peer in range(self.group.size):
+                for target in (whole.data, whole.grad):
+                    self._fill(target, index, peer, parts)
         return True
 
     @on_local_tensors
@@ -138,15 +159,16 @@ class FullParamBucket:
         with self._contract.waiting(event):
             return pending.wait(self._contract.limit_seconds)
 
-    def _fill(self, index: int, parts: list[Tensor]) -> None:
-        """Assembles a parameter and its gradient from the beginning of each rank's shard, which is consumed."""
+    def _allocated(self, index: int) -> nn.Parameter:
         whole = self._full_param(index)
         whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-        whole.grad = torch.empty_like(whole)
-        for peer, held in enumerate(self._pieces[index]):
-            for target in (whole.data, whole.grad):
-                target.view(-1)[slice(*held)] = parts[peer][: held.numel]
-                parts[peer] = parts[peer][held.numel :]
+        return whole
+
+    def _fill(self, target: Tensor, index: int, peer: int, parts: list[Tensor]) -> None:
+        """Writes one rank's shard of a parameter from the beginning of what it has sent, which is consumed."""
+        held = self._pieces[index][peer]
+        target.view(-1)[slice(*held)] = parts[peer][: held.numel]
+        parts[peer] = parts[peer][held.numel :]
 
     def _full_param(self, index: int) -> nn.Parameter:
         whole = self.placements[index].optimizer_param
