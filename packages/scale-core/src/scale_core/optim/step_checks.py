@@ -56,6 +56,7 @@ class _Stepped(NamedTuple):
 
     owners: list[weakref.ref[Any]]  # of shards
     pipelines: list[weakref.ref[Any]]
+    shards: list[list[Tensor]]  # by group
 
 
 class _OptimizerRecord(Record):
@@ -216,7 +217,8 @@ def _check(optimizer: torch.optim.Optimizer) -> _Stepped:
         optimizer.register_step_post_hook(_after_step)
     mine = {id(param) for param in params}
     owners = [owner for owner in shard_owners() if any(id(param) in mine for param in owner.sharded_params)]
-    return _Stepped([weakref.ref(owner) for owner in owners], [weakref.ref(pipeline) for pipeline in pipelines])
+    shards = [[param for param in group["params"] if shard_of(param) is not None] for group in optimizer.param_groups]
+    return _Stepped([weakref.ref(owner) for owner in owners], [weakref.ref(each) for each in pipelines], shards)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
@@ -283,16 +285,17 @@ def runs_on_shards(optimizer: torch.optim.Optimizer) -> bool:
 @on_local_tensors
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Counts the step, and a version for fused optimizers, which change parameters without one."""
+    stepped = _stepped_of(optimizer)
     if graph_task_id() == -1:
-        owners, pipelines = ([each for ref in refs if (each := ref()) is not None] for refs in _stepped_of(optimizer))
+        owners, pipelines = ([each for ref in refs if (each := ref()) is not None] for refs in stepped[:2])
         for state in {owner.group.state for owner in owners}:
             state.num_optimizer_steps += 1
         models = {getattr(each, "recorded_steps", None) for each in (*owners, *pipelines)}  # One record for each.
         for steps in filter(None, models):
             steps.add(optimizer)
-    for group in optimizer.param_groups:
+    for group, shards in zip(optimizer.param_groups, stepped.shards, strict=True):
         if group.get("fused"):
-            increment_version([param for param in group["params"] if shard_of(param) is not None])
+            increment_version(shards)
 
 
 def clear_accumulated_too(optimizer: torch.optim.Optimizer) -> None:

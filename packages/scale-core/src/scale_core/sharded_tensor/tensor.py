@@ -37,8 +37,9 @@ class ShardedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(hasattr(kind, "wait_gathered") for kind in types):
-            return NotImplemented  # An all-gather writes to a parameter among the arguments, whose class waits for it.
+        for kind in types:  # A generator would take as long as all else here.
+            if hasattr(kind, "wait_gathered"):
+                return NotImplemented  # An all-gather writes to a parameter among the arguments, whose class waits.
         return ShardedTensor.dispatch(func, args, kwargs or {})
 
     def to_local(self) -> Tensor:
