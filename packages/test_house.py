@@ -445,7 +445,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 MOST_TABLES = 12
-"""Of all packages: containers of a module that functions fill, and what stands for them."""
+"""Limit for all packages: containers of modules and classes that functions fill."""
 ALWAYS_FILLED = {"ContextVar", "Counter", "count", "local", "defaultdict", "deque"}
 WEAK = re.compile("Weak[A-Za-z]*(Dictionary|Set)")
 FILLING = {
@@ -465,7 +465,7 @@ FILLING = {
 
 
 def filled_names(tree: ast.AST) -> set[str]:
-    """Returns what the functions of a file put something into: names, and attributes with a point before them."""
+    """Returns the names that a file's functions add items to; an attribute as `.name`."""
     found = set()
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for node in ast.walk(function):
@@ -493,8 +493,8 @@ def process_tables(source: str) -> set[str]:
             if isinstance(value, ast.Call):
                 function = value.func.value if isinstance(value.func, ast.Subscript) else value.func
                 made_by = ast.unparse(function).rpartition(".")[2]
-            displayed = isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
-            is_container = displayed or made_by in {"dict", "list", "set", "OrderedDict"}
+            is_literal = isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
+            is_container = is_literal or made_by in {"dict", "list", "set", "OrderedDict"}
             if made_by in ALWAYS_FILLED or WEAK.fullmatch(made_by) or (is_container and filled & places):
                 found.add(name)
     return found

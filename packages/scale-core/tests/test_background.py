@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 import scale_core.snapshot.saving
 import scale_core.snapshot.snapshot
+from scale_core.comm.group import group_of
 from scale_core.shard import on_local_tensors
 from scale_core.snapshot import SnapshotError, async_save, background, latest, load, save, staging
 from scale_core.testing import RankError, run_ranks
@@ -278,8 +281,12 @@ def save_and_destroy_the_group(folder: Path) -> None:
     objects = trained(1)
     at("tensor", lambda: time.sleep(0.02))
     saving = async_save(folder, 1, objects)
+    saves = weakref.ref(cast(object, background.background_group(group_of()).process_group))
     dist.destroy_process_group()
     assert saving.wait() == latest(folder) == folder / "step-00000001"
+    del saving, objects
+    gc.collect()
+    assert saves() is None, "the group of the saves has outlived the group that it was made for"
 
 
 @on_local_tensors

@@ -56,6 +56,16 @@ def every_way_to_name_a_group() -> None:
     assert describe(group_of(alone)) == (0, 1, "gloo", (me,))
 
 
+def steps_are_counted_by_ranks() -> None:
+    both, again, one = (group_of(dist.new_group(ranks)) for ranks in ([0, 1], [0, 1], None))
+    assert both.state is not again.state and both.state is group_of(both.process_group).state
+    assert both.state.optimizer_steps is again.state.optimizer_steps is one.state.optimizer_steps
+
+
+def test_groups_of_the_same_ranks_count_optimizer_steps_together() -> None:
+    run_ranks(steps_are_counted_by_ranks, 2)
+
+
 def transport_of_a_group_for_both_devices() -> str:
     return group_of(dist.new_group(backend="cpu:gloo")).backend
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +31,7 @@ def _watched() -> None:
 
 
 class Owner:
-    """What `register_shard_owner` looks at."""
+    """A minimal `ShardOwner`."""
 
     def __init__(self, *params: nn.Parameter) -> None:
         self.sharded_params, self.names, self.has_gradient = list(params), ["layer.weight", "layer.bias"], False
@@ -177,6 +180,33 @@ def test_every_step_on_a_shard_counts_as_a_new_version_also_of_what_it_is_a_view
     torch.optim.Adam([piece], lr=1.0, fused=fused).step()
     assert flat._version > before
     assert piece._version == flat._version
+
+
+def test_a_parameter_that_is_exchanged_inside_of_a_group_counts_the_steps_on_it() -> None:
+    first, old, new = (as_shard(with_grad()) for _ in range(3))
+    optimizer = torch.optim.SGD([first, old], lr=1.0, fused=True)
+    optimizer.step()
+    optimizer.param_groups[0]["params"][1] = new
+    before = [param._version for param in (old, new)]
+    optimizer.step()
+    assert [param._version for param in (old, new)] == [before[0], before[1] + 1]
+
+
+def test_an_optimizer_keeps_no_parameter_that_it_does_not_have_any_more() -> None:
+    optimizer = torch.optim.SGD([{"params": [as_shard(with_grad())]}, {"params": [with_grad()]}], lr=1.0)
+    optimizer.step()
+    gone = weakref.ref(optimizer.param_groups.pop(0)["params"][0])
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_shallow_copy_of_a_replaced_parameter_is_a_parameter_like_any() -> None:
+    param = with_grad()
+    register_replaced(param, Owner(), 0)
+    copied = copy.copy(param)
+    copied.grad = torch.ones(2)
+    torch.optim.SGD([copied], lr=1.0).step()
+    assert copied.tolist() == [0, 0]
 
 
 def test_watching_twice_is_watching_once() -> None:

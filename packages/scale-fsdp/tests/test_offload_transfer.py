@@ -123,7 +123,7 @@ def test_a_copy_is_one_as_long_as_the_gradient_stays_what_it_was() -> None:
         torch.tensor(2.0),
     ],
 )
-def test_a_gradient_whose_sum_is_0_is_seen_to_be_negated(grad: Tensor) -> None:
+def test_a_negated_gradient_whose_sum_is_0_is_detected(grad: Tensor) -> None:
     copy = early_copy(grad, nn.Parameter(torch.zeros_like(grad)))
     grad.data.neg_()
     assert are_current([(copy, grad)]) == [False]

@@ -80,16 +80,22 @@ def nccl_trace() -> list[dict[str, Any]]:
     return entries
 
 
-def gloo_twin(group: dist.ProcessGroup, limit: timedelta, purpose: str = "host") -> dist.ProcessGroup:
-    """A gloo process group of the same ranks; all of them call this together, once for a purpose, within `limit`."""
+def gloo_twin(group: dist.ProcessGroup, limit: timedelta, purpose: str, default_limit: timedelta) -> dist.ProcessGroup:
+    """Returns a new gloo process group of the same ranks; all of them call this together, once for each purpose.
+
+    Args:
+        group: The process group with the ranks.
+        limit: For the ranks to meet.
+        purpose: A part of the keys in the store.
+        default_limit: Of the new group's operations.
+    """
     # It lives while it is referenced, and is in none of torch's lists: torch names new groups by how many
     # there are on a rank, so ranks that are in different numbers of groups could not make one when they need it.
     c10d = cast(Any, dist)
     store, rank, size = _twin_store(group, purpose), group.rank(), group.size()
     store.set(f"{_ARRIVED}{rank}", "")
     gloo = c10d.ProcessGroupGloo(store, rank, size, limit)
-    if purpose == "host":
-        gloo._set_default_timeout(time_limit(group))
+    gloo._set_default_timeout(default_limit)
     twin = c10d.ProcessGroup(store, rank, size)
     kind = c10d.ProcessGroup.BackendType.GLOO
     twin._set_default_backend(kind)
@@ -182,7 +188,8 @@ def accelerator() -> torch.device | None:
 
 
 def is_fake_group(group: dist.ProcessGroup) -> bool:
-    """Whether one process plays one of many ranks in it; a group of `gloo_twin` is none of torch's and never is."""
+    """Whether the backend of a group is "fake"."""
+    # torch does not list groups of `gloo_twin`, and `get_backend` raises for them.
     return group in process_groups() and dist.get_backend(group) == "fake"
 
 

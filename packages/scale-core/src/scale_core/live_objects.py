@@ -1,6 +1,6 @@
-"""What is alive in this process, by kind: for code that has to find all objects of a kind and is given none of them.
+"""Weak references to objects of this process, by kind, for code that must find all of them.
 
-Such as an optimizer's first step, which asks whose parameters it steps on. They are held weakly.
+For example, an optimizer's first step looks for the owners of its parameters.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 _by_kind: defaultdict[type[Any], WeakKeyDictionary[Any, None]] = defaultdict(WeakKeyDictionary)
 
 
-def register_live(kind: type[Any], found: Any) -> bool:
+def register_live(kind: type[Any], obj: Any) -> bool:
     """Registers an object under a class or protocol; returns whether it is new there."""
-    is_new = found not in _by_kind[kind]
-    _by_kind[kind][found] = None
+    is_new = obj not in _by_kind[kind]
+    _by_kind[kind][obj] = None
     return is_new
 
 

@@ -1,55 +1,57 @@
-"""What scale knows of an object that is not its own: a record, as an attribute of the object.
+"""Records: facts that scale stores as an attribute of an object, such as a parameter, an optimizer or a module.
 
-So it is gone when the object is, and whoever has a parameter sees all that decides about it. What a shard is a part of
-stands beside it, in its `Shard` (`scale_core.shard`). Copies and files of the object have none of it.
+A record ends with its object. Copies and pickles of the object start without one. The layout of a shard is in its
+`Shard` (`scale_core.shard`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, ClassVar, Self
-from weakref import ReferenceType
+from weakref import ReferenceType, ref
 
 if TYPE_CHECKING:
     from scale_core.comm.group import Group
 
 
 class Record:
-    """Facts of one kind about one object; a copy or a file of the object begins without them."""
+    """Facts of one kind about one object."""
 
-    attribute: ClassVar[str]  # of the object, that has them
+    attribute: ClassVar[str]  # the name of the object's attribute
+    object_ref: ReferenceType[Any]  # A shallow copy of the object takes the attribute over, and has no record.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # Which `torch.load` takes with `weights_only=True`.
+        return OrderedDict, ()  # `torch.load(weights_only=True)` accepts that, but no class of ours.
 
     def __deepcopy__(self, memo: object) -> None:
         return None
 
     @classmethod
-    def of(cls, thing: Any) -> Self | None:
-        """The record of an object; None where nothing is known of it."""
-        found = vars(thing).get(cls.attribute)
-        return found if isinstance(found, cls) else None
+    def get(cls, obj: Any) -> Self | None:
+        """Returns the record of an object, or None if it has none."""
+        record = vars(obj).get(cls.attribute)
+        return record if isinstance(record, cls) and record.object_ref() is obj else None
 
     @classmethod
-    def made_for(cls, thing: Any) -> Self:
-        """The record of an object, made where there is none."""
-        found = cls.of(thing)
-        if found is None:
-            found = vars(thing)[cls.attribute] = cls()
-        return found
+    def get_or_create(cls, obj: Any) -> Self:
+        """Returns the record of an object, which is created if it has none."""
+        record = cls.get(obj)
+        if record is None:
+            record = vars(obj)[cls.attribute] = cls()
+            record.object_ref = ref(obj)
+        return record
 
 
 class ParamRecord(Record):
-    """What is known of a parameter.
+    """Facts about a parameter.
 
     Attributes:
-        lacks_autograd_hooks: Autograd gives it no gradients, so a hook of autograd would never be called.
-        averaged_over: The ranks over which a hook of autograd averages its gradient; None if there is no such hook.
-        flat_buffer: Of a flat parameter, the buffer with the parameters in it.
-        replaced_by: A shard has taken its place in the model: the shard's owner, and its number there.
-        copy_of: It is an unsharded copy: the owner of what it is a copy of, and the number there.
-        unit: The unit of scale-fsdp that has it, the number of its buffer there, and its own number in that.
+        lacks_autograd_hooks: Autograd computes no gradient for it, so its autograd hooks are never called.
+        averaged_over: The ranks over which an autograd hook averages its gradient; None if there is no such hook.
+        flat_buffer: The buffer of a flat parameter; None for other parameters.
+        replaced_by: The owner of the shard that replaced it in the model, and its index in `owner.names`.
+        unsharded_copy_of: The owner of the parameter that it is an unsharded copy of, and its index in `owner.names`.
+        param_owner: scale-fsdp's `ParamOwner` of it.
     """
 
     attribute = "_scale_param"
@@ -58,5 +60,5 @@ class ParamRecord(Record):
     averaged_over: Group | None = None
     flat_buffer: ReferenceType[Any] | None = None
     replaced_by: tuple[Any, int] | None = None
-    copy_of: tuple[ReferenceType[Any], int] | None = None
-    unit: Any = None
+    unsharded_copy_of: tuple[ReferenceType[Any], int] | None = None
+    param_owner: Any = None

@@ -30,7 +30,6 @@ from scale_core.optim.clip_grad import (
     warn_if_used_up,
 )
 from scale_core.optim.local_step import step_on_local_tensors
-from scale_core.optim.step_checks import clear_accumulated_too
 from scale_core.shard import check_undivided, on_first_shard, on_local_tensors, shard_of, stage_parameters, stages_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 from scale_core.state.torch_state_dict import install_hooks
@@ -157,4 +156,3 @@ def adopt(optimizer: Optimizer) -> None:
     """Makes an optimizer know of shards, if it is on some; any other refuses to load one rank's shard of a state."""
     install_hooks(optimizer, refuses_parts=True)
     step_on_local_tensors(optimizer)
-    clear_accumulated_too(optimizer)

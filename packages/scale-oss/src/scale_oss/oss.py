@@ -186,23 +186,23 @@ class OSS(OSSStateDictMixin):
 
     def _build_optimizer(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
         """The optimizer of this rank's shard; what it refuses on one rank, as Muon a vector, is raised on all."""
-        with self._values_of_full_params(self._assigner.full_param):
-            made = call_on_all_ranks(
+        with self._gathered_full_params(self._assigner.full_param):
+            optimizer = call_on_all_ranks(
                 lambda: self._optim_class(groups, **constructor_arguments(self._optim_class, defaults)),
                 f"the start of {self._optim_class.__name__}",
                 self.contract,
             )
         if not self.elementwise:  # It gets full tensors, also where they are shards of a model that one rank has whole.
-            allow_full_state(made)
-        return made
+            allow_full_state(optimizer)
+        return optimizer
 
     @contextmanager
-    def _values_of_full_params(self, buckets: Sequence[FullParamBucket]) -> Iterator[None]:
-        """A context in which full parameters of shards have their values, for an optimizer that is given them."""
+    def _gathered_full_params(self, buckets: Sequence[FullParamBucket]) -> Iterator[None]:
+        """Inside, the full parameters of these buckets have values: an optimizer may read them when it gets them."""
         for bucket in buckets:
-            bucket.gather_values()
+            bucket.gather_params()
         try:
-            # A shard that one rank holds whole is a full parameter, too: no other rank computes with it.
+            # If a rank holds all elements of a parameter, its optimizer reads a plain tensor: no other rank takes part.
             with nullcontext() if self.elementwise else as_local():
                 yield
         finally:
@@ -361,9 +361,9 @@ class OSS(OSSStateDictMixin):
         try:
             check_no_layer_shards([group], self.group, number)
             self.contract.check_equal("a parameter group added to OSS", list(describe_groups([group], number)))
-            known = len(self.full_param_buckets)
+            num_buckets = len(self.full_param_buckets)
             (stepped,) = self._assigner.add([group], number)
-            with self._values_of_full_params(self.full_param_buckets[known:]):
+            with self._gathered_full_params(self.full_param_buckets[num_buckets:]):
                 call_on_all_ranks(lambda: self.optim.add_param_group(stepped), what, self.contract)
         except BaseException:
             del self.param_groups[number:], self.optim.param_groups[number:]

@@ -33,9 +33,9 @@ _LOST = "failed in "
 
 
 class _PassRecorder:
-    """The recorder of the last model that a group divides."""
+    """The flight recorder of the last model that is divided over a group."""
 
-    ref: ReferenceType[FlightRecorder] | None = None
+    recorder: ReferenceType[FlightRecorder] | None = None
 
 
 class FailedPass(ForEachShardHook):
@@ -45,7 +45,7 @@ class FailedPass(ForEachShardHook):
         self._group = group
         self._recorder = FlightRecorder(group)
         self._backward = -1  # autograd's number of the backward whose end is waited for
-        group.state.of(_PassRecorder).ref = ref(self._recorder)
+        group.state.get_or_create(_PassRecorder).recorder = ref(self._recorder)
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -95,8 +95,8 @@ class FailedPass(ForEachShardHook):
 
 def add_explanation(error: TransferError, group: Group) -> None:
     """Adds to the error of a transfer what each rank of the group did last, where one has said so."""
-    known = group.state.of(_PassRecorder).ref
-    recorder = None if known is None else known()
+    recorder_ref = group.state.get_or_create(_PassRecorder).recorder
+    recorder = None if recorder_ref is None else recorder_ref()
     if recorder is None:
         return
     recorder.events.append(f"{_LOST}{error.fact}")

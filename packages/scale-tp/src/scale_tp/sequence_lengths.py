@@ -78,7 +78,7 @@ def record_sequence_lengths(lengths: Sequence[int], process_group: GroupLike = N
 def record_lengths(group: Group, lengths: Sequence[int]) -> None:
     """Records how many positions each rank has of a sequence."""
     if group.process_group is not None:
-        group.state.of(_RecordedLengths).record(tuple(lengths))
+        group.state.get_or_create(_RecordedLengths).record(tuple(lengths))
 
 
 @untraced
@@ -87,9 +87,9 @@ def shard_lengths(group: Group, part: Tensor, dim: int) -> tuple[int, ...]:
     own = part.shape[dim]
     if group.process_group is None:
         return (own,)
-    known = group.state.of(_RecordedLengths).lookup(group.rank, own)
-    if known is not None:
-        return known
+    lengths = group.state.get_or_create(_RecordedLengths).lookup(group.rank, own)
+    if lengths is not None:
+        return lengths
     try:
         return tuple(row[0] for row in exchange([own], group))
     except TransferError as error:

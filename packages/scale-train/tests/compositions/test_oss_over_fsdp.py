@@ -199,16 +199,16 @@ class SmallWeightsOnly(torch.optim.SGD):
 def values_are_read_when_an_optimizer_is_built() -> list[str]:
     plain = Net()
     model = shard(copy.deepcopy(plain))
-    ours = OSS(list(model.parameters())[:3], SmallWeightsOnly, elementwise=False, bucket_numel=60, lr=0.1)
-    theirs = SmallWeightsOnly(list(plain.parameters())[:3], lr=0.1)
-    for optimizer, each in ((ours, model), (theirs, plain)):
-        optimizer.add_param_group({"params": list(each.parameters())[3:]})
-    full = [param for bucket in ours.full_param_buckets for param in bucket.optimizer_params]
-    assert not any(param.untyped_storage().nbytes() for param in full)
+    oss = OSS(list(model.parameters())[:3], SmallWeightsOnly, elementwise=False, bucket_numel=60, lr=0.1)
+    reference = SmallWeightsOnly(list(plain.parameters())[:3], lr=0.1)
+    for optimizer, net in ((oss, model), (reference, plain)):
+        optimizer.add_param_group({"params": list(net.parameters())[3:]})
+    full_params = [param for bucket in oss.full_param_buckets for param in bucket.optimizer_params]
+    assert not any(param.untyped_storage().nbytes() for param in full_params)
     for step in range(2):
         loss(model, step, group_of().rank).backward()
         give_mean_gradients(plain, step)
-        for optimizer in (ours, theirs):
+        for optimizer in (oss, reference):
             optimizer.step()
             optimizer.zero_grad()
     return differing(dict(model.state_dict()), dict(plain.state_dict()), "after two steps")

@@ -49,7 +49,7 @@ def group_for(device: torch.device, group: Group, *, limit_seconds: float | None
         TransferError: A rank did not come.
     """
     process_group = torch_group(group)
-    if not peer_to_peer(group, device):
+    if not peer_to_peer(group, device) or group.state.is_host_group:
         return process_group
     if group.state.host_twin is None:
         group.state.host_twin = _make_twin(process_group, group, limit_seconds or process_limit())
@@ -63,8 +63,8 @@ def passed_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _make_twin(process_group: dist.ProcessGroup, group: Group, limit_seconds: float | None) -> dist.ProcessGroup:
-    # All ranks make it together at its first use. So no message of ours meets one of the user's, whatever their tags. A
-    # group of NCCL needs it too, because NCCL moves nothing on the host.
+    # All ranks create the twin together, at its first use. Our messages then never meet messages of the user, whatever
+    # their tags. An NCCL group needs a twin too, because NCCL moves nothing on the host.
     if not dist.is_gloo_available():
         raise RuntimeError(
             f"ranks {list(group.ranks)} communicate on the host, and this torch was built without gloo: install one "
@@ -72,7 +72,7 @@ def _make_twin(process_group: dist.ProcessGroup, group: Group, limit_seconds: fl
         )
     limit = compat.time_limit(process_group) if limit_seconds is None else timedelta(seconds=limit_seconds)
     try:
-        twin = compat.gloo_twin(process_group, limit)
+        twin = compat.gloo_twin(process_group, limit, "host", compat.time_limit(process_group))
     except RuntimeError as error:
         absent, cause = compat.absent_from_twin(process_group), str(error).splitlines()[0]
         if absent:

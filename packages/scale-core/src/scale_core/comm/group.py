@@ -28,7 +28,7 @@ class RanksOnly(Protocol):
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | RanksOnly | None"
 
 
-_ALONE = GroupState()  # of all groups without a process group
+_SINGLE_RANK_STATE = GroupState()  # shared by all groups without a process group
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     backend: str = "none"
     ranks: tuple[int, ...] = (0,)
-    state: GroupState = field(default=_ALONE, repr=False, compare=False)
+    state: GroupState = field(default=_SINGLE_RANK_STATE, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} ({self.backend})"
@@ -154,4 +154,6 @@ def _from_torch(process_group: dist.ProcessGroup | None) -> Group:
     name = str(dist.get_backend(process_group))
     # Of "cpu:gloo,cuda:nccl" the one for the accelerator.
     backend = next((known for known in ("nccl", "fake", "gloo") if known in name), name)
-    return Group(dist.get_rank(process_group), len(ranks), process_group, backend, ranks, group_state(process_group))
+    return Group(
+        dist.get_rank(process_group), len(ranks), process_group, backend, ranks, group_state(process_group, ranks)
+    )

@@ -1,6 +1,6 @@
-"""What this process knows of a process group: one record for each, which is gone when the group is.
+"""What this process knows of a process group: one record for each, which ends with the group.
 
-torch's process groups take no attributes, so the records stand in a table.
+torch's process groups take no attributes, so the records are in a table.
 """
 
 from __future__ import annotations
@@ -15,37 +15,57 @@ T = TypeVar("T")
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
+class StepCount:
+    """Number of optimizer steps on shards of some ranks; equal on all of them.
+
+    Steps are counted because writes can't be compared: an optimizer may skip a shard that is empty on one rank, and
+    writes to `param.data` count no version. A count per process would include other models. If hooks of users may have
+    stepped in a backward pass, one step is counted at its end.
+    """
+
+    number = 0
+
+
 class GroupState:
     """The record of a process group; each `Group` of it has it as `group.state`.
 
     Attributes:
+        ranks: The global ranks; () where nobody asks for them.
         host_twin: The gloo group of the same ranks that moves data on the host; None until it is needed.
-        twin_of: Of such a twin, the group that it belongs to.
+        is_host_group: The group moves data on the host itself, and needs no twin.
+        twin_of: Of a twin, the group that it belongs to.
         compared_calls: Fingerprints of the calls that were equal on all its ranks; see `check_same_call`.
-        num_optimizer_steps: How many steps optimizers have taken on the shards of these ranks; equal on all of them.
-            Whether a shard was written to is not: an optimizer may leave out what is empty on this rank, and one that
-            writes to `param.data` counts no versions. Nor is the number of all steps of a process, which may train
-            other models as well. Steps in backward passes count where they end, if hooks of users may have taken them.
+        optimizer_steps: The count of steps on shards of these ranks, one object for all groups of the same ranks: a
+            model may have units on several, and an optimizer shards of some of them on one rank alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        self.ranks = ranks
         self.host_twin: dist.ProcessGroup | None = None
+        self.is_host_group = False
         self.twin_of: ReferenceType[dist.ProcessGroup] | None = None
         self.compared_calls: set[int] = set()
-        self.num_optimizer_steps = 0
+        self.optimizer_steps = StepCount()
         self._of_packages: dict[type[Any], Any] = {}
 
-    def of(self, kind: type[T]) -> T:
-        """Returns what a package above keeps of the group: its one object of this class, made at the first call."""
+    def get_or_create(self, kind: type[T]) -> T:
+        """Returns this group's instance of a class, created at the first call.
+
+        Packages above scale-core keep their own facts about a group in it.
+        """
         if kind not in self._of_packages:
             self._of_packages[kind] = kind()
-        found: T = self._of_packages[kind]
-        return found
+        instance: T = self._of_packages[kind]
+        return instance
 
 
-def group_state(process_group: dist.ProcessGroup) -> GroupState:
-    """Returns the record of a process group."""
+def group_state(process_group: dist.ProcessGroup, ranks: tuple[int, ...] = ()) -> GroupState:
+    """Returns the record of a process group, given its global ranks."""
     state = _states.get(process_group)
     if state is None:
-        state = _states[process_group] = GroupState()
+        state = GroupState(ranks)
+        for other in _states.values():
+            if ranks and other.ranks == ranks:
+                state.optimizer_steps = other.optimizer_steps
+        _states[process_group] = state
     return state

@@ -92,13 +92,13 @@ _KEPT = (
 )
 
 
-def _all_buffers() -> list[FlatBuffer]:
+def _live_flat_buffers() -> list[FlatBuffer]:
     return [owner for owner in shard_owners() if isinstance(owner, FlatBuffer)]
 
 
 def live_buffers() -> Iterator[tuple[str, Tensor]]:
     """Yields every flat tensor that exists now: "shard" [S], "gathered" [W * S], "gradient" [W * S]."""
-    for buffer in _all_buffers():
+    for buffer in _live_flat_buffers():
         yield "shard", buffer.shard
         if buffer.state is not State.SHARDED and not buffer.is_aliased:
             yield "gathered", buffer.full
@@ -111,7 +111,7 @@ def live_buffers() -> Iterator[tuple[str, Tensor]]:
 
 def wait_sent() -> None:
     """Waits until every shard may be written to; see `FlatBuffer.wait_sent`."""
-    for buffer in _all_buffers():
+    for buffer in _live_flat_buffers():
         buffer.wait_sent()
 
 
@@ -210,7 +210,7 @@ class FlatBuffer(FlatReduced):
         if self.is_stale():
             self.part = None
         if self.part is None:
-            self._gathered_version, self._gathered_after = self.version, self.group.state.num_optimizer_steps
+            self._gathered_version, self._gathered_after = self.version, self.group.state.optimizer_steps.number
         if self.is_aliased:
             self.state = State.GATHERED
             return
@@ -296,7 +296,7 @@ class FlatBuffer(FlatReduced):
         """
         if self.state is State.SHARDED and self.part is None:
             return False
-        stepped = self.group.state.num_optimizer_steps != self._gathered_after and self.trains
+        stepped = self.group.state.optimizer_steps.number != self._gathered_after and self.trains
         return (stepped and not by_writes_alone) or self.version != self._gathered_version
 
     # The end of what is under way.
@@ -409,7 +409,7 @@ class FlatBuffer(FlatReduced):
         self._unsharded_version = self.unsharded_params[0]._version
         self._init_gradients(self.unsharded_params)
         self.gradient.holds = self.gradient.holds and not self.is_aliased
-        self._gathered_version, self._gathered_after = self.version, self.group.state.num_optimizer_steps
+        self._gathered_version, self._gathered_after = self.version, self.group.state.optimizer_steps.number
         self.rename(self.names, self._unit, self._flat_name, self._counted_over)
         self.release()
         if register_shard_owner(self):

@@ -157,12 +157,12 @@ def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
 def mark_without_autograd_hooks(params: Sequence[Tensor]) -> None:
     """Records that autograd gives these parameters no gradients: only `call_local_grad_hooks` reports them."""
     for param in params:
-        ParamRecord.made_for(param).lacks_autograd_hooks = True
+        ParamRecord.get_or_create(param).lacks_autograd_hooks = True
 
 
 def lacks_autograd_hooks(param: Tensor) -> bool:
     """Whether a hook of autograd on this parameter would never be called."""
-    record = ParamRecord.of(param)
+    record = ParamRecord.get(param)
     return record is not None and record.lacks_autograd_hooks
 
 
@@ -222,11 +222,6 @@ def is_consumed_in_backward(param: Tensor) -> bool:
 def has_reduced_grad_hooks() -> bool:
     """Whether there are hooks for gradients before the pass is over."""
     return bool(gradient_hooks.reduced) or any(at_once for _, at_once in gradient_hooks.published.values())
-
-
-def has_grad_published_hooks() -> bool:
-    """Whether there are hooks for published gradients."""
-    return bool(gradient_hooks.published)
 
 
 def call_grad_published_hooks(params: Sequence[Tensor]) -> None:

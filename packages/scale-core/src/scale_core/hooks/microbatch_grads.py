@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from scale_core.comm.group import Group
 from scale_core.hooks.registry import gradient_hooks
 from scale_core.live_objects import live_objects, register_live
+from scale_core.records import Record
 
 
 class StepSignature(NamedTuple):
@@ -46,7 +47,12 @@ class PipelineRanks(NamedTuple):
     with_parameters: Group  # Those whose part has any; the others have nothing that could be measured
 
 
-_RANKS = "_pipeline_ranks"  # the attribute of a module that has them
+class _PipelineRecord(Record):
+    """Of a pipeline, the ranks that announce its steps."""
+
+    attribute = "_scale_pipeline"
+    ranks: PipelineRanks
+
 
 MicrobatchStepCallback = Callable[["MicrobatchStep"], StepObserver | None]
 
@@ -139,13 +145,15 @@ def microbatch_steps_wanted() -> bool:
 
 def register_pipeline(module: nn.Module, group: Group, with_parameters: Group | None = None) -> None:
     """Records that all steps of this module's parameters will be announced."""
-    vars(module)[_RANKS] = PipelineRanks(group, group if with_parameters is None else with_parameters)
-    register_live(PipelineRanks, module)
+    ranks = PipelineRanks(group, group if with_parameters is None else with_parameters)
+    _PipelineRecord.get_or_create(module).ranks = ranks
+    register_live(_PipelineRecord, module)
 
 
 def pipeline_ranks(params: Iterable[Tensor]) -> PipelineRanks | None:
     """Returns the ranks that announce the steps of one of these parameters, or None."""
     wanted = {id(param) for param in params}
-    modules: list[nn.Module] = live_objects(PipelineRanks)
-    found = (module for module in modules if any(id(param) in wanted for param in module.parameters()))
-    return next((vars(module)[_RANKS] for module in found), None)
+    for pipeline in live_objects(_PipelineRecord):
+        if any(id(param) in wanted for param in pipeline.parameters()):
+            return _PipelineRecord.get_or_create(pipeline).ranks
+    return None

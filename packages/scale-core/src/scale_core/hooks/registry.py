@@ -1,4 +1,4 @@
-"""Who listens to the gradients of this process: the hooks of each event, in the order in which they were registered."""
+"""The gradient hooks of this process, by event, in the order of registration."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 class Hooks(OrderedDict[int, Any]):
     """The hooks of one event."""
+
+    # A subclass, because `RemovableHandle` needs a weak reference, and a plain dict has none.
 
     def register(self, hook: Any) -> RemovableHandle:
         """Adds a hook, until its handle removes it."""
@@ -23,7 +25,7 @@ class GradientHooks:
 
     def __init__(self) -> None:
         self.local = Hooks()  # gradients as this rank has computed them, before they are reduced
-        self.reduced = Hooks()  # gradients of shards, reduced, while the pass of other modules runs
+        self.reduced = Hooks()  # reduced gradients of shards, before the backward pass is over
         self.published = Hooks()  # gradients of shards in `param.grad`, each hook with what it consumes at once
         self.by_source = Hooks()  # gradients of the samples of one rank
         self.microbatch_steps = Hooks()  # steps that report the gradients of each micro-batch

@@ -47,7 +47,7 @@ def call_source_grad_hooks(param: Tensor, grad: Tensor, source: int) -> None:
 
 def mark_averaged(param: Tensor, group: Group) -> None:
     """Records that a hook of autograd averages the gradient of `param` over these ranks, and reports it before."""
-    ParamRecord.made_for(param).averaged_over = group
+    ParamRecord.get_or_create(param).averaged_over = group
 
 
 def source_group(param: Tensor) -> Group | None:
@@ -60,7 +60,7 @@ def source_group(param: Tensor) -> Group | None:
     for axis in () if shard is None else shard.axes:
         if axis.num_sources > 1:
             return axis.group
-    record = ParamRecord.of(param)
+    record = ParamRecord.get(param)
     return None if record is None else record.averaged_over
 
 

@@ -43,7 +43,7 @@ class MeasuredGradient(NamedTuple):
     grad: Tensor | None  # The elements of this rank; None counts as zeros
 
 
-def gradient_holders(params: Sequence[Tensor]) -> list[Tensor]:
+def _gradient_holders(params: Sequence[Tensor]) -> list[Tensor]:
     """Returns, for each parameter, the tensor whose `grad` is its averaged gradient: mostly itself."""
     reduced = map(reduced_gradient_of, params)
     return [p if gradient is None else gradient.holder() for p, gradient in zip(params, reduced, strict=True)]
@@ -52,7 +52,7 @@ def gradient_holders(params: Sequence[Tensor]) -> list[Tensor]:
 @on_local_tensors
 def measured_gradients(params: Sequence[Tensor]) -> list[MeasuredGradient]:
     """Returns the gradients of these parameters, for a norm."""
-    holders = gradient_holders(params)
+    holders = _gradient_holders(params)
     return [MeasuredGradient(param, holder, holder.grad) for param, holder in zip(params, holders, strict=True)]
 
 

@@ -22,16 +22,16 @@ from scale_core.comm.group import Group
 from scale_core.compat import graph_task_id
 from scale_core.consistency.optimizer_steps import with_inner
 from scale_core.live_objects import live_objects, register_live
-from scale_core.optim.local_step import BoundMethod, step_on_local_tensors
+from scale_core.optim.local_step import step_on_local_tensors
 from scale_core.optim.traits import is_known_elementwise, known_bases
 from scale_core.optim.trial_step import check_first_step
 from scale_core.records import ParamRecord, Record
-from scale_core.shard import as_local, is_divided, on_local_tensors, shard_of, stages_of
+from scale_core.shard import RECORD, is_divided, on_local_tensors, shard_of, stages_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 
 
 class ShardOwner(Protocol):
-    """What holds shards, and the gradients that were accumulated for them under `no_sync()`: a flat buffer."""
+    """An object with shards and their gradients accumulated under `no_sync()`, for example a flat buffer."""
 
     names: list[str]
     sharded_params: list[nn.Parameter]
@@ -45,29 +45,28 @@ class ShardOwner(Protocol):
         """Whether gradients have been accumulated that are not reduced."""
 
     def sharded_param(self, index: int) -> nn.Parameter:
-        """What `parameters()` yields for one of the names."""
+        """Returns the parameter that `parameters()` yields for `names[index]`."""
 
     def zero_accumulated(self, params: Container[int], *, set_to_none: bool) -> None:
-        """Clears what has been accumulated for those of these ids."""
+        """Clears the accumulated gradients of the parameters with these ids."""
 
 
-class _Stepped(NamedTuple):
-    """Whose parameters an optimizer steps on."""
+class _CheckResult(NamedTuple):
+    """What the checks have found about an optimizer: whose parameters it steps on."""
 
     owners: list[weakref.ref[Any]]  # of shards
     pipelines: list[weakref.ref[Any]]
-    shards: list[list[Tensor]]  # by group
 
 
 class _OptimizerRecord(Record):
-    """What is known of an optimizer.
+    """Facts about an optimizer.
 
     Attributes:
-        num_changes: How many changes of parameters there were, in all models of this process (class attribute).
-        has_full_params: One rank steps on all elements of its sharded parameters.
-        checked_at: How many changes there were when it was last checked.
-        stepped: What the checks have found since, by the number of parameters and the first one of each group: one that
-            steps on a part of its groups at a time has been checked for each.
+        num_changes: Number of parameter changes in all models of this process (class attribute).
+        has_full_params: Whether one rank steps on all elements of its sharded parameters.
+        checked_at: The value of `num_changes` at the last check.
+        checks: Results since then, by the ids of the parameters in each group: some optimizers step on a part of their
+            groups at a time, and groups may change.
     """
 
     attribute = "_scale_optimizer"
@@ -76,29 +75,29 @@ class _OptimizerRecord(Record):
     def __init__(self) -> None:
         self.has_full_params = False
         self.checked_at = -1
-        self.stepped: dict[tuple[tuple[int, int], ...], _Stepped] = {}
+        self.checks: dict[tuple[tuple[int, ...], ...], _CheckResult] = {}
 
 
 def register_replaced(param: Tensor, owner: Any, index: int) -> None:
     """Records that a local shard has replaced `param` in its model, as number `index` of `owner.names`."""
-    ParamRecord.made_for(param).replaced_by = owner, index
+    ParamRecord.get_or_create(param).replaced_by = owner, index
     invalidate_cache()  # An optimizer that has stepped on it before must be looked at again.
 
 
 def register_unsharded(params: Iterable[Tensor], owner: Any) -> None:
     """Records that `params` are unsharded copies of what `owner` holds; see `register_replaced`."""
-    held = weakref.ref(owner)  # Which holds the copies itself, as a rule: they must not keep it alive.
+    owner_ref = weakref.ref(owner)  # The owner holds the copies itself, as a rule: they must not keep it alive.
     for index, param in enumerate(params):
-        ParamRecord.made_for(param).copy_of = held, index
+        ParamRecord.get_or_create(param).unsharded_copy_of = owner_ref, index
 
 
 def sharded_param_of(param: Tensor) -> Tensor:
     """Returns the local shard, as `parameters()` yields it, of an unsharded parameter; of any other tensor itself."""
-    record = ParamRecord.of(param)
-    if record is None or record.copy_of is None:
+    record = ParamRecord.get(param)
+    if record is None or record.unsharded_copy_of is None:
         return param
-    held, index = record.copy_of
-    owner = held()
+    owner_ref, index = record.unsharded_copy_of
+    owner = owner_ref()
     return param if owner is None else cast(Tensor, owner.sharded_param(index))
 
 
@@ -108,7 +107,7 @@ def invalidate_cache() -> None:
 
 
 def register_shard_owner(owner: ShardOwner) -> bool:
-    """Refuses steps on `owner.sharded_params` while `owner.has_gradient`; returns whether the owner is a new one."""
+    """Registers an owner; returns whether it is new. Optimizers can't step on its shards while `owner.has_gradient`."""
     invalidate_cache()
     return register_live(ShardOwner, owner)
 
@@ -129,7 +128,7 @@ def owners_with_error_feedback(params: Iterable[Tensor]) -> list[Any]:
 
 def allow_full_state(optimizer: torch.optim.Optimizer) -> None:
     """Records that one rank steps on all elements of this optimizer's sharded parameters."""
-    _OptimizerRecord.made_for(optimizer).has_full_params = True
+    _OptimizerRecord.get_or_create(optimizer).has_full_params = True
 
 
 def constructor_example(optimizer: torch.optim.Optimizer) -> str:
@@ -141,8 +140,9 @@ def constructor_example(optimizer: torch.optim.Optimizer) -> str:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Starts to check the optimizers of this process; once is enough."""
+    """Starts to check the optimizers of this process, and extends their `zero_grad`; once is enough."""
     register_optimizer_step_pre_hook(_before_step)
+    torch.optim.Optimizer.zero_grad = _clearing(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
@@ -150,7 +150,7 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    owners = _stepped_of(optimizer).owners
+    owners = _checked(optimizer).owners
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure) or not owners:
         _refuse_unreduced(optimizer, owners)
@@ -168,33 +168,33 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 @on_local_tensors
-def _stepped_of(optimizer: torch.optim.Optimizer) -> _Stepped:
+def _checked(optimizer: torch.optim.Optimizer) -> _CheckResult:
     """Returns whose parameters an optimizer steps on, which is checked first, unless it has been."""
-    stepped = _known_of(optimizer)
-    if stepped is None:
-        stepped, record = _check(optimizer), _OptimizerRecord.made_for(optimizer)
+    result = _cached_check(optimizer)
+    if result is None:
+        result, record = _check(optimizer), _OptimizerRecord.get_or_create(optimizer)
         if record.checked_at != record.num_changes:
-            record.checked_at, record.stepped = record.num_changes, {}
-        record.stepped[_groups_of(optimizer)] = stepped
-    return stepped
+            record.checked_at, record.checks = record.num_changes, {}
+        record.checks[_groups_key(optimizer)] = result
+    return result
 
 
-def _groups_of(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, int], ...]:
-    groups = (group["params"] for group in optimizer.param_groups)
-    return tuple([(len(params), id(next(iter(params), None))) for params in groups])
+def _groups_key(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(map(id, group["params"])) for group in optimizer.param_groups])
 
 
-def _known_of(optimizer: torch.optim.Optimizer) -> _Stepped | None:
-    """What the checks have found, if no parameters have changed since."""
+def _cached_check(optimizer: torch.optim.Optimizer) -> _CheckResult | None:
+    """Returns the result of the last check, or None if parameters have changed since."""
+    # Without a call of `records`: it is asked several times in each step.
     record: _OptimizerRecord | None = vars(optimizer).get(_OptimizerRecord.attribute)
-    if record is None or record.checked_at != record.num_changes:
+    if type(record) is not _OptimizerRecord or record.checked_at != record.num_changes:
         return None
-    return record.stepped.get(_groups_of(optimizer))
+    return record.checks.get(_groups_key(optimizer))
 
 
 def _refuse_unreduced(optimizer: torch.optim.Optimizer, owners: list[weakref.ref[Any]]) -> None:
-    for held in owners:
-        owner = held()
+    for owner_ref in owners:
+        owner = owner_ref()
         if owner is not None and owner.has_gradient:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): gradients of '{owner.names[0]}' and others, accumulated under "
@@ -203,27 +203,25 @@ def _refuse_unreduced(optimizer: torch.optim.Optimizer, owners: list[weakref.ref
             )
 
 
-def _check(optimizer: torch.optim.Optimizer) -> _Stepped:
+def _check(optimizer: torch.optim.Optimizer) -> _CheckResult:
     """Refuses an optimizer that can't train its parameters; returns whose parameters they are."""
     _refuse_replaced(optimizer)
     _refuse_without_gradients(optimizer)
     _refuse_divided(optimizer)
     step_on_local_tensors(optimizer)
-    clear_accumulated_too(optimizer)
     hooks = optimizer._optimizer_step_post_hooks.values()
     params = list(_params(optimizer))
     pipelines = stages_of(params) if params else []
     if _after_step not in hooks and (pipelines or any(shard_of(param) is not None for param in params)):
         optimizer.register_step_post_hook(_after_step)
-    mine = {id(param) for param in params}
-    owners = [owner for owner in shard_owners() if any(id(param) in mine for param in owner.sharded_params)]
-    shards = [[param for param in group["params"] if shard_of(param) is not None] for group in optimizer.param_groups]
-    return _Stepped([weakref.ref(owner) for owner in owners], [weakref.ref(each) for each in pipelines], shards)
+    param_ids = {id(param) for param in params}
+    owners = [owner for owner in shard_owners() if any(id(param) in param_ids for param in owner.sharded_params)]
+    return _CheckResult([weakref.ref(owner) for owner in owners], [weakref.ref(pipeline) for pipeline in pipelines])
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
     for param in _params(optimizer):
-        record = ParamRecord.of(param)
+        record = ParamRecord.get(param)
         if record is None:
             continue
         if record.replaced_by is not None:
@@ -233,9 +231,9 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
                 f"the model's parameter any more, and to step on it would train nothing. Build the optimizer "
                 f"afterwards: {constructor_example(optimizer)}"
             )
-        if record.copy_of is not None:
-            held, index = record.copy_of
-            owner = held()
+        if record.unsharded_copy_of is not None:
+            owner_ref, index = record.unsharded_copy_of
+            owner = owner_ref()
             name = f"'{owner.names[index]}'" if owner is not None else "parameter"
             raise RuntimeError(
                 f"{type(optimizer).__name__} was built while the model's parameters were unsharded, by unshard() or "
@@ -263,7 +261,7 @@ def _refuse_divided(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose step needs elements that other ranks have, before its first step."""
     kind, bases = type(optimizer).__name__, known_bases(type(optimizer))
     shards = [shard for param in _params(optimizer) if (shard := shard_of(param)) is not None and is_divided(param)]
-    if not shards or _OptimizerRecord.made_for(optimizer).has_full_params or is_known_elementwise(type(optimizer)):
+    if not shards or _OptimizerRecord.get_or_create(optimizer).has_full_params or is_known_elementwise(type(optimizer)):
         return
     if any(base.sparse for base in bases):
         raise RuntimeError(
@@ -285,36 +283,32 @@ def runs_on_shards(optimizer: torch.optim.Optimizer) -> bool:
 @on_local_tensors
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Counts the step, and a version for fused optimizers, which change parameters without one."""
-    stepped = _stepped_of(optimizer)
+    result = _checked(optimizer)
     if graph_task_id() == -1:
-        owners, pipelines = ([each for ref in refs if (each := ref()) is not None] for refs in stepped[:2])
-        for state in {owner.group.state for owner in owners}:
-            state.num_optimizer_steps += 1
+        owners, pipelines = ([each for ref in refs if (each := ref()) is not None] for refs in result)
+        for count in {owner.group.state.optimizer_steps for owner in owners}:
+            count.number += 1
         models = {getattr(each, "recorded_steps", None) for each in (*owners, *pipelines)}  # One record for each.
         for steps in filter(None, models):
             steps.add(optimizer)
-    for group, shards in zip(optimizer.param_groups, stepped.shards, strict=True):
+    for group in optimizer.param_groups:
         if group.get("fused"):
-            increment_version(shards)
+            increment_version([param for param in group["params"] if RECORD in vars(param)])
 
 
-def clear_accumulated_too(optimizer: torch.optim.Optimizer) -> None:
-    """Makes `zero_grad` of an optimizer on shards clear what was accumulated under `no_sync()`; later calls do nothing.
+def _clearing(own: Callable[..., None]) -> Callable[..., None]:
+    """Wraps `Optimizer.zero_grad`, to clear gradients that were accumulated under `no_sync()`, too."""
+    # On the class, and not on each optimizer: wrappers, as Lightning's, call the method of a class.
 
-    It runs on local tensors, as the step does.
-    """
-    if isinstance(vars(optimizer).get("zero_grad"), BoundMethod):
-        return
-    if any(shard_of(param) is not None for param in _params(optimizer)):
-        vars(optimizer)["zero_grad"] = BoundMethod(optimizer, "zero_grad", _zero_grad)
+    @functools.wraps(own)
+    @on_local_tensors
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        own(self, set_to_none)
+        check = _cached_check(self)
+        owners = shard_owners() if check is None else [owner for ref in check.owners if (owner := ref()) is not None]
+        accumulated = [owner for owner in owners if owner.has_gradient]
+        param_ids = {id(param) for param in _params(self)} if accumulated else set()
+        for owner in accumulated:
+            owner.zero_accumulated(param_ids, set_to_none=set_to_none)
 
-
-def _zero_grad(own: Callable[..., None], optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    with as_local():
-        own(optimizer, set_to_none)
-        known = _known_of(optimizer)
-        mine = shard_owners() if known is None else [owner for ref in known.owners if (owner := ref()) is not None]
-        owners = [owner for owner in mine if owner.has_gradient]
-        params = {id(param) for param in _params(optimizer)} if owners else set()
-        for owner in owners:
-            owner.zero_accumulated(params, set_to_none=set_to_none)
+    return zero_grad

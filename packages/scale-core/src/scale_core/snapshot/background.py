@@ -144,26 +144,26 @@ def finish_pending() -> None:
         _last.wait()
 
 
-class _Writers:
-    """The ranks of a group as they write in the background."""
+class _SaveGroup:
+    """The gloo group for background saves of a group."""
 
     group: Group | None = None
 
 
 def background_group(group: Group) -> Group:
-    """The gloo group of the saves of a group; all its ranks call it together, the first time makes it.
+    """Returns the gloo group for background saves; created at the first call, which all ranks make together.
 
-    It is none of torch's, so a save that is under way goes on after `destroy_process_group`.
+    torch does not list this group, so `destroy_process_group` does not end a running save.
     """
     if group.size == 1:
         return Group()
-    writers = group.state.of(_Writers)
-    if writers.group is None:
-        process_group = compat.gloo_twin(torch_group(group), LIMIT, "saves")
+    saves = group.state.get_or_create(_SaveGroup)
+    if saves.group is None:
+        process_group = compat.gloo_twin(torch_group(group), LIMIT, "saves", LIMIT)
         state = group_state(process_group)
-        state.host_twin = process_group
-        writers.group = replace(group, process_group=process_group, backend="gloo", state=state)
-    return writers.group
+        state.is_host_group = True
+        saves.group = replace(group, process_group=process_group, backend="gloo", state=state)
+    return saves.group
 
 
 @atexit.register

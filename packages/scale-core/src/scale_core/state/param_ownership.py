@@ -69,12 +69,12 @@ class ParamSlice:
 def register_flat_param(buffer: FlatBuffer) -> None:
     """Records the parameters in the flat parameter of `buffer`; later changes of their names count."""
     assert buffer.flatten, "a buffer that exposes its parameters one by one has no flat one"
-    ParamRecord.made_for(buffer.sharded_params[0]).flat_buffer = weakref.ref(buffer)
+    ParamRecord.get_or_create(buffer.sharded_params[0]).flat_buffer = weakref.ref(buffer)
 
 
 def flat_buffer_of(param: Tensor) -> FlatBuffer | None:
     """The buffer of a flat parameter; None for any other tensor, and where the buffer is gone."""
-    record = ParamRecord.of(param)
+    record = ParamRecord.get(param)
     buffer: FlatBuffer | None = None if record is None or record.flat_buffer is None else record.flat_buffer()
     return buffer
 

@@ -14,8 +14,8 @@ from fairscale.nn.data_parallel.fully_sharded_data_parallel import ProcessGroupN
 from scale_core.comm.group import group_of
 
 
-class _MadeGroups(dict[tuple[str, tuple[int, ...] | None], Any]):
-    """The groups that were made beside a default group, by name and ranks."""
+class _CachedGroups(dict[tuple[str, tuple[int, ...] | None], Any]):
+    """The process groups of `get_process_group_cached`, by name and ranks."""
 
 
 def chunk_and_pad(tensor: Tensor, num_chunks: int) -> list[Tensor]:
@@ -42,11 +42,11 @@ def get_process_group_cached(
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     key = name.value, None if ranks is None else tuple(sorted(ranks))
-    made = group_of().state.of(_MadeGroups)
-    if key not in made:
-        made[key] = dist.new_group(ranks)
-    found: dist.ProcessGroup = made[key]
-    return found
+    groups = group_of().state.get_or_create(_CachedGroups)
+    if key not in groups:
+        groups[key] = dist.new_group(ranks)
+    group: dist.ProcessGroup = groups[key]
+    return group
 
 
 def validate_process_group(device: torch.device, process_group: dist.ProcessGroup) -> None:

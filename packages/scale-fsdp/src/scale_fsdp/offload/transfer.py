@@ -224,11 +224,12 @@ def are_current(copies: Sequence[tuple[GradientCopy, Tensor]]) -> list[bool]:
     return [answer is not None and next(values) == 0 for answer in answers]
 
 
-_FIRST_PART = 0.618  # of the elements: no border between groups of features lies there, nor at an odd number
+# Share of the elements in the first part. Groups of features have no border there, nor at an odd number of elements.
+_FIRST_PART = 0.618
 
 
 class _Fingerprint(NamedTuple):
-    """What changes when a gradient is scaled, clipped, negated or replaced."""
+    """Numbers that change when a gradient is scaled, clipped, negated or replaced."""
 
     rounded: Tensor  # [3] norm, and the sums of two parts: a small change of few elements can hide in the rounding
     bits: Tensor  # int64 scalar: exact sum of the elements' bits
@@ -237,8 +238,8 @@ class _Fingerprint(NamedTuple):
     def of(cls, grad: Tensor) -> _Fingerprint:
         grad = torch.view_as_real(grad) if grad.is_complex() else grad
         dtype = torch.promote_types(grad.dtype, torch.float32)
-        # The gradient before a normalization, or of a layer for two classes, has a sum of 0, and as many elements above
-        # 0 as below: negated it is a permutation of itself. Its parts have other sums.
+        # A gradient can sum to 0 and have as many positive as negative elements, for example before a LayerNorm or in a
+        # layer for two classes. Its negation then has the same norm, sum and bits, but other sums of unequal parts.
         flat = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.reshape(-1)
         sums = [part.sum(dtype=dtype) for part in flat.tensor_split([int(flat.numel() * _FIRST_PART) | 1])]
         rounded = torch.stack([torch.linalg.vector_norm(grad, dtype=dtype), *sums])

@@ -39,7 +39,7 @@ class ConversionMethods(nn.Module):
         assert unit is not None
         units = units_in(self) if recurse else [unit]
         check_not_in_use(units, "to(), half() and the like")
-        # Units show new parameters of each other only when all have been converted.
+        # Only the outermost call checks: inside it, units that share parameters still show each other's old ones.
         is_outermost = not unit.in_conversion
         if is_outermost:
             check_not_replaced(units)

@@ -200,7 +200,7 @@ class Uninitialized(NamedTuple):
 
 
 class _UninitializedBuffers(Record):
-    """The buffers of a module without values, by their attributes."""
+    """The buffers of a module that `to_empty` has allocated and nobody has written to, by name."""
 
     attribute = "_scale_uninitialized_buffers"
 
@@ -209,7 +209,7 @@ class _UninitializedBuffers(Record):
 
 
 class _UninitializedShard(Record):
-    """The version of a flat buffer's shard without values; None once it has some."""
+    """The version of a shard that nobody has written to since it was allocated; None afterwards."""
 
     attribute = "_scale_uninitialized_shard"
     version: int | None = None
@@ -220,13 +220,13 @@ def track_uninitialized_buffers(module: nn.Module, before: Mapping[str, Tensor |
     for name, old in before.items():
         now = module._buffers.get(name)
         if old is not None and old.is_meta and now is not None and not now.is_meta:
-            _UninitializedBuffers.made_for(module).by_name[name] = Uninitialized.of(now)
+            _UninitializedBuffers.get_or_create(module).by_name[name] = Uninitialized.of(now)
 
 
 def track_uninitialized_shard(buffer: FlatBuffer) -> None:
     """Records that a shard from the meta device has got memory and no values."""
     Uninitialized.of(buffer.shard)
-    _UninitializedShard.made_for(buffer).version = buffer.version
+    _UninitializedShard.get_or_create(buffer).version = buffer.version
 
 
 def check_initialized(unit: Unit) -> None:
@@ -237,7 +237,7 @@ def check_initialized(unit: Unit) -> None:
                 f"'{buffer.names[0]}' of {unit_title(unit.name)} is on the meta device and has no values to compute "
                 "with: call model.to_empty(device=...) and load a checkpoint, or shard the model without init=False"
             )
-        shard = _UninitializedShard.of(buffer)
+        shard = _UninitializedShard.get(buffer)
         if shard is not None and shard.version == buffer.version:
             raise RuntimeError(
                 f"nothing was written to '{buffer.names[0]}' of {unit_title(unit.name)} since it was on the meta "
@@ -246,7 +246,7 @@ def check_initialized(unit: Unit) -> None:
         if shard is not None:
             shard.version = None
     for path, module in (place for each in unit.modules for place in each.named_modules(prefix=unit.name)):
-        record = _UninitializedBuffers.of(module)
+        record = _UninitializedBuffers.get(module)
         tracked = {} if record is None else record.by_name
         for attribute, uninitialized in list(tracked.items()):
             if not uninitialized.is_filled(module._buffers.get(attribute)):

@@ -71,7 +71,7 @@ class FlattenedParameter:
 
 
 class _FlattenedParameters(Record):
-    """Those of a flat buffer, by number."""
+    """The `FlattenedParameter`s of a flat buffer, by index."""
 
     attribute = "_scale_flattened"
 
@@ -81,8 +81,8 @@ class _FlattenedParameters(Record):
 
 def flattened_parameter(buffer: FlatBuffer, number: int) -> FlattenedParameter:
     """Returns one object for all places of a parameter, so that it can be seen to be tied."""
-    known = _FlattenedParameters.made_for(buffer).by_number
-    found = known.get(number)
-    if found is None:
-        found = known[number] = FlattenedParameter(buffer, number)
-    return found
+    by_number = _FlattenedParameters.get_or_create(buffer).by_number
+    param = by_number.get(number)
+    if param is None:
+        param = by_number[number] = FlattenedParameter(buffer, number)
+    return param

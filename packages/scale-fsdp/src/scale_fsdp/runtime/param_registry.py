@@ -70,8 +70,8 @@ def split_owned_and_shared(
     """Splits parameters into those that were not sharded yet, and those that another unit owns."""
     own, shared = [], []
     for info in infos:
-        record = ParamRecord.of(info.param)
-        owner: ParamOwner | None = None if record is None else record.unit
+        record = ParamRecord.get(info.param)
+        owner: ParamOwner | None = None if record is None else record.param_owner
         if owner is None or owner.ref() is None:
             own.append(info)
         else:
@@ -86,10 +86,12 @@ def register_owner(unit: Unit, original: Sequence[nn.Parameter] = ()) -> None:
     """
     numbers = {id(buffer): number for number, buffer in enumerate(unit.buffers)}
     for param, slot in zip(original, unit.slots, strict=False):
-        ParamRecord.made_for(param).unit = ParamOwner(weakref.ref(unit), numbers[id(slot.buffer)], slot.number)
+        ParamRecord.get_or_create(param).param_owner = ParamOwner(
+            weakref.ref(unit), numbers[id(slot.buffer)], slot.number
+        )
     for buffer in unit.buffers:
         if buffer.flatten:
             register_flat_param(buffer)
             continue
         for number, param in enumerate(buffer.sharded_params):
-            ParamRecord.made_for(param).unit = ParamOwner(weakref.ref(unit), numbers[id(buffer)], number)
+            ParamRecord.get_or_create(param).param_owner = ParamOwner(weakref.ref(unit), numbers[id(buffer)], number)

@@ -397,8 +397,8 @@ class Root(UnitContext):
             if buffer.flatten or ParamKey(number, place, index) not in unused
         ]
         if call_post_accumulate_grad_hooks(reduced):  # They may have stepped, on all that was reduced.
-            for state in {buffer.group.state for unit in self.units for buffer in unit.buffers}:
-                state.num_optimizer_steps += 1
+            for count in {buffer.group.state.optimizer_steps for unit in self.units for buffer in unit.buffers}:
+                count.number += 1
 
     def _commit_buffers(self, frozen: Mapping[FlatBuffer, Sequence[int]] = MappingProxyType({})) -> None:
         """Reduced gradients go to the shards' `grad`; others wait on. `frozen` as in `FlatBuffer.commit`."""

@@ -143,7 +143,7 @@ class Unit:
         self.prefetch: dict[str, list[Unit]] = {}  # by hand, in a "forward" and in a "backward"
         self.kept_unsharded = False  # from `unshard()` to the next pass that runs it, or `reshard()`
         self.in_summon = False  # inside `summon_full_params`
-        self.in_conversion = False  # a module around it, or its own, is being converted, as by `to()`
+        self.in_conversion = False  # inside `_apply` of its module or of a module around it
         # Full parameters of the units around the one that `apply()` is at, and of that one.
         self.applied_params: dict[FlatBuffer, list[nn.Parameter]] | None = None
         self.state_dict_call: object | None = None  # the `state_dict()` that runs now

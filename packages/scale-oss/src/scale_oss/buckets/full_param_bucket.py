@@ -5,12 +5,13 @@ sends its shards of parameters and gradients to the parameters' owners; each own
 the updated shards back: two collectives, whatever the optimizer does between them. (On DTensors each operation that
 needs it gathers by itself: 15 times for each matrix in Muon.)
 
-A constructor may read values, as of one that masks large weights: while it runs, they are there without gradients.
+An optimizer's constructor may read the values of parameters, for example to build a mask. While it runs, all full
+parameters of this rank have their values, and no gradients.
 
 An owner could keep its full parameters between the steps and save the first third of what is sent, but would hold as
-many elements again as its shard, and a stale copy after every load. So only the state is kept, and full parameters have
-memory only during the step: at most four times the elements of a bucket, parameters and gradients as they are sent and
-as they arrive.
+many elements again as its shard, and a stale copy after every load. So only the state is kept, and otherwise full
+parameters have memory only during the step: at most four times the elements of a bucket, parameters and gradients as
+they are sent and as they arrive.
 """
 
 from __future__ import annotations
@@ -57,19 +58,11 @@ class FullParamBucket:
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     @on_local_tensors
-    def gather_values(self) -> None:
-        """Gives full parameters their values, without gradients, until `release`; all ranks call it together."""
+    def gather_params(self) -> None:
+        """Sends all shards to their owners, without gradients, until `release`; all ranks call it together."""
         if any(param.is_meta for param in self.params):
             return  # They have no values yet.
-        self._with_grad = list(range(len(self.params)))
-        sent = [self.params[index].detach().reshape(-1) for index in self._by_owner()]
-        sizes = self._sizes_by_owner(), self._sizes_by_peer()
-        parts = list(self._exchange("gather values", _concat(sent, self.params[0]), *sizes).split(sizes[1]))
-        for index in self._owned():
-            whole = self._allocated(index)
-            for peer in range(self.group.size):
-                self._fill(whole.data, index, peer, parts)
-        self._with_grad = []
+        self._gather("gather parameters", range(len(self.params)), with_grads=False)
 
     @on_local_tensors
     def prepare(self) -> None:
@@ -87,18 +80,27 @@ class FullParamBucket:
         """Sends the shards that have a gradient to their owners, with their gradients."""
         if not self._with_grad:
             return False
-        sent = [tensor for index in self._by_owner() for tensor in _flat_with_grad(self.params[index])]
-        input_sizes = [2 * size for size in self._sizes_by_owner()]
-        output_sizes = [2 * size for size in self._sizes_by_peer()]
-        received = self._exchange("gather to owners", _concat(sent, self.params[0]), input_sizes, output_sizes)
-        parts = list(received.split(output_sizes))
-        for index in self._owned():
-            whole = self._allocated(index)
-            whole.grad = torch.empty_like(whole)
-            for peer in range(self.group.size):
-                for target in (whole.data, whole.grad):
-                    self._fill(target, index, peer, parts)
+        self._gather("gather to owners", self._with_grad, with_grads=True)
         return True
+
+    def _gather(self, phase: str, indices: Sequence[int], *, with_grads: bool) -> None:
+        factor = 2 if with_grads else 1
+        sent = [tensor for index in self._by_owner(indices) for tensor in _flat(self.params[index], with_grads)]
+        input_sizes = [factor * size for size in self._sizes_by_owner(indices)]
+        output_sizes = [factor * size for size in self._sizes_by_peer(indices)]
+        received = self._exchange(phase, indices, _concat(sent, self.params[0]), input_sizes, output_sizes)
+        shards_by_peer = list(received.split(output_sizes))
+        for index in self._owned(indices):
+            full_param = self._full_param(index)
+            full_param.untyped_storage().resize_(full_param.numel() * full_param.itemsize)
+            targets = [full_param.data]
+            if with_grads:
+                full_param.grad = torch.empty_like(full_param)
+                targets.append(full_param.grad)
+            for peer, shard_range in enumerate(self._pieces[index]):
+                for target in targets:  # Each shard is taken from the beginning of what its rank has sent.
+                    target.view(-1)[slice(*shard_range)] = shards_by_peer[peer][: shard_range.numel]
+                    shards_by_peer[peer] = shards_by_peer[peer][shard_range.numel :]
 
     @on_local_tensors
     def scatter_to_shards(self) -> None:
@@ -106,13 +108,14 @@ class FullParamBucket:
         sent = [
             self._full_param(index).detach().view(-1)[slice(*self._pieces[index][peer])]
             for peer in range(self.group.size)
-            for index in self._owned()
+            for index in self._owned(self._with_grad)
         ]
         source = _concat(sent, self.params[0])
         self.release()
-        received = self._exchange("scatter to shards", source, self._sizes_by_peer(), self._sizes_by_owner())
+        sizes = self._sizes_by_peer(self._with_grad), self._sizes_by_owner(self._with_grad)
+        received = self._exchange("scatter to shards", self._with_grad, source, *sizes)
         place = 0
-        for index in self._by_owner():
+        for index in self._by_owner(self._with_grad):
             param = self.params[index]
             param.data.copy_(received[place : place + param.numel()].view(param.shape))
             place += param.numel()
@@ -120,38 +123,44 @@ class FullParamBucket:
         increment_version([self.params[index] for index in self._with_grad])
 
     def release(self) -> None:
-        for whole in self.optimizer_params:
-            whole.grad = None
-            whole.untyped_storage().resize_(0)
+        for full_param in self.optimizer_params:
+            full_param.grad = None
+            full_param.untyped_storage().resize_(0)
 
     # A message holds one rank's shards, one parameter after the other, in the order of the bucket.
 
-    def _by_owner(self) -> list[int]:
+    def _by_owner(self, indices: Sequence[int]) -> list[int]:
         """The parameters that are sent, in the order of their owners."""
-        return sorted(self._with_grad, key=lambda index: (self.placements[index].owner, index))
+        return sorted(indices, key=lambda index: (self.placements[index].owner, index))
 
-    def _owned(self) -> list[int]:
+    def _owned(self, indices: Sequence[int]) -> list[int]:
         """Those of them that this rank owns."""
-        return [index for index in self._with_grad if self.placements[index].owner == self.group.rank]
+        return [index for index in indices if self.placements[index].owner == self.group.rank]
 
-    def _sizes_by_owner(self) -> list[int]:
+    def _sizes_by_owner(self, indices: Sequence[int]) -> list[int]:
         """Elements that this rank holds of the parameters of each owner."""
         sizes = [0] * self.group.size
-        for index in self._with_grad:
+        for index in indices:
             owner = self.placements[index].owner
             assert owner is not None
             sizes[owner] += self._pieces[index][self.group.rank].numel
         return sizes
 
-    def _sizes_by_peer(self) -> list[int]:
+    def _sizes_by_peer(self, indices: Sequence[int]) -> list[int]:
         """Elements that each rank holds of this rank's parameters."""
-        return [sum(self._pieces[index][peer].numel for index in self._owned()) for peer in range(self.group.size)]
+        owned = self._owned(indices)
+        return [sum(self._pieces[index][peer].numel for index in owned) for peer in range(self.group.size)]
 
-    def _exchange(self, phase: str, source: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int]) -> Tensor:
+    def _exchange(
+        self,
+        phase: str,
+        indices: Sequence[int],
+        source: Tensor,
+        input_sizes: Sequence[int],
+        output_sizes: Sequence[int],
+    ) -> Tensor:
         """All-to-all of `source`, [sum of `input_sizes`]; returns [sum of `output_sizes`]."""
-        event = Event(
-            phase, self._title if len(self._with_grad) == len(self.params) else f"{self._title}, {self._with_grad}"
-        )
+        event = Event(phase, self._title if len(indices) == len(self.params) else f"{self._title}, {indices}")
         target = source.new_empty(sum(output_sizes))
         sizes = {"output_sizes": output_sizes, "input_sizes": input_sizes}
         pending = all_to_all(target, source, self.group, **sizes, tag=message_tag(event))
@@ -159,21 +168,10 @@ class FullParamBucket:
         with self._contract.waiting(event):
             return pending.wait(self._contract.limit_seconds)
 
-    def _allocated(self, index: int) -> nn.Parameter:
-        whole = self._full_param(index)
-        whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-        return whole
-
-    def _fill(self, target: Tensor, index: int, peer: int, parts: list[Tensor]) -> None:
-        """Writes one rank's shard of a parameter from the beginning of what it has sent, which is consumed."""
-        held = self._pieces[index][peer]
-        target.view(-1)[slice(*held)] = parts[peer][: held.numel]
-        parts[peer] = parts[peer][held.numel :]
-
     def _full_param(self, index: int) -> nn.Parameter:
-        whole = self.placements[index].optimizer_param
-        assert whole is not None, "only its owner has a full parameter"
-        return whole
+        full_param = self.placements[index].optimizer_param
+        assert full_param is not None, "only its owner has a full parameter"
+        return full_param
 
     def _check_params(self) -> None:
         for param, placement, pieces, (dtype, device) in zip(
@@ -189,10 +187,13 @@ class FullParamBucket:
                 )
 
 
-def _flat_with_grad(param: nn.Parameter) -> list[Tensor]:
-    """A shard and its gradient, each [numel], in the parameter's dtype."""
-    assert param.grad is not None
-    return [tensor.detach().reshape(-1).to(param.dtype) for tensor in (param, param.grad)]
+def _flat(param: nn.Parameter, with_grad: bool) -> list[Tensor]:
+    """A shard and, if asked for, its gradient, each [numel], in the parameter's dtype."""
+    tensors: list[Tensor] = [param]
+    if with_grad:
+        assert param.grad is not None
+        tensors.append(param.grad)
+    return [tensor.detach().reshape(-1).to(param.dtype) for tensor in tensors]
 
 
 def _concat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:

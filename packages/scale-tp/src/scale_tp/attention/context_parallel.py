@@ -257,15 +257,15 @@ class _Kernel:
 _kernel = _Kernel()
 
 
-class _ComparedParts:
-    """Whether the ranks of a group have been seen to have different parts."""
+class _PartsCheck:
+    """Whether the check has passed that the ranks of a group have different parts."""
 
-    differ = False
+    passed = False
 
 
 def _check_parts_differ(key: Tensor, value: Tensor, ranks: Group) -> None:
     """Compares some elements between the ranks, in the first attention of a group: nobody has cut equal parts."""
-    if ranks.process_group is None or ranks.backend == "fake" or ranks.state.of(_ComparedParts).differ:
+    if ranks.process_group is None or ranks.backend == "fake" or ranks.state.get_or_create(_PartsCheck).passed:
         return
     samples = [_sample(tensor) for tensor in (key, value)]
     are_constant = all(len(set(sample)) < 2 for sample in samples)
@@ -276,7 +276,7 @@ def _check_parts_differ(key: Tensor, value: Tensor, ranks: Group) -> None:
             "to have the full sequence instead of its part: cut the batch before, with "
             "scale_tp.get_batch_on_this_cp_rank(batch) or scale_tp.split_sequence(tokens)"
         )
-    ranks.state.of(_ComparedParts).differ = True
+    ranks.state.get_or_create(_PartsCheck).passed = True
 
 
 def _sample(tensor: Tensor) -> list[float]:

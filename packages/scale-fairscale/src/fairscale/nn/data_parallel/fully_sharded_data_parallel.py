@@ -27,11 +27,9 @@ from scale_core.state.torch_state_dict import SHARDS
 from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.state_dict.local import shard_metadata
 
-# How each module was wrapped.
-
 
 class _Options(Record):
-    """With what a module was sharded."""
+    """The options that a module was wrapped with."""
 
     attribute = "_fairscale_options"
     values: dict[str, Any] | None = None
@@ -108,11 +106,11 @@ class FullyShardedDataParallel(WrapperAttributes):
     ) -> None:
         arguments = WrapperArguments.of(locals())
         digests, options = digests_of_params(module), arguments.options()
-        if isinstance(module, scale_fsdp.FSDPModule) and _Options.made_for(module).values == options:
+        if isinstance(module, scale_fsdp.FSDPModule) and _Options.get_or_create(module).values == options:
             super().__init__(module)  # Wrapped anew as it was, as for evaluation: its unit stays.
         else:
             super().__init__(module, **cast(Any, options))
-            _Options.made_for(module).values = options
+            _Options.get_or_create(module).values = options
         self._weights: InitialWeights | None = InitialWeights.of(digests, self._unit)
         self.bucket_cap_mb = bucket_cap_mb
         self.no_broadcast_optim_state = bool(no_broadcast_optim_state)

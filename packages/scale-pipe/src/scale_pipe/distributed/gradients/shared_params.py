@@ -142,7 +142,9 @@ class SharedParams:
         received = {(slot.name, slot.source): unpack(p.structure, p.tensors) for slot, p in arrived.items()}
         frozen = {key for key, grad in received.items() if grad is None}
         grads = {key: _ReceivedGrad(*grad) for key, grad in received.items() if grad is not None}
-        problem: RuntimeError | None = None  # Replicas wait for this rank, and are told of it before it is raised.
+        incompatible: RuntimeError | None = (
+            None  # Raised at the end: replicas wait for this rank, and hear of it first.
+        )
         for name, copy in self._copies.items():
             others = {source: grads.get((name, source)) for source in copy.stages if source != copy.stage}
             try:
@@ -150,7 +152,7 @@ class SharedParams:
                     _check_frozen(name, copy, {source for source in others if (name, source) in frozen})
                     _check_compatible(name, copy, others)
             except RuntimeError as error:
-                failed, problem = True, error
+                failed, incompatible = True, error
             matching = _matching_grads(name, copy, others, failed=failed, limit_seconds=limit_seconds)
             if failed and copy.state.groups:
                 break  # The replicas know it, and leave here, too.
@@ -164,8 +166,8 @@ class SharedParams:
             before = self._accumulated.pop(name)
             summed = total if before is None else before if total is None else before.add_(total)
             set_unreduced_grad(copy.param, summed)
-        if problem is not None:
-            raise problem
+        if incompatible is not None:
+            raise incompatible
 
     # Values.
 
