@@ -1,4 +1,4 @@
-"""What `optimizer.step()` and `zero_grad()` cost on many small shards, beside the same elements in plain tensors.
+"""What `optimizer.step()` and `zero_grad()` cost on many small shards, compared with plain tensors of the same size.
 
     python benchmarks/optimizer_step.py                      # 1,000 parameters, 60 turns
     python benchmarks/optimizer_step.py --smoke              # seconds: that it runs
@@ -14,6 +14,7 @@ CPU time of the stepping thread, the median over turns and then over ranks. `rea
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from scale_core.testing import run_ranks
 UNITS = 20
 ROWS, COLUMNS = 32, 8
 WARM_UP = 3
-GOAL = 1.05
+GOAL = 1.05  # of the CPU time of a step on plain tensors
 OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
     "AdamW, fused": lambda params: torch.optim.AdamW(params, fused=True),
     "AdamW, foreach": lambda params: torch.optim.AdamW(params, foreach=True),
@@ -51,13 +52,13 @@ def units_of(num_params: int) -> nn.Sequential:
     return nn.Sequential(*(unit() for _ in range(UNITS)))
 
 
-def scale(model: nn.Sequential) -> list[Tensor]:
+def scale_fsdp_params(model: nn.Sequential) -> list[Tensor]:
     for unit in model:
         scale_fsdp.fully_shard(unit)
     return list(scale_fsdp.fully_shard(model).parameters())
 
 
-def fsdp2(model: nn.Sequential) -> list[Tensor]:
+def fsdp2_params(model: nn.Sequential) -> list[Tensor]:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -67,26 +68,26 @@ def fsdp2(model: nn.Sequential) -> list[Tensor]:
     return list(model.parameters())
 
 
-def plain(model: nn.Sequential) -> list[Tensor]:
+def plain_params(model: nn.Sequential) -> list[Tensor]:
     rows = ROWS // dist.get_world_size()
     return [nn.Parameter(param.detach()[:rows].clone()) for param in model.parameters()]
 
 
 ENGINES: dict[str, Callable[[nn.Sequential], list[Tensor]]] = {
-    "plain": plain,
-    "scale-fsdp": scale,
-    "torch FSDP2": fsdp2,
+    "plain": plain_params,
+    "scale-fsdp": scale_fsdp_params,
+    "torch FSDP2": fsdp2_params,
 }
 
 
 def run(num_params: int, turns: int) -> dict[tuple[str, str, str], float]:
     """Returns this rank's median CPU seconds by optimizer, engine and phase."""
     torch.set_num_threads(1)
-    found = {}
+    medians = {}
     for name, build in OPTIMIZERS.items():
         params = {engine: start(units_of(num_params)) for engine, start in ENGINES.items()}
         optimizers = {engine: build(of_engine) for engine, of_engine in params.items()}
-        spent: dict[tuple[str, str], list[float]] = {}
+        seconds_by_phase: dict[tuple[str, str], list[float]] = {}
         for _ in range(WARM_UP + turns):
             for engine, optimizer in optimizers.items():
                 for param in params[engine]:
@@ -99,11 +100,11 @@ def run(num_params: int, turns: int) -> dict[tuple[str, str, str], float]:
                 marks.append(time.thread_time())
                 optimizer.zero_grad()
                 marks.append(time.thread_time())
-                read, step, zero_grad = (after - before for before, after in zip(marks, marks[1:], strict=False))
+                read, step, zero_grad = (after - before for before, after in itertools.pairwise(marks))
                 for phase, seconds in zip(PHASES, (step, zero_grad, read), strict=True):
-                    spent.setdefault((engine, phase), []).append(seconds)
-        found |= {(name, *key): median(values[WARM_UP:]) for key, values in spent.items()}
-    return found
+                    seconds_by_phase.setdefault((engine, phase), []).append(seconds)
+        medians |= {(name, *key): median(values[WARM_UP:]) for key, values in seconds_by_phase.items()}
+    return medians
 
 
 def main() -> int:
@@ -125,7 +126,7 @@ def main() -> int:
             rows.append([name, phase, f"{seconds['plain'] * 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios), goal])
             figures += [{"optimizer": name, "phase": phase, "engine": e, "ms": s * 1e3} for e, s in seconds.items()]
     heads = ["", "", "plain, CPU ms", "scale-fsdp / plain", "FSDP2 / plain", "goal"]
-    table = Table(f"{num_params} parameters, of each of which a rank holds a half", heads, rows)
+    table = Table(f"{num_params} parameters, half of each on each rank", heads, rows)
     print(table.markdown())
     if options.date:
         save("optimizer_step", options.date, __doc__ or "", [table], figures)
