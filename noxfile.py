@@ -233,12 +233,14 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
-@nox.parametrize("client", [nox.param(name, id=name) for name in ("fairseq", "tango")])
+@nox.parametrize("client", [nox.param(name, id=name) for name in ("fairseq", "tango", "transformers")])
 def fairscale_clients(session: nox.Session, client: str) -> None:
     """Run programs that are written for FairScale, unmodified: `nox -s "fairscale_clients(tango)"` for one of them."""
     ours = [f"torch=={TORCH_DEFAULT}", "pytest>=8", *editable(edges("scale-fairscale"))]
     if client == "tango":  # Its extras ask for an old torch.
         session.install(*ours, "ai2-tango==1.3.2", "numpy<2", "setuptools<81")
+    elif client == "transformers":
+        session.install(*ours, "transformers==4.26.1", "numpy<2", "setuptools<81")
     else:  # Only an old pip takes the metadata of omegaconf 2.0.6; fairseq is built where there is no torch.
         session.install(
             *ours, "pip==23.2.1", "numpy<2", "setuptools<81", "sacrebleu==2.3.1", "regex", "tqdm", "bitarray", "cffi"

@@ -14,6 +14,11 @@ def test_versions_compare_as_strings_as_fairseq_does() -> None:
     assert fairscale.__version__ == ".".join(map(str, fairscale.__version_tuple__))
 
 
+def test_the_version_of_the_distribution_is_known_as_transformers_asks_for_it() -> None:
+    assert metadata.version("fairscale") == fairscale.__version__
+    assert metadata.requires("fairscale") == ["scale-fairscale"]
+
+
 def test_it_refuses_to_stand_beside_fairscale(monkeypatch: pytest.MonkeyPatch) -> None:
     found = metadata.distributions
 

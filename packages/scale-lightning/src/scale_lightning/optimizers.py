@@ -83,7 +83,7 @@ def whole_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     """
     if isinstance(optimizer, OSS):
         optimizer.consolidate_state_dict()
-        return optimizer.state_dict() if optimizer.group.rank == 0 else {}
+        return optimizer.state_dict() if optimizer.shard_group.rank == 0 else {}
     full = full_optim_state_dict(module, optimizer)
     if full is None:
         return {}

@@ -93,6 +93,7 @@ class OSS(OSSStateDictMixin):
     Attributes:
         optim: The optimizer of this rank's shard; its parameters are pieces of the user's.
         group: The ranks.
+        shard_group: The same, for classes derived from this one whose `group` is another object.
         waits_in_step: Whether `step` waits until the parameters are up to date. Otherwise each one waits at its use.
 
     Raises:
@@ -133,16 +134,16 @@ class OSS(OSSStateDictMixin):
         self.gets_reduced_gradients = False  # `ShardedDataParallel` averages gradients into the pieces.
         self.reduced_by: weakref.ref[nn.Module] | None = None  # who does so
         super().__init__(params, dict(defaults))
-        self.group = ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group)
-        check_no_layer_shards(self.param_groups, self.group)
-        self.contract = Contract(self.group, limit_seconds)
+        self.shard_group = ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group)
+        check_no_layer_shards(self.param_groups, self.shard_group)
+        self.contract = Contract(self.shard_group, limit_seconds)
         self.recorded_steps = self.contract.recorded_steps
         self._check_same_arguments()
         self._assigner = BucketAssigner(
-            self.group,
+            self.shard_group,
             self.contract,
             optim.__name__,
-            next_unique_id("OSS", self.group),
+            next_unique_id("OSS", self.shard_group),
             elementwise=self.elementwise,
             together=together,
             bucket_numel=bucket_numel,
@@ -158,8 +159,13 @@ class OSS(OSSStateDictMixin):
         self._state = StateByParam((self.optim, self.placements))
         self._check_initial_state()
         self._built = True
-        if self.group.rank == 0 and _logger.isEnabledFor(logging.INFO):
+        if self.shard_group.rank == 0 and _logger.isEnabledFor(logging.INFO):
             self._log_plan()
+
+    @property
+    def group(self) -> Any:
+        """The ranks, a `scale_core.Group`."""
+        return self.shard_group
 
     def _check_same_arguments(self) -> None:
         """Compares what the ranks were given."""
@@ -176,7 +182,7 @@ class OSS(OSSStateDictMixin):
             "stepped on in place, %d of shards that are put together; %s",
             self._optim_class.__name__,
             len(self._all_params()),
-            self.group.size,
+            self.shard_group.size,
             len(self.buckets),
             sum(bucket.full.nbytes for bucket in self.buckets),
             len(self.in_place_buckets),
@@ -359,7 +365,7 @@ class OSS(OSSStateDictMixin):
         group = self.param_groups[number]
         what = f"a group of {self._optim_class.__name__}"
         try:
-            check_no_layer_shards([group], self.group, number)
+            check_no_layer_shards([group], self.shard_group, number)
             self.contract.check_equal("a parameter group added to OSS", list(describe_groups([group], number)))
             num_buckets = len(self.full_param_buckets)
             (stepped,) = self._assigner.add([group], number)

@@ -67,7 +67,7 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
             )
     if not optimizers:
         raise ValueError("ShardedDataParallel: expected an OSS or several, got none")
-    groups = {optimizer.group.ranks for optimizer in optimizers}
+    groups = {optimizer.shard_group.ranks for optimizer in optimizers}
     if process_group is not None:
         groups.add(group_of(process_group).ranks)
     if len(groups) > 1:
@@ -271,7 +271,7 @@ class ShardedDataParallel(nn.Module):
             )
         self.module = module
         self.sharded_optimizers = optimizers
-        self.group = optimizers[0].group
+        self.group = optimizers[0].shard_group
         self.broadcast_buffers = broadcast_buffers
         devices = [bucket.device for optimizer in optimizers for bucket in optimizer.buckets]
         self.is_multi_device_module = len(set(devices)) > 1  # what torch's own wrapper says of itself

@@ -226,7 +226,7 @@ class OSSStateDictMixin(Optimizer):
     """State-dict methods of an optimizer whose state is in `optim`, which steps on this rank's shard."""
 
     optim: Optimizer
-    group: Group
+    shard_group: Group
     contract: Contract
     placements: dict[int, StatePlacement]  # by the parameter's `id`, in the order of the optimizer
     _bucket_numel: int
@@ -262,17 +262,17 @@ class OSSStateDictMixin(Optimizer):
             ValueError: There is no such rank; or the ranks have not stepped alike, or a state can't be put together.
             ContractError: The ranks name different recipients.
         """
-        if not -1 <= recipient_rank < self.group.size:
+        if not -1 <= recipient_rank < self.shard_group.size:
             raise ValueError(
-                f"recipient_rank: expected a rank of the group, 0 to {self.group.size - 1}, or -1 for all of them, "
-                f"got {recipient_rank}"
+                f"recipient_rank: expected a rank of the group, 0 to {self.shard_group.size - 1}, or -1 for all of "
+                f"them, got {recipient_rank}"
             )
         for group in self.param_groups:
             for index, param in enumerate(group["params"]):
                 check_gatherable(param, param_name(group, 0, index))
         self._consolidated = None
         self.contract.check_equal("the arguments of consolidate_state_dict", [f"recipient_rank={recipient_rank}"])
-        keeps = recipient_rank in (-1, self.group.rank)
+        keeps = recipient_rank in (-1, self.shard_group.rank)
         states = _gather_states(self._placements(), self.optim.state, keeps, self.contract, self._bucket_numel)
         if keeps:
             self._consolidated = plain_state_dict(self.param_groups, states)
@@ -378,7 +378,7 @@ class OSSStateDictMixin(Optimizer):
     def _check_initial_state(self) -> None:
         """Finds out whether a new optimizer has a state already, as Adagrad; all ranks together."""
         with self.contract.waiting("optimizer state"):
-            rows = exchange([len(self.optim.state)], self.group, limit_seconds=self.contract.limit_seconds)
+            rows = exchange([len(self.optim.state)], self.shard_group, limit_seconds=self.contract.limit_seconds)
         self._is_empty = not any(num_states for (num_states,) in rows)
 
     def _placements(self) -> list[StatePlacement]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -89,7 +90,8 @@ class OSS(scale_oss.OSS):
 
     Args:
         params: As in FairScale.
-        optim: As in FairScale.
+        optim: The class of the optimizer, or what builds one, as a function or a `functools.partial`. It is called once
+            with parameters of one element, to see the class and the options of the optimizer that it builds.
         group: The ranks, `process_group` in new code.
         broadcast_buffer_size: Without effect, as there.
         broadcast_fp16: As in FairScale; may be set later.
@@ -100,13 +102,15 @@ class OSS(scale_oss.OSS):
     def __init__(
         self,
         params: Any,
-        optim: type[Optimizer] = SGD,
+        optim: Callable[..., Optimizer] = SGD,
         group: Any = None,
         broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
         force_broadcast_object: bool = False,
         **default: Any,
     ) -> None:
+        if not isinstance(optim, type):
+            params, optim, default = _as_built_by(optim, params, default)
         if group is not None:
             name = optim.__name__
             warn_argument(
@@ -118,9 +122,15 @@ class OSS(scale_oss.OSS):
             )
         if force_broadcast_object:
             warn_argument("OSS", "force_broadcast_object", "has no effect, leave it out: state is sent as tensors")
-        super().__init__(params, optim, process_group=group, broadcast_fp16=broadcast_fp16, **default)
+        kind = cast("type[Optimizer]", optim)
+        super().__init__(params, kind, process_group=group, broadcast_fp16=broadcast_fp16, **default)
         self.buckets = self._assigner.replicated = Buckets(self.buckets)
         self._show_state()
+
+    @property
+    def group(self) -> Any:
+        """torch's process group of the ranks, as in FairScale; None where torch.distributed is not initialized."""
+        return self.shard_group.process_group or (dist.group.WORLD if dist.is_initialized() else None)
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Updates this rank's part of the parameters, and gives all ranks all parts.
@@ -147,7 +157,7 @@ class OSS(scale_oss.OSS):
 
     def _take_local_grads(self) -> None:
         waiting = self._unreduced()
-        if waiting and self.group.size > 1:
+        if waiting and self.shard_group.size > 1:
             warn_once(
                 "OSS.step()",
                 "these gradients were accumulated under no_sync() and not reduced, so that each part of the parameters "
@@ -212,6 +222,32 @@ class OSS(scale_oss.OSS):
 
     def _clear_cache(self) -> None:
         """Takes what trainers call; nothing is cached."""
+
+
+def _as_built_by(
+    build: Callable[..., Any], params: Iterable[Any], default: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], type[Optimizer], dict[str, Any]]:
+    """Returns parameter groups, class and defaults of the optimizer that a function builds.
+
+    Raises:
+        TypeError: It builds no optimizer.
+        ValueError: It builds one with other groups than it was given.
+    """
+    given = list(params)
+    groups = [dict(each) for each in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    probes = [{**group, "params": [nn.Parameter(torch.zeros(1, 1))]} for group in groups]
+    built = build(probes, **default)
+    if not isinstance(built, Optimizer):
+        raise TypeError(
+            f"OSS: expected optim to build an optimizer, got {built!r}: return torch.optim.SGD(params, ...)"
+        )
+    if len(built.param_groups) != len(groups):
+        raise ValueError(
+            f"OSS: optim was given {len(groups)} parameter groups and built an optimizer with "
+            f"{len(built.param_groups)}: divide the parameters before, OSS([{{'params': ...}}, ...], optim)"
+        )
+    pairs = zip(built.param_groups, groups, strict=True)
+    return [built_group | {"params": group["params"]} for built_group, group in pairs], type(built), built.defaults
 
 
 def _step_on_local_grad(bucket: Bucket, index: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ import scale_fsdp
 from fairscale.nn.data_parallel.fsdp_arguments import WrapperArguments
 from fairscale.nn.data_parallel.inner_wrapper import InnerWrapper, name_through_wrappers
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
-from scale_fsdp.runtime.unit import Unit, unit_of
+from scale_fsdp.runtime.unit import Unit, unit_of, units_in
 
 
 class TrainingState(enum.Enum):
@@ -34,10 +34,23 @@ class NotTheRootError(AssertionError, ValueError):
     """A method of the outermost wrapper was called on one inside; an AssertionError as in FairScale."""
 
 
+def predivide_factor(world_size: int) -> float:
+    """FairScale's factor before the sum: 1, doubled while it divides the world size and is below its root.
+
+    >>> [predivide_factor(ranks) for ranks in (1, 2, 4, 6, 8)]
+    [1.0, 2.0, 2.0, 4.0, 4.0]
+    """
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
 class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
     """The attributes of FairScale's wrapper, on scale-fsdp's."""
 
     _inner: InnerWrapper
+    _divide_factors: tuple[float, float] | None = None  # before and after the sum, where they were set
 
     def _set_attributes(self, given: WrapperArguments) -> None:
         """Sets those that FairScale derives from its arguments."""
@@ -99,6 +112,47 @@ class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
     def process_group_reduce_scatter(self) -> Any:
         """The group of all collectives, `process_group`."""
         return self.process_group
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are summed, as FairScale would: about the root of the world size.
+
+        Here sums are divided once, by this and `gradient_postdivide_factor` together.
+        """
+        return self._factors[0]
+
+    @gradient_predivide_factor.setter
+    def gradient_predivide_factor(self, factor: float) -> None:
+        self.set_gradient_divide_factors(factor, self._factors[1], recursive=False)
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        """What sums of gradients are divided by, beside `gradient_predivide_factor`."""
+        return self._factors[1]
+
+    @gradient_postdivide_factor.setter
+    def gradient_postdivide_factor(self, factor: float) -> None:
+        self.set_gradient_divide_factors(self._factors[0], factor, recursive=False)
+
+    @property
+    def _factors(self) -> tuple[float, float]:
+        if self._divide_factors is not None:
+            return self._divide_factors
+        before = predivide_factor(self.world_size)
+        return before, self.world_size / before
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divides summed gradients by `pre * post`, once, in place of the number of ranks."""
+        wrappers = (each for each in self.modules() if isinstance(each, WrapperAttributes)) if recursive else (self,)
+        for wrapper in wrappers:
+            wrapper._divide_factors = pre, post
+        for unit in units_in(self.sharded_module) if recursive else [self._unit]:
+            cast(Any, unit.module).set_gradient_divide_factor(pre * post)
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """Elements of padding in this rank's shard of each of `params`: none, shards are of different sizes instead."""
+        return [0 for _ in self.params]
 
     @property
     def cpu_offload(self) -> bool:

@@ -114,6 +114,10 @@ class FullyShardedDataParallel(WrapperAttributes):
         self._weights: InitialWeights | None = InitialWeights.of(digests, self._unit)
         self.bucket_cap_mb = bucket_cap_mb
         self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
+        self.verbose, self.clear_autocast_cache = verbose, clear_autocast_cache
+        self.disable_reshard_on_root = disable_reshard_on_root
+        if gradient_predivide_factor is not None:  # What the sum is divided by in all stays the number of ranks.
+            self._divide_factors = gradient_predivide_factor, self.world_size / gradient_predivide_factor
         self.allow_reset_parameters = allow_reset_parameters
         self._set_attributes(arguments)
 
@@ -232,11 +236,6 @@ class FullyShardedDataParallel(WrapperAttributes):
         return {**own, "param_metadata": param_metadata(units, own)}
 
     consolidate_shard_weights = staticmethod(consolidate_shard_weights)
-
-    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Divides summed gradients by `pre * post`, once, in place of the number of ranks."""
-        for unit in units_in(self.sharded_module) if recursive else [self._unit]:
-            cast(Any, unit.module).set_gradient_divide_factor(pre * post)
 
     def reset_parameters(self) -> None:
         """Has the module initialize its full parameters anew.

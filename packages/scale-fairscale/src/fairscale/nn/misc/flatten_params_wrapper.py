@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
+from scale_core.state.param_ownership import flat_buffer_of
+
 
 class ParamInfo(NamedTuple):
     """A parameter's place: the path of its module, the module, and its name in it."""
@@ -29,7 +31,15 @@ class ParamInfo(NamedTuple):
         return f"{self.module_path}.{self.name}" if self.module_path else self.name
 
 
-class FlatParameter(nn.Parameter):
+class _FlatParameterType(type(nn.Parameter)):  # type: ignore[misc]  # the metaclass of torch's class
+    def __instancecheck__(cls, instance: object) -> bool:
+        """Whether it is of this class, or a flat parameter of a sharded module."""
+        if super().__instancecheck__(instance):
+            return True
+        return cls is FlatParameter and isinstance(instance, nn.Parameter) and flat_buffer_of(instance) is not None
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterType):
     """A parameter [sum of sizes] that holds others, one after the other.
 
     Args:

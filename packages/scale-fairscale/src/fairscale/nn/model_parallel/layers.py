@@ -17,9 +17,10 @@ from fairscale.nn.model_parallel.mappings import (
     scatter_to_model_parallel_region,
 )
 from fairscale.nn.model_parallel.utils import VocabUtility, divide_and_check_no_remainder
+from scale_core.comm.group import Group
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp import Split
-from scale_tp.layers.base import ParallelModule
+from scale_tp.layers.base import ParallelModule, ParamSharding
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.weight_init import Initializer, init_shard
 
@@ -57,17 +58,48 @@ def _initialize_affine_weight(
 
 
 class _LocalStateDict(ParallelModule):
-    """A layer whose `state_dict()` has this rank's shard; torch's checkpoint functions get what scale_tp gives them."""
+    """A layer whose `state_dict()` has this rank's shard; torch's checkpoint functions get what scale_tp gives them.
+
+    A class derived from it may call `nn.Module.__init__` alone and fill itself, as layers of adapters do. Then its
+    parameters are plain ones, as in FairScale.
+    """
 
     _saves_whole = False
+    group = Group()
+    shardings: dict[str, ParamSharding] = {}  # noqa: RUF012  # replaced by the constructor, never filled
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() if self.shardings else ""
 
 
 class ColumnParallelLinear(_LocalStateDict, scale_tp.ColumnParallelLinear):
     """`scale_tp.ColumnParallelLinear`: a linear layer divided by its output features."""
 
+    _output_size: int | None = None
+
+    @property
+    def output_size_per_partition(self) -> int:
+        """Output features of this rank; may be set."""
+        return super().output_size_per_partition if self._output_size is None else self._output_size
+
+    @output_size_per_partition.setter
+    def output_size_per_partition(self, size: int) -> None:
+        self._output_size = size
+
 
 class RowParallelLinear(_LocalStateDict, scale_tp.RowParallelLinear):
     """`scale_tp.RowParallelLinear`: a linear layer divided by its input features."""
+
+    _input_size: int | None = None
+
+    @property
+    def input_size_per_partition(self) -> int:
+        """Input features of this rank; may be set."""
+        return super().input_size_per_partition if self._input_size is None else self._input_size
+
+    @input_size_per_partition.setter
+    def input_size_per_partition(self, size: int) -> None:
+        self._input_size = size
 
 
 class VocabParallelEmbedding(_LocalStateDict, scale_tp.VocabParallelEmbedding):
