@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core.comm.group import Group, group_of
+from scale_core.comm.group_state import group_state
 from scale_core.testing import run_ranks
 
 
@@ -58,6 +59,9 @@ def every_way_to_name_a_group() -> None:
 
 def steps_are_counted_by_ranks() -> None:
     both, again, one = (group_of(dist.new_group(ranks)) for ranks in ([0, 1], [0, 1], None))
+    seen_before = dist.new_group([0, 1])
+    assert group_state(seen_before).optimizer_steps is not both.state.optimizer_steps
+    assert group_of(seen_before).state.optimizer_steps is both.state.optimizer_steps
     assert both.state is not again.state and both.state is group_of(both.process_group).state
     assert both.state.optimizer_steps is again.state.optimizer_steps is one.state.optimizer_steps
 

@@ -39,8 +39,8 @@ class GroupState:
             model may have units on several, and an optimizer shards of some of them on one rank alone.
     """
 
-    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
-        self.ranks = ranks
+    def __init__(self) -> None:
+        self.ranks: tuple[int, ...] = ()
         self.host_twin: dist.ProcessGroup | None = None
         self.is_host_group = False
         self.twin_of: ReferenceType[dist.ProcessGroup] | None = None
@@ -63,9 +63,10 @@ def group_state(process_group: dist.ProcessGroup, ranks: tuple[int, ...] = ()) -
     """Returns the record of a process group, given its global ranks."""
     state = _states.get(process_group)
     if state is None:
-        state = GroupState(ranks)
+        state = _states[process_group] = GroupState()
+    if ranks and not state.ranks:  # It may have been made where nobody knew them.
         for other in _states.values():
-            if ranks and other.ranks == ranks:
+            if other.ranks == ranks:
                 state.optimizer_steps = other.optimizer_steps
-        _states[process_group] = state
+        state.ranks = ranks
     return state

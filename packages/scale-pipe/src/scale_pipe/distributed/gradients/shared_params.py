@@ -142,9 +142,8 @@ class SharedParams:
         received = {(slot.name, slot.source): unpack(p.structure, p.tensors) for slot, p in arrived.items()}
         frozen = {key for key, grad in received.items() if grad is None}
         grads = {key: _ReceivedGrad(*grad) for key, grad in received.items() if grad is not None}
-        incompatible: RuntimeError | None = (
-            None  # Raised at the end: replicas wait for this rank, and hear of it first.
-        )
+        # Raised at the end: replicas wait for this rank, and must hear of it first.
+        incompatible: RuntimeError | None = None
         for name, copy in self._copies.items():
             others = {source: grads.get((name, source)) for source in copy.stages if source != copy.stage}
             try:
