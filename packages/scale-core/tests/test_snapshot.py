@@ -191,6 +191,8 @@ def test_a_rank_killed_after_the_rename_has_saved_and_the_others_say_so(
 
 def save_while_something_happens(directory: Path, point: str, happens: Callable[[Path], object]) -> str:
     def at_stage(now: str, path: Path) -> None:
+        if now == point == "written":
+            dist.barrier()  # Else the others write into the directory while it is removed.
         if now == point and dist.get_rank() == dist.get_world_size() - 1 - (now in ("room", "manifest")):
             happens(path)
 
