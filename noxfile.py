@@ -232,24 +232,34 @@ def build(session: nox.Session) -> None:
         session.run(python, "-m", "doctest", str(ROOT / "packages/scale-fsdp/README.md"), external=True, env=ONE_THREAD)
 
 
+# Each with what to install for it where its own requirements are not taken.
+FAIRSCALE_CLIENTS = {
+    "tango": ["ai2-tango==1.3.2"],
+    "transformers": ["transformers==4.26.1"],
+    "lightning": ["pytorch-lightning==1.9.5"],
+    "classy_vision": ["classy-vision==0.7.0"],
+    "stoke": ["stoke==0.2.1", "attrs"],
+    "espnet": ["espnet==202511", "humanfriendly", "typeguard", "librosa", "soundfile", "pyyaml", "torch-complex"],
+}
+
+
 @nox.session(python="3.11")
-@nox.parametrize("client", [nox.param(name, id=name) for name in ("fairseq", "tango", "transformers")])
+@nox.parametrize("client", [nox.param(name, id=name) for name in (*FAIRSCALE_CLIENTS, "fairseq")])
 def fairscale_clients(session: nox.Session, client: str) -> None:
     """Run programs that are written for FairScale, unmodified: `nox -s "fairscale_clients(tango)"` for one of them."""
-    ours = [f"torch=={TORCH_DEFAULT}", "pytest>=8", *editable(edges("scale-fairscale"))]
-    if client == "tango":  # Its extras ask for an old torch.
-        session.install(*ours, "ai2-tango==1.3.2", "numpy<2", "setuptools<81")
-    elif client == "transformers":
-        session.install(*ours, "transformers==4.26.1", "numpy<2", "setuptools<81")
-    else:  # Only an old pip takes the metadata of omegaconf 2.0.6; fairseq is built where there is no torch.
-        session.install(
-            *ours, "pip==23.2.1", "numpy<2", "setuptools<81", "sacrebleu==2.3.1", "regex", "tqdm", "bitarray", "cffi"
-        )
+    ours = [f"torch=={TORCH_DEFAULT}", "pytest>=8", "numpy<2", "setuptools<81", *editable(edges("scale-fairscale"))]
+    if client == "fairseq":  # Only an old pip takes the metadata of omegaconf 2.0.6; fairseq is built without torch.
+        session.install(*ours, "pip==23.2.1", "sacrebleu==2.3.1", "regex", "tqdm", "bitarray", "cffi")
         pip = ("python", "-m", "pip", "install", "--quiet")
         session.run(*pip, "hydra-core==1.0.7", "omegaconf==2.0.6")
         session.run(*pip, "--no-deps", "fairseq==0.12.2")
-    where = f"packages/scale-fairscale/tests/clients/test_{client}_client.py"
-    session.run("pytest", "-p", "no:hydra_pytest", where, *session.posargs)  # hydra's plugin needs an old Python
+    else:
+        requirement, *needs = FAIRSCALE_CLIENTS[client]
+        session.install(*ours, *(needs or [requirement]))
+        if needs:  # It asks for FairScale, for DeepSpeed, or for much that its trainer doesn't use.
+            session.install("--no-deps", requirement)
+    folder = "packages/scale-fairscale/tests/clients"
+    session.run("pytest", "-p", "no:hydra_pytest", folder, *session.posargs)  # hydra's plugin needs an old Python
 
 
 @nox.session

@@ -198,6 +198,24 @@ def test_a_wrapped_model_may_be_half_for_a_while() -> None:
     torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
+def half_with_gradients() -> None:
+    module = model()
+    optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(module, optimizer)
+    wrapped(torch.ones(1, 4)).sum().backward()
+    before = [local_tensor(param.grad).clone() for param in module.parameters() if param.grad is not None]
+    with torch.no_grad():
+        assert wrapped.eval().half()(torch.ones(1, 4).half()).dtype == torch.float16
+    wrapped.train().float()
+    grads = [local_tensor(param.grad) for param in module.parameters() if param.grad is not None]
+    assert all(torch.equal(old.half().float(), new) for old, new in zip(before, grads, strict=True)) and grads
+    optimizer.step()
+
+
+def test_a_wrapped_model_is_evaluated_in_half_precision_between_a_pass_and_its_step() -> None:
+    run_ranks(half_with_gradients, 2)
+
+
 def test_gradients_that_require_gradients_are_refused_before_a_pass() -> None:
     module = model()
     wrapped = ShardedDataParallel(module, OSS(module.parameters(), lr=0.1))

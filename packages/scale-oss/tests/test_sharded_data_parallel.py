@@ -24,7 +24,7 @@ from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
-from scale_core.sharded_tensor.tensor import set_shard
+from scale_core.sharded_tensor.tensor import local_tensor, set_shard
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import current_share, join
 from scale_oss import OSS, ShardedDataParallel
@@ -834,6 +834,31 @@ def test_attributes_of_the_module_are_found_through_the_wrapper() -> None:
     assert model.width == 8
     with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'missing'"):
         _ = model.missing
+
+
+def conversions_after_a_pass() -> None:
+    model, optimizer = sharded(layers())
+    expected, expected_optimizer = sharded(copy.deepcopy(model.module))
+    expected.load_state_dict(model.state_dict())
+    for net in (model, expected):
+        net(data(group_of().rank)).square().mean().backward()
+    assert model.cpu() is model and model.module.to("cpu") is model.module
+    model.module.double()  # The module's own method, which the wrapper does not see.
+    assert all(param.dtype == torch.float64 for param in model.parameters())
+    with pytest.raises(RuntimeError, match=r"was torch\.float32 on cpu when OSS was built, and is torch\.float64"):
+        optimizer.step()
+    model.module.float()
+    for param, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        assert param.grad is not None and reference.grad is not None
+        assert torch.equal(local_tensor(param.grad), local_tensor(reference.grad))
+    optimizer.step()
+    expected_optimizer.step()
+    for param, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param, reference)
+
+
+def test_a_model_that_is_moved_or_converted_keeps_the_averages_of_its_step() -> None:
+    run_ranks(conversions_after_a_pass, 2)
 
 
 def test_a_filter_that_returns_nothing_is_refused() -> None:

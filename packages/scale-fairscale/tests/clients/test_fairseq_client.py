@@ -5,15 +5,13 @@ It is not installed beside our packages: `nox -s fairscale_clients` makes an env
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from two_ranks import launch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("fairseq") is None, reason="needs fairseq: nox -s 'fairscale_clients(fairseq)'"
@@ -63,18 +61,9 @@ def train(folder: Path, num_updates: int, *options: str, model: str = SMALL) -> 
     shim = folder / "shim"
     shim.mkdir(exist_ok=True)
     (shim / "sitecustomize.py").write_text(SHIM)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    script = Path(sys.executable).with_name("fairseq-train")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    command += [str(script), *TRAIN.split(), *model.split(), "--max-update", str(num_updates), *options]
-    environment = {**os.environ, "PYTHONPATH": str(shim), "OMP_NUM_THREADS": "1"}
-    environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # Its checkpoints have objects of omegaconf.
-    run = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1800
-    )
-    assert run.returncode == 0, run.stderr[-6000:]
-    lines = re.findall(r"INFO \| train_inner \| (\{.*\})", run.stdout + run.stderr)
+    arguments = [*TRAIN.split(), *model.split(), "--max-update", str(num_updates), *options]
+    printed = launch(folder, Path(sys.executable).with_name("fairseq-train"), *arguments, pythonpath=shim)
+    lines = re.findall(r"INFO \| train_inner \| (\{.*\})", printed)
     return [json.loads(line)["loss"] for line in lines]
 
 
@@ -95,6 +84,13 @@ def test_it_saves_and_resumes(expected: list[str], tmp_path: Path, options: tupl
     assert train(tmp_path, 3, *SHARDED, *save, *options) == expected[:3]
     assert list((tmp_path / "checkpoints").glob("checkpoint_last*.pt"))
     assert train(tmp_path, 5, *SHARDED, *save, *options) == expected[3:]
+
+
+def test_it_resumes_with_the_state_of_its_optimizer_sharded(expected: list[str], tmp_path: Path) -> None:
+    sharding = ("--ddp-backend", "legacy_ddp", "--zero-sharding", "os")
+    save = ("--save-dir", str(tmp_path / "checkpoints"), "--save-interval-updates", "3")
+    assert train(tmp_path, 3, *sharding, *save) == expected[:3]
+    assert train(tmp_path, 5, *sharding, *save) == expected[3:]
 
 
 def test_losses_at_fairseqs_own_sizes_are_those_of_legacy_ddp_before_and_after_a_resume(tmp_path: Path) -> None:

@@ -58,7 +58,10 @@ class PieceGradient:
             return None
         shard, own_shard = shard_of(grad) if isinstance(grad, ShardedTensor) else None, shard_of(param)
         if shard is not None and same_elements(shard, _shard(piece)):
-            bucket.set_grad(self._index, grad.to_local())  # type: ignore[attr-defined]  # It is a ShardedTensor.
+            local: Tensor = grad.to_local()  # type: ignore[attr-defined]  # It is a ShardedTensor.
+            # A model that is converted or moved, as to evaluate in half precision, keeps the averages for its step.
+            converted = local.dtype == param.dtype and local.device == param.device
+            bucket.set_grad(self._index, local.to(piece.device, piece.dtype) if converted else local)
             return None
         if shard is not None and (own_shard is None or not same_elements(shard, own_shard)):
             raise ValueError(

@@ -139,6 +139,12 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return func(tensor, on_sharded)
 
 
+def _can_share_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `module.to(...)` sets `data` of a tensor: of a shard only values of the same dtype and device."""
+    tensor, value = args
+    return bool(func(tensor, value)) and tensor.dtype == value.dtype and tensor.device == value.device
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("dim", "ndimension", "numel", "nelement", "is_contiguous"), _method_of_full),
     "size": _size,
@@ -146,6 +152,7 @@ RULES: dict[str, Rule] = {
     "__len__": _length,
     "register_hook": _register_hook,
     "detach": _detach,
+    "_has_compatible_shallow_copy_type": _can_share_data,
     **dict.fromkeys(
         (
             *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "is_pinned"),

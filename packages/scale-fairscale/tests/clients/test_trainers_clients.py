@@ -1,0 +1,85 @@
+"""Trainers that use FairScale, unmodified: each trains on two CPU ranks as it does under its own DDP.
+
+None is installed beside our packages: `nox -s fairscale_clients` makes an environment for each.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from two_ranks import run_program
+
+Expected = Callable[[str], dict[str, Any]]
+
+
+class Trainer(NamedTuple):
+    module: str
+    ways: tuple[str, ...]  # of sharding, by the names of its program in `programs`
+    saves_one_part: tuple[str, ...] = ()  # of the optimizer's state, that of rank 0, of which no other can resume
+    resumes: bool = True
+
+
+ZERO = ("zero_dp_2", "zero_dp_3", "zero_dp_3 auto_wrap")
+TRAINERS = {
+    "transformers": Trainer("transformers.deepspeed", ("simple", *ZERO), saves_one_part=ZERO),
+    "lightning": Trainer("pytorch_lightning", ("ddp_sharded", "fsdp"), saves_one_part=("fsdp",)),
+    "classy_vision": Trainer("classy_vision", ("zero", "zero and ShardedDataParallel")),
+    "espnet": Trainer("espnet2", ("sharded_ddp",)),
+    "stoke": Trainer("stoke", ("sddp", "fsdp"), resumes=False),  # That is the user's own.
+}
+
+
+def train(name: str, folder: Path, way: str, stage: str = "begin") -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns the losses of rank 0's steps and the trained weights."""
+    losses, weights = run_program(f"train_{name}", folder, way, stage)
+    return torch.tensor(losses), [torch.tensor(weight) for weight in weights]
+
+
+@pytest.fixture(scope="module")
+def of_ddp(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """What a trainer computes under its own DDP, from its name; a test of one that is not installed is skipped."""
+
+    @functools.cache
+    def expected(name: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp(name)
+        return {stage: train(name, folder, "ddp", stage) for stage in ("begin", "resume")[: 1 + TRAINERS[name].resumes]}
+
+    def expected_or_skip(name: str) -> dict[str, Any]:
+        if not _is_installed(TRAINERS[name].module):
+            pytest.skip(f"needs {name}: nox -s 'fairscale_clients({name})'")
+        return expected(name)
+
+    return expected_or_skip
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+WAYS = [(name, way) for name, trainer in TRAINERS.items() for way in trainer.ways]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_it_trains_saves_and_resumes_as_under_ddp(name: str, way: str, of_ddp: Expected, tmp_path: Path) -> None:
+    expected = of_ddp(name)
+    losses, _ = expected["begin"]
+    assert len(losses) >= 6 and len(set(losses.tolist())) > 4
+    torch.testing.assert_close(train(name, tmp_path, way), expected["begin"])
+    if way in TRAINERS[name].saves_one_part:
+        with pytest.raises(AssertionError, match=r"is the shard of rank 0 of 2, and this rank holds other elements"):
+            train(name, tmp_path, way, "resume")
+    elif TRAINERS[name].resumes:
+        torch.testing.assert_close(train(name, tmp_path, way, "resume"), expected["resume"])
+
+
+def test_lightning_resumes_from_the_full_state_that_a_module_gathers(of_ddp: Expected, tmp_path: Path) -> None:
+    expected, way = of_ddp("lightning"), "fsdp with its state"
+    torch.testing.assert_close(train("lightning", tmp_path, way), expected["begin"])
+    torch.testing.assert_close(train("lightning", tmp_path, way, "resume"), expected["resume"])
