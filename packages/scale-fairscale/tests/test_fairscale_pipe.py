@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Generator
 from typing import Any
 
@@ -17,11 +17,12 @@ import fairscale
 import scale_checkpoint
 import scale_pipe
 from fairscale import _warnings
+from fairscale._warnings import FairScaleWarning
 from fairscale.nn.pipe import LazyModule, Pipe
 from fairscale.nn.pipe.balance import balance_by_size, balance_by_time, blockpartition
 from fairscale.nn.pipe.balance.profile import layerwise_sandbox
 from fairscale.nn.pipe.batchnorm import DeferredBatchNorm
-from fairscale.nn.pipe.checkpoint import checkpoint, is_checkpointing, is_recomputing
+from fairscale.nn.pipe.checkpoint import Checkpoint, Recompute, checkpoint, is_checkpointing, is_recomputing
 from fairscale.nn.pipe.microbatch import Batch, check, gather, scatter
 from fairscale.nn.pipe.pipe import BalanceError
 from fairscale.nn.pipe.pipeline import clock_cycles
@@ -286,3 +287,40 @@ def test_fairscales_readme_runs_with_the_devices_that_there_are() -> None:
     model = torch.nn.Sequential(a, b, c, d)
     pipe = fairscale.nn.Pipe(model, balance=[2, 2], devices=["cpu", "cpu"], chunks=8)
     assert isinstance(pipe, scale_pipe.Pipe) and pipe(torch.ones(16, 4)).shape == (16, 4)
+
+
+@pytest.mark.parametrize("recomputes_before", [False, True])
+@pytest.mark.parametrize("atomic", [True, False])
+def test_the_functions_of_a_checkpoint_recompute_with_the_same_random_numbers(
+    recomputes_before: bool, atomic: bool
+) -> None:
+    """As torchgpipe's own pipeline applies them."""
+    calls = []
+
+    def function(given: Any) -> Tensor:
+        calls.append((is_checkpointing(), is_recomputing()))
+        x = given if atomic else given[0] * given[1]
+        return F.dropout(x * 2, 0.5)
+
+    inputs = [torch.ones(64, requires_grad=True) for _ in range(1 if atomic else 2)]
+    recomputed: Any = deque()
+    states: Any = deque()
+    phony = torch.zeros((), requires_grad=True)
+    arguments = (recomputed, states, function, atomic, *inputs)
+    out = Checkpoint.apply(phony, *arguments)
+    if recomputes_before:
+        out = out + 0 * Recompute.apply(phony, *arguments)
+    drawn = torch.rand(1)
+    state = torch.random.get_rng_state()
+    out.sum().backward()
+    assert calls == [(True, False), (False, True)] and not recomputed and not states
+    assert torch.equal(torch.random.get_rng_state(), state) and drawn.numel() == 1
+    for tensor in inputs:
+        assert tensor.grad is not None and torch.equal(tensor.grad, out.detach())  # 4 or 0, by the same draws
+    assert 0 < int((out == 0).sum()) < 64
+
+
+def test_a_replaced_method_of_a_checkpoint_is_said_to_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    _warnings.warn_once.cache_clear()
+    with pytest.warns(FairScaleWarning, match=r"Recompute\.forward =: pipelines recompute by scale_checkpoint"):
+        monkeypatch.setattr(Recompute, "forward", Recompute.forward)

@@ -9,12 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fairscale.nn.model_parallel.initialize as fs_init
+from fairscale import _warnings
 from fairscale._warnings import FairScaleWarning
 from fairscale.nn import FlattenParamsWrapper
 from fairscale.nn import FullyShardedDataParallel as FSDP  # noqa: N817
+from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
 from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fairscale.optim import OSS
+from fairscale.optim.grad_scaler import ShardedGradScaler
 from fairscale.utils.containers import pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors
 from scale_core.testing import run_ranks
 
@@ -149,6 +153,64 @@ def test_a_class_derived_from_a_divided_layer_may_fill_itself() -> None:
         assert layer.weight.sum() == 0 and "Lora" in repr(layer)
     whole = ColumnParallelLinear(4, 6)
     assert whole.output_size_per_partition == 6 and "4" in repr(whole)
+
+
+# LLaMA2-Accessory's `MetaModel.from_pretrained` assigns the group that it has made.
+
+
+def a_group_that_is_assigned() -> None:
+    group = dist.new_group([0, 1])
+    fs_init._MODEL_PARALLEL_GROUP = group
+    assert fs_init._MODEL_PARALLEL_GROUP is group and fs_init.get_model_parallel_world_size() == 2
+    torch.manual_seed(0)
+    layer = ColumnParallelLinear(4, 6, bias=False, gather_output=True)
+    assert layer.output_size_per_partition == 3 and layer(torch.ones(1, 4)).shape == (1, 6)
+    fs_init._MODEL_PARALLEL_GROUP = None
+    assert not fs_init.model_parallel_is_initialized() and fs_init._MODEL_PARALLEL_GROUP is None
+
+
+def test_a_group_that_is_assigned_divides_layers() -> None:
+    run_ranks(a_group_that_is_assigned, 2)
+    assert fs_init._MODEL_PARALLEL_GROUP is None
+
+
+# VISSL's own tracker of communication is given to wrappers in place of a group.
+
+
+class Tracker:
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "group":
+            raise AttributeError(name)
+        return getattr(self.group, name)
+
+
+def groups_that_are_imitated() -> None:
+    _warnings.warn_once.cache_clear()
+    tracker = Tracker(dist.new_group([0, 1]))
+    with pytest.warns(
+        FairScaleWarning, match=r"process_group=Tracker\(\.\.\.\): collectives go over the process group"
+    ):
+        sharded = FSDP(model(), process_group=tracker)
+    warnings.simplefilter("ignore", FairScaleWarning)
+    replicated = model()
+    optimizer = OSS(replicated.parameters(), torch.optim.SGD, group=tracker, lr=0.1)
+    wrapped = ShardedDataParallel(replicated, optimizer, process_group=tracker)
+    scaler = ShardedGradScaler(process_group=tracker, enabled=False)
+    assert optimizer.group is tracker.group and sharded.world_size == 2 and not scaler.is_enabled()
+    for net, stepped in ((sharded, torch.optim.SGD(sharded.parameters(), lr=0.1)), (wrapped, optimizer)):
+        train(net, stepped)
+    plain = model()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for trained in (sharded.state_dict(), replicated.state_dict()):
+        for ours, theirs in zip(trained.values(), plain.state_dict().values(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_an_object_that_imitates_a_group_is_taken_for_it() -> None:
+    run_ranks(groups_that_are_imitated, 2)
 
 
 def test_containers_have_their_older_path() -> None:

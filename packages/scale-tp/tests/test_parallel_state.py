@@ -46,6 +46,29 @@ def test_one_process_may_initialize_all_the_same() -> None:
     scale_tp.destroy_model_parallel()
 
 
+def a_group_of_the_program_s_own() -> None:
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    scale_tp.set_tensor_model_parallel_group(mine)
+    assert scale_tp.get_tensor_model_parallel_group() is mine
+    assert scale_tp.get_tensor_model_parallel_rank() == dist.get_rank() % 2
+    assert scale_tp.get_context_parallel_world_size() == scale_tp.get_pipeline_model_parallel_world_size() == 1
+    assert scale_tp.ColumnParallelLinear(4, 6).weight.to_local().shape == (3, 4)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"along the data axis are not known: set_tensor_model_parallel_group"):
+        scale_tp.get_data_parallel_rank()
+    with pytest.raises(RuntimeError, match=r"divided already \(pipeline 1, context 1, model 2\)"):
+        scale_tp.initialize_model_parallel(2)
+    scale_tp.set_tensor_model_parallel_group(None)
+    assert not scale_tp.model_parallel_is_initialized() and mine in process_groups()
+    scale_tp.set_tensor_model_parallel_group(dist.group.WORLD)
+    assert scale_tp.get_data_parallel_world_size() == 1  # All ranks divide layers, so there is one replica.
+    scale_tp.set_tensor_model_parallel_group(None)
+
+
+def test_a_program_may_divide_layers_between_a_group_of_its_own() -> None:
+    run_ranks(a_group_of_the_program_s_own, 4)
+
+
 @pytest.mark.parametrize(
     ("sizes", "error", "message"),
     [

@@ -4,8 +4,8 @@ None is installed beside our packages: `nox -s fairscale_clients` makes an envir
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ Expected = Callable[[str], dict[str, Any]]
 
 
 class Trainer(NamedTuple):
-    module: str
+    requirement: str
     ways: tuple[str, ...]  # of sharding, by the names of its program in `programs`
     saves_one_part: tuple[str, ...] = ()  # of the optimizer's state, that of rank 0, of which no other can resume
     resumes: bool = True
@@ -25,11 +25,11 @@ class Trainer(NamedTuple):
 
 ZERO = ("zero_dp_2", "zero_dp_3", "zero_dp_3 auto_wrap")
 TRAINERS = {
-    "transformers": Trainer("transformers.deepspeed", ("simple", *ZERO), saves_one_part=ZERO),
-    "lightning": Trainer("pytorch_lightning", ("ddp_sharded", "fsdp"), saves_one_part=("fsdp",)),
-    "classy_vision": Trainer("classy_vision", ("zero", "zero and ShardedDataParallel")),
-    "espnet": Trainer("espnet2", ("sharded_ddp",)),
-    "stoke": Trainer("stoke", ("sddp", "fsdp"), resumes=False),  # That is the user's own.
+    "transformers": Trainer("transformers==4.26.1", ("simple", *ZERO), saves_one_part=ZERO),
+    "lightning": Trainer("pytorch-lightning==1.9.5", ("ddp_sharded", "fsdp"), saves_one_part=("fsdp",)),
+    "classy_vision": Trainer("classy-vision==0.7.0", ("zero", "zero and ShardedDataParallel")),
+    "espnet": Trainer("espnet==202511", ("sharded_ddp",)),
+    "stoke": Trainer("stoke==0.2.1", ("sddp", "fsdp"), resumes=False),  # That is the user's own.
 }
 
 
@@ -49,17 +49,18 @@ def of_ddp(tmp_path_factory: pytest.TempPathFactory) -> Expected:
         return {stage: train(name, folder, "ddp", stage) for stage in ("begin", "resume")[: 1 + TRAINERS[name].resumes]}
 
     def expected_or_skip(name: str) -> dict[str, Any]:
-        if not _is_installed(TRAINERS[name].module):
+        if not _is_installed(TRAINERS[name].requirement):
             pytest.skip(f"needs {name}: nox -s 'fairscale_clients({name})'")
         return expected(name)
 
     return expected_or_skip
 
 
-def _is_installed(module: str) -> bool:
+def _is_installed(requirement: str) -> bool:
+    name, version = requirement.split("==")
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+        return metadata.version(name) == version
+    except metadata.PackageNotFoundError:
         return False
 
 

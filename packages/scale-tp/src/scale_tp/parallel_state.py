@@ -110,6 +110,23 @@ def initialize_model_parallel(
     _axes.update(made)
 
 
+def set_tensor_model_parallel_group(process_group: dist.ProcessGroup | None) -> None:
+    """Divides layers between the ranks of a group that the program has made, in place of `initialize_model_parallel`.
+
+    Sequences and stages are not divided then. Which ranks are replicas is known only where the group is all ranks.
+
+    Args:
+        process_group: The group, which `destroy_model_parallel` destroys as its own; None forgets this one, or those of
+            `initialize_model_parallel`.
+    """
+    _axes.clear()
+    if process_group is not None:
+        model, alone = group_of(process_group), Group()
+        _axes.update(model=model, context=alone, pipeline=alone)
+        if model.size == group_of().size:
+            _axes.update({"data": alone, DATA_CONTEXT: alone})
+
+
 def destroy_model_parallel() -> None:
     """Destroys the groups of `initialize_model_parallel`, with their connections; all ranks call it.
 
@@ -140,8 +157,13 @@ def context_parallel_group(process_group: GroupLike = None) -> Group:
 
 def axis_group(name: str) -> Group:
     """Returns this rank's group along an axis: "data", "pipeline", "context", "model" or `DATA_CONTEXT`."""
-    if _axes:
+    if name in _axes:
         return _axes[name]
+    if _axes:
+        raise RuntimeError(
+            f"the ranks along the {name} axis are not known: set_tensor_model_parallel_group() was given the group "
+            "that divides layers alone. Call scale_tp.initialize_model_parallel() in its place, or pass process_group="
+        )
     world = group_of()
     if world.size > 1:
         sizes = f"1, context_parallel_size={world.size}" if name == "context" else f"{world.size}"
@@ -190,7 +212,7 @@ def _own_group(
 
 
 def _described() -> str:
-    return ", ".join(f"{name} {_axes[name].size}" for name in AxisSizes._fields)
+    return ", ".join(f"{name} {_axes[name].size}" for name in AxisSizes._fields if name in _axes)
 
 
 # Megatron's getters. In a world of one rank that was not divided they describe that rank alone; on

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 import scale_core
+from fairscale.internal.process_group import unwrap_process_group
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -61,7 +62,8 @@ class ShardedGradScaler(scale_core.ShardedGradScaler):
         enabled: bool = True,
         process_group: Any = None,
     ) -> None:
-        super().__init__(None, init_scale, growth_factor, backoff_factor, growth_interval, enabled, process_group)
+        group = unwrap_process_group(process_group)
+        super().__init__(None, init_scale, growth_factor, backoff_factor, growth_interval, enabled, group)
 
 
 __all__ = ["GradScaler", "OptState", "ShardedGradScaler"]

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 import scale_oss
 from fairscale._warnings import warn_argument, warn_once
+from fairscale.internal.process_group import unwrap_process_group
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_oss.buckets.bucket import Bucket, part_of_gradient
 from scale_oss.buckets.state_placement import StatePlacement
@@ -123,6 +124,7 @@ class OSS(scale_oss.OSS):
         if force_broadcast_object:
             warn_argument("OSS", "force_broadcast_object", "has no effect, leave it out: state is sent as tensors")
         kind = cast("type[Optimizer]", optim)
+        group = unwrap_process_group(group)
         super().__init__(params, kind, process_group=group, broadcast_fp16=broadcast_fp16, **default)
         self.buckets = self._assigner.replicated = Buckets(self.buckets)
         self._show_state()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fairscale._warnings import warn_argument
+from fairscale.internal.process_group import unwrap_process_group
 
 # Arguments that tuned FairScale's own machinery: their default there, and what holds here.
 _WITHOUT_EFFECT = {
@@ -75,7 +76,7 @@ class WrapperArguments:
         if self.force_input_to_fp32 and not self.mixed_precision:
             computed_in = torch.float32
         return {
-            "process_group": getattr(self.process_group, "tracked_group", self.process_group),
+            "process_group": unwrap_process_group(self.process_group),
             "reshard_after_forward": self.reshard_after_forward,
             "mixed_precision": self.mixed_precision,
             "flatten_parameters": self.flatten_parameters,

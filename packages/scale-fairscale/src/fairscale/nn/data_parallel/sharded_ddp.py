@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import scale_oss
 from fairscale._warnings import warn_argument
+from fairscale.internal.process_group import unwrap_process_group
 from fairscale.optim.oss import OSS
 
 _WITHOUT_EFFECT = {
@@ -64,7 +65,7 @@ class ShardedDataParallel(scale_oss.ShardedDataParallel):
         super().__init__(
             module,
             sharded_optimizer,
-            process_group,
+            unwrap_process_group(process_group),
             broadcast_buffers=broadcast_buffers,
             sync_module_states=sync_models_at_startup,
             reduce_fp16=reduce_fp16,

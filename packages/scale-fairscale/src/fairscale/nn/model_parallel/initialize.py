@@ -5,7 +5,9 @@ A process by itself needs no initialization: there every layer is whole, where F
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
+from types import ModuleType
 
 import torch.distributed as dist
 
@@ -105,3 +107,18 @@ def initialize_model_parallel(
         ddp_backend=ddp_backend,
         limit_seconds=None if timeout is None else timeout.total_seconds(),
     )
+
+
+class _Module(ModuleType):
+    """This module: programs assign a group to its variable in place of a call of `initialize_model_parallel`."""
+
+    @property
+    def _MODEL_PARALLEL_GROUP(self) -> dist.ProcessGroup | None:  # noqa: N802
+        return get_model_parallel_group() if model_parallel_is_initialized() else None
+
+    @_MODEL_PARALLEL_GROUP.setter
+    def _MODEL_PARALLEL_GROUP(self, group: dist.ProcessGroup | None) -> None:  # noqa: N802
+        scale_tp.parallel_state.set_tensor_model_parallel_group(group)
+
+
+sys.modules[__name__].__class__ = _Module

@@ -1,0 +1,36 @@
+"""Objects that imitate a process group, as trackers of communication do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from fairscale._warnings import warn_once
+
+
+def unwrap_process_group(process_group: Any) -> Any:
+    """Returns the process group that an object with its methods holds; any other argument as it is.
+
+    FairScale called methods of the object it was given. Here collectives are torch's functions on the group itself, so
+    that an object which counts calls sees none; there is a warning.
+    """
+    kind = type(process_group)
+    imitates = all(callable(getattr(process_group, name, None)) for name in ("rank", "size"))
+    if isinstance(process_group, dist.ProcessGroup) or not imitates:
+        return process_group
+    attributes = getattr(process_group, "__dict__", {}).values()
+    held = {id(value): value for value in attributes if isinstance(value, dist.ProcessGroup)}
+    if len(held) != 1:
+        return process_group
+    (group,) = held.values()
+    if kind.__module__.partition(".")[0] != "fairscale":
+        warn_once(
+            f"process_group={kind.__name__}(...)",
+            "collectives go over the process group inside of it, whose methods aren't called: give that group, and "
+            "count by fairscale.experimental.tooling.layer_memory_tracker.LayerwiseMemoryTracker or a profiler",
+        )
+    return group
+
+
+__all__ = ["unwrap_process_group"]
