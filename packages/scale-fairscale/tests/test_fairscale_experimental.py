@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from fairscale.experimental.nn import BaselineSoftmaxNllLoss, OffloadModel, SyncBatchNorm
+from fairscale.experimental.nn import OffloadModel, SyncBatchNorm
 from fairscale.experimental.nn.auto_shard import shard_model
 from fairscale.experimental.nn.data_parallel import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 from fairscale.experimental.optim import DynamicLossScaler
@@ -148,14 +148,6 @@ def test_a_dynamic_loss_scale_is_of_several_optimizers() -> None:
         scaler.update()
         assert [weight[0].item() for weight in weights] == expected
         assert scaler.loss_scale == scale
-
-
-def test_the_baseline_of_mevo_is_the_cross_entropy() -> None:
-    weight, tokens, target = nn.Parameter(torch.randn(7, 4)), torch.randn(2, 3, 4), torch.randint(7, (2, 3))
-    expected = nn.functional.cross_entropy(tokens.view(6, 4) @ weight.T, target.view(6), reduction="sum")
-    for log_softmax in (True, False):
-        loss = BaselineSoftmaxNllLoss(weight, log_softmax=log_softmax)(tokens, target)
-        torch.testing.assert_close(loss, expected)
 
 
 def test_memory_is_traced_and_checkpoints_are_suggested(tmp_path: Path) -> None:

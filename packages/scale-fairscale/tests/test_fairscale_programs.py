@@ -1,6 +1,7 @@
 """What programs written for FairScale do with its objects, each a pattern of theirs."""
 
 import functools
+import random
 import warnings
 from typing import Any
 
@@ -19,7 +20,9 @@ from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
 from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fairscale.optim import OSS
 from fairscale.optim.grad_scaler import ShardedGradScaler
+from fairscale.optim.utils import broadcast_object
 from fairscale.utils.containers import pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors
+from fairscale.utils.testing import set_random_seed
 from scale_core.testing import run_ranks
 
 
@@ -84,6 +87,7 @@ def group_of_oss() -> None:
     dist.broadcast(sent, 0, group=optimizer.group)
     assert sent.item() == 1.0 and dist.get_world_size(optimizer.group) == 2
     assert OSS(model().parameters(), lr=0.1).group is dist.group.WORLD
+    assert broadcast_object({"rank": dist.get_rank()}, 1, optimizer.group) == {"rank": 1}
 
 
 def test_the_group_of_oss_is_torchs() -> None:
@@ -217,3 +221,11 @@ def test_containers_have_their_older_path() -> None:
     names, flat = pack_kwargs(1, b=torch.ones(2))
     tensors, rest = split_non_tensors(flat)
     assert unpack_kwargs(names, unpack_non_tensors(tensors, rest)) == ((1,), {"b": flat[1]})
+
+
+def test_a_seed_is_that_of_all_generators() -> None:
+    drawn = []
+    for _ in range(2):
+        set_random_seed(3)
+        drawn.append((random.random(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]

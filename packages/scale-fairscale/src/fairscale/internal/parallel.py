@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairscale.nn.data_parallel.fully_sharded_data_parallel import ProcessGroupName
+from fairscale.internal.process_group import ProcessGroupName
 from scale_core.comm.group import group_of
 
 

@@ -1,12 +1,20 @@
-"""Objects that imitate a process group, as trackers of communication do."""
+"""Process groups by name, and objects that imitate one, as trackers of communication do."""
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import torch.distributed as dist
 
 from fairscale._warnings import warn_once
+
+
+class ProcessGroupName(enum.StrEnum):
+    """Names of groups, which FairScale's users pass in the place of a second group."""
+
+    default = "default"
+    reduce_scatter = "reduce_scatter"
 
 
 def unwrap_process_group(process_group: Any) -> Any:
@@ -33,4 +41,4 @@ def unwrap_process_group(process_group: Any) -> Any:
     return group
 
 
-__all__ = ["unwrap_process_group"]
+__all__ = ["ProcessGroupName", "unwrap_process_group"]

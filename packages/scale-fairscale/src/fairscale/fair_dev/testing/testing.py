@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from scale_tp import model_parallel_cuda_manual_seed
 
 
 class DummyProcessGroup:
@@ -49,6 +53,21 @@ def dist_init(rank: int, world_size: int, filename: str, filename_rpc: str = "",
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, rank=rank, world_size=world_size, init_method=f"file://{filename}")
     return True
+
+
+def set_random_seed(seed: int, model_parallel: bool = False) -> None:
+    """Seeds Python's and torch's generators, and numpy's where that is imported.
+
+    Args:
+        seed: The seed.
+        model_parallel: Whether to seed the generators of divided layers, too.
+    """
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+    if model_parallel:
+        model_parallel_cuda_manual_seed(seed)
 
 
 def teardown() -> None:
@@ -119,6 +138,7 @@ __all__ = [
     "DummyProcessGroup",
     "dist_init",
     "objects_are_equal",
+    "set_random_seed",
     "skip_if_no_cuda",
     "skip_if_single_gpu",
     "teardown",

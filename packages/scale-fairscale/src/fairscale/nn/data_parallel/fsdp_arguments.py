@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fairscale._warnings import warn_argument
-from fairscale.internal.process_group import unwrap_process_group
+from fairscale.internal.process_group import ProcessGroupName, unwrap_process_group
 
 # Arguments that tuned FairScale's own machinery: their default there, and what holds here.
 _WITHOUT_EFFECT = {
@@ -26,13 +25,6 @@ _WITHOUT_EFFECT = {
         "gradients are summed and then divided, in fp32 with fp32_reduce_scatter=True or on gloo",
     ),
 }
-
-
-class ProcessGroupName(enum.StrEnum):
-    """Names of groups, which FairScale's users pass in the place of a second group."""
-
-    default = "default"
-    reduce_scatter = "reduce_scatter"
 
 
 @dataclass(frozen=True)

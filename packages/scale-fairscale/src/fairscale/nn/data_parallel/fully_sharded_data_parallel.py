@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import scale_fsdp
 from fairscale._warnings import warn_argument, warn_once
+from fairscale.internal.process_group import ProcessGroupName
 from fairscale.nn.data_parallel.consolidate_shard_weights import consolidate_shard_weights
-from fairscale.nn.data_parallel.fsdp_arguments import ProcessGroupName, WrapperArguments
+from fairscale.nn.data_parallel.fsdp_arguments import WrapperArguments
 from fairscale.nn.data_parallel.fsdp_attributes import (
     NotTheRootError,
     TrainingState,
