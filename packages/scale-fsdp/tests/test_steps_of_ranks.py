@@ -69,6 +69,26 @@ def one_alone(layers: nn.Module, rank: int) -> Callable[[int], object]:
     return lambda number: None if rank else optimizer.step()
 
 
+def frozen_on_one_rank(layers: nn.Module, rank: int) -> Callable[[int], object]:
+    optimizer = SGD(layers.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        optimizer.step()
+        layers[2].bias.requires_grad_(rank == 0 or number != 1)  # type: ignore[index]
+
+    return step
+
+
+def frozen_alike(layers: nn.Module, rank: int) -> Callable[[int], object]:
+    optimizer = SGD(layers.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        optimizer.step()
+        layers[2].bias.requires_grad_(number != 1)  # type: ignore[index]
+
+    return step
+
+
 DIFFERENT = [other_rates, other_kinds, other_numbers, by_turns, one_alone]
 
 
@@ -102,7 +122,7 @@ def alike(layers: nn.Module, rank: int) -> Callable[[int], object]:
 def outcomes() -> dict[str, str]:
     rank = dist.get_rank()
     said = {}
-    for build in (*DIFFERENT, alike):
+    for build in (*DIFFERENT, frozen_on_one_rank, frozen_alike, alike):
         layers = model()
         said[build.__name__] = train(build(layers, rank), layers)
     for kind in ("element", "parameter"):
@@ -142,7 +162,14 @@ def test_parts_without_a_common_parameter_are_compared_too(said: list[dict[str, 
         )
 
 
-@pytest.mark.parametrize("name", ["alike", "present element", "present parameter"])
+def test_a_parameter_that_is_frozen_on_one_rank_raises_in_the_next_pass(said: list[dict[str, str]]) -> None:
+    for outcome in said:
+        assert outcome["frozen_on_one_rank"].startswith(
+            "2: step 3: the ranks train different parameters: rank 0: as at first; rank 1: '2.bias' was frozen. Freeze"
+        )
+
+
+@pytest.mark.parametrize("name", ["alike", "frozen_alike", "present element", "present parameter"])
 def test_what_may_differ_is_left_alone(name: str, said: list[dict[str, str]]) -> None:
     assert [outcome[name] for outcome in said] == ["nothing", "nothing"]
 

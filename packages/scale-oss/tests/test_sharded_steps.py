@@ -26,6 +26,8 @@ def train(wrapped: nn.Module, optimizers: list[OSS], rank: int, differ: str = ""
             wrapped(torch.ones(2, 6, dtype=torch.float64)).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
+            if differ.startswith("frozen") and number == 1:
+                wrapped.module[2].bias.requires_grad_(differ == "frozen" and rank == 0)  # type: ignore[index, union-attr]
             if differ == "steps" and number == 2 and rank == 0:
                 optimizers[0].recorded_steps.add(optimizers[0])  # As a step that sends nothing.
         except ContractError as error:
@@ -42,7 +44,7 @@ def train(wrapped: nn.Module, optimizers: list[OSS], rank: int, differ: str = ""
 def outcomes() -> dict[str, str]:
     rank = dist.get_rank()
     said = {}
-    for differ in ("rates", "steps", ""):
+    for differ in ("rates", "steps", "frozen", "frozen alike", ""):
         layers = model()
         optimizers = [OSS(layers[0].parameters(), SGD, lr=0.4), OSS(layers[2].parameters(), Adam, lr=0.4)]
         said[f"sharded {differ}"] = train(ShardedDataParallel(layers, optimizers), optimizers, rank, differ)
@@ -65,6 +67,13 @@ def test_a_pass_finds_steps_that_differed_before_it(said: list[dict[str, str]]) 
         assert "on '0.weight' since the last pass: rank 0: 2 steps, OSS, OSS; rank 1: OSS." in outcome["sharded steps"]
 
 
+def test_a_pass_finds_what_is_frozen_on_one_rank(said: list[dict[str, str]]) -> None:
+    for outcome in said:
+        assert outcome["sharded frozen"].startswith(
+            "2: step 3: the ranks train different parameters: rank 0: as at first; rank 1: '2.bias' was frozen. Freeze"
+        )
+
+
 def test_without_such_a_pass_the_step_itself_compares(said: list[dict[str, str]]) -> None:
     for outcome in said:
         assert outcome["oss rates"].startswith("2: the ranks have stepped differently")
@@ -72,4 +81,40 @@ def test_without_such_a_pass_the_step_itself_compares(said: list[dict[str, str]]
 
 
 def test_ranks_that_step_alike_go_on(said: list[dict[str, str]]) -> None:
-    assert [[outcome[name] for name in ("sharded ", "oss ")] for outcome in said] == [["nothing"] * 2] * 2
+    alike = ("sharded ", "sharded frozen alike", "oss ")
+    assert [[outcome[name] for name in alike] for outcome in said] == [["nothing"] * 3] * 2
+
+
+def other_messages() -> list[str]:
+    """Options that decide about the messages of a rank."""
+    rank, said = dist.get_rank(), []
+
+    def build(**options: bool) -> OSS:
+        layers = model().float()
+        optimizer = OSS(layers.parameters(), SGD, lr=0.1, broadcast_fp16=options.pop("broadcast_fp16", False))
+        ShardedDataParallel(layers, optimizer, **options)
+        return optimizer
+
+    def set_later(optimizer: OSS, value: bool) -> None:
+        optimizer.broadcast_fp16 = value
+
+    kept = build()
+    for call in (
+        lambda: build(broadcast_fp16=rank == 1),
+        lambda: build(reduce_fp16=rank == 1),
+        lambda: build(broadcast_buffers=rank == 1),
+        lambda: set_later(kept, rank == 1),
+    ):
+        with pytest.raises(ContractError) as caught:
+            call()
+        said.append(str(caught.value))
+    set_later(kept, True)
+    assert kept.broadcast_fp16
+    return said
+
+
+def test_options_that_decide_about_messages_are_compared_first() -> None:
+    for said in run_ranks(other_messages, 2):
+        names = ("broadcast_fp16", "reduce_fp16", "broadcast_buffers", "broadcast_fp16")
+        for name, message in zip(names, said, strict=True):
+            assert f"{name}=False" in message and f"{name}=True" in message

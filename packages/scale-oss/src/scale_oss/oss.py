@@ -123,7 +123,7 @@ class OSS(OSSStateDictMixin):
         check_kind(optim, elementwise=elementwise, together=together)
         self.elementwise = (known and not together) if elementwise is None else elementwise
         self.together = together
-        self.broadcast_fp16 = broadcast_fp16
+        self._broadcast_fp16 = broadcast_fp16
         self._bucket_numel = bucket_numel
         self._check_every = check_interval(check_replicas_every)
         self._num_steps = 0
@@ -167,11 +167,22 @@ class OSS(OSSStateDictMixin):
         """The ranks, a `scale_core.Group`."""
         return self.shard_group
 
+    @property
+    def broadcast_fp16(self) -> bool:
+        """Whether updated parameters are sent in half precision. All ranks set it together; ContractError if not."""
+        return self._broadcast_fp16
+
+    @broadcast_fp16.setter
+    def broadcast_fp16(self, value: bool) -> None:
+        self.contract.check_equal("OSS.broadcast_fp16", [f"broadcast_fp16={value}"])
+        self._broadcast_fp16 = value
+
     def _check_same_arguments(self) -> None:
         """Compares what the ranks were given."""
         settings = (
             f"{self._optim_class.__name__}, elementwise={self.elementwise}, together={self.together}, "
-            f"{self._bucket_numel} elements per bucket, check_replicas_every={self._check_every}"
+            f"{self._bucket_numel} elements per bucket, check_replicas_every={self._check_every}, "
+            f"broadcast_fp16={self._broadcast_fp16}"
         )
         self.contract.check_equal("the parameters given to OSS", [settings, *describe_groups(self.param_groups)])
 
@@ -504,7 +515,7 @@ class OSS(OSSStateDictMixin):
 
     def _send_bucket(self, bucket: Bucket, *, updates_all: bool = False) -> None:
         """Starts the all-gather of what this rank has updated: parameters with a gradient, or all of them."""
-        in_half = self.broadcast_fp16 and bucket.dtype == torch.float32
+        in_half = self._broadcast_fp16 and bucket.dtype == torch.float32
         wire_dtype = torch.float16 if in_half else None
         bucket.all_gather(message_tag(bucket.gather_event), wire_dtype, updates_all=updates_all)
         if bucket.master is not None:  # Only this rank has it unrounded: save it with the state.

@@ -247,6 +247,10 @@ class Reducer:
                 self.buckets.append(bucket)
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
+                if param.requires_grad != bucket.trained[index]:
+                    bucket.trained[index] = param.requires_grad
+                    names = (name for name, other in self.contract.named_params() if other is param)
+                    self.contract.note_trains(next(names, bucket.names[index]), trains=param.requires_grad)
                 if param.requires_grad and (number, index) not in self._hooked:
                     self._hooked.add((number, index))
                     is_shard = is_sharded(param)

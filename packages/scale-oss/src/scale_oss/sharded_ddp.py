@@ -278,6 +278,10 @@ class ShardedDataParallel(nn.Module):
         self.device_type = next((device.type for device in devices), "cpu")
         self._contract = Contract(self.group, optimizers[0].contract.limit_seconds)
         self._contract.named_params = module.named_parameters
+        # What decides which messages are sent, and their dtypes.
+        settings = f"{broadcast_buffers=}, {sync_module_states=}, {reduce_fp16=}"
+        buffers = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in module.named_buffers()]
+        self._contract.check_equal("what was given to ShardedDataParallel", [settings, *buffers])
         self._reducer = Reducer(optimizers, self._contract, in_half=reduce_fp16)
         self._with_params = [member for member in module.modules() if member._parameters]
         self._overlaps = overlap_gather

@@ -33,6 +33,7 @@ from scale_core.consistency.flight_recorder import (
     FlightRecorder,
     RankRecord,
     are_at_different_places,
+    by_rank,
     format_desync,
     format_failures,
 )
@@ -60,6 +61,11 @@ _SAME_MODEL = (
 _SAME_ORDER = (
     "All ranks must run the same units in the same order; where the data decides which of them is used, make one "
     "unit of all that can be chosen: fully_shard(the module that holds them)"
+)
+
+_SAME_TRAINED = (
+    "Freeze and unfreeze parameters on all ranks alike: param.requires_grad_(...) must not depend on the rank, nor on "
+    "its data"
 )
 
 _ON_ONE_RANK = (
@@ -205,6 +211,9 @@ class Contract:
         self.recorded_steps = OptimizerSteps()
         # This rank's parameters, with names that are the same on all ranks; whose they are says so.
         self.named_params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
+        # Parameters that train, or do not, otherwise than when the ranks compared the model.
+        self._changed_trains: dict[str, bool] = {}
+        self._changed_trains_fingerprint = 0
         self._checking = False
         self._chain = 0  # what the fingerprint of the next `end_checked` starts from
         # Since the ranks were last found equal.
@@ -266,6 +275,13 @@ class Contract:
         """
         if not self.is_single_rank and (always or self.group.backend != "gloo"):
             self._compare(event, fingerprint_of("together", *event))
+
+    def note_trains(self, name: str, *, trains: bool) -> None:
+        """Records that a parameter was frozen, or trains again: a part of what is compared at the end of each pass."""
+        if self._changed_trains.pop(name, trains) == trains:
+            self._changed_trains[name] = trains
+        changed = sorted(self._changed_trains.items())
+        self._changed_trains_fingerprint = fingerprint_of(*changed) if changed else 0
 
     def end_checked(self, *notes: int) -> list[list[int]]:
         """Ends the pass: all ranks compare their events in it, and give each other three integers at most, by rank.
@@ -384,7 +400,8 @@ class Contract:
     def _fingerprint(self) -> int:
         """A fingerprint of all events since the last comparison."""
         current = self.history.current
-        return fingerprint_of(self._chain, *current.kind, *(part for event in current.events for part in event))
+        events = (part for event in current.events for part in event)
+        return fingerprint_of(self._chain, self._changed_trains_fingerprint, *current.kind, *events)
 
     def _check_usable(self) -> None:
         if self._broken is not None:
@@ -398,6 +415,10 @@ class Contract:
     def _compare(self, event: Event, fingerprint: int, notes: Sequence[int] = ()) -> list[list[int]]:
         """Returns every rank's notes; raises where the ranks are at other events than `event`, or differ before it."""
         rows, places = self._exchange_fingerprints(event, fingerprint, notes, self._unchecked_events)
+        if len({tuple(place.trained) for place in places}) > 1:
+            texts = [", ".join(place.trained) or "as at first" for place in places]
+            message = f"step {self.step}: the ranks train different parameters: {by_rank(texts)}. {_SAME_TRAINED}"
+            raise self._fail(ContractError(message, step=self.step, rank=self.group.rank))
         if places:
             message = f"step {self.step}: {format_desync(places, 'what they ran')}. {_SAME_ORDER}"
             raise self._fail(ContractError(message, step=self.step, unit=event.unit, rank=self.group.rank))
@@ -423,7 +444,9 @@ class Contract:
                 return all_notes, []
             if any(row[0] == _FAILED for row in rows):
                 self._raise_aborted(exchange_text(reason, self.group, limit_seconds=self.limit_seconds))
-            mine = RankRecord(str(place), [*map(str, events)], self._flight_recorder.recent, self._of)
+            changed = sorted(self._changed_trains.items())
+            trained = [f"'{name}' {'was unfrozen' if trains else 'was frozen'}" for name, trains in changed]
+            mine = RankRecord(str(place), [*map(str, events)], self._flight_recorder.recent, self._of, trained)
             texts = exchange_text(json.dumps(mine), self.group, limit_seconds=self.limit_seconds)
         except TransferError as error:
             raise self._explain(place, error) from error

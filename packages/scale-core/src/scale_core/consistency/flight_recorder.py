@@ -147,6 +147,7 @@ class RankRecord(NamedTuple):
     events: list[str]  # What it has done since the ranks were last found equal
     last_event: list[str]  # Its last few words
     of: str = ""  # What it is about to do that with; "" where there is but one
+    trained: Sequence[str] = ()  # Parameters that it trains, or does not, otherwise than at first
 
 
 def format_desync(standings: Sequence[RankRecord], what: str) -> str:

@@ -175,13 +175,16 @@ class FlatBuffer(FlatReduced):
         with as_local():
             return self._past_versions + sum(tensor._version for tensor in self._written)
 
-    def follow_trainable(self) -> None:
-        """Copies `requires_grad` from the sharded parameters to the unsharded ones."""
+    def follow_trainable(self) -> dict[str, bool]:
+        """Copies `requires_grad` from the sharded parameters to the unsharded ones; returns what changed, by name."""
         sharded = self.sharded_params * len(self.names) if self.flatten else self.sharded_params
+        changed = {}
         with as_local():
-            for param, shard in zip(self.unsharded_params, sharded, strict=True):
+            for index, (param, shard) in enumerate(zip(self.unsharded_params, sharded, strict=True)):
                 if param.requires_grad != shard.requires_grad:
                     param.requires_grad_(shard.requires_grad)
+                    changed[self.names[index]] = shard.requires_grad
+        return changed
 
     def float8_param(self, index: int) -> Tensor:
         """Returns a gathered parameter as torchao computes with it; its gradient goes to the unsharded parameter."""

@@ -193,8 +193,8 @@ def root_of(unit: Unit) -> Root:
 @on_local_tensors
 def follow_user_changes(units: Sequence[Unit]) -> None:
     """Follows `requires_grad`, hooks the gradients of what trains, and refuses other changes since the last pass."""
-    for buffer in (buffer for unit in units for buffer in unit.buffers):
-        buffer.follow_trainable()
+    for unit in units:
+        _follow_trainable(unit)
     for unit in units:
         if not unit.has_registered_names():
             checks.check_registered(unit)
@@ -210,6 +210,14 @@ def follow_user_changes(units: Sequence[Unit]) -> None:
                     unit.hooked.add((number, index))
                     before_first = functools.partial(pre_accumulate_grads, weakref.ref(unit), number)
                     after_gradient(param, buffer.gradient.make_hook(index, before_first))
+
+
+def _follow_trainable(unit: Unit) -> None:
+    """Follows `requires_grad`, by which all ranks must train the same parameters."""
+    for buffer in unit.buffers:
+        for name, trains in buffer.follow_trainable().items():
+            if unit.root is not None:
+                unit.root.contract.note_trains(name, trains=trains)
 
 
 def abort_on_interrupt(unit: Unit, error: BaseException) -> None:
@@ -302,8 +310,8 @@ def _begin_escaped_backward(unit: Unit) -> None:
 
 def _begin_backward(root: Root) -> None:
     """The first hook of a backward pass."""
-    for buffer in root.buffers:
-        buffer.follow_trainable()  # What was frozen since the forward gets no gradient any more.
+    for unit in root.units:
+        _follow_trainable(unit)  # What was frozen since the forward gets no gradient any more.
     root.begin_backward()
     register_post_backward(functools.partial(finalize_backward, root), root.fail)
     root.calls_reduced_hooks = has_reduced_grad_hooks()

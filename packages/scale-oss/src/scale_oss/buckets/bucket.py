@@ -86,6 +86,7 @@ class Bucket:
                 record_shard(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
             else:
                 record_shard(piece, within.cut(entry.name, span.start, span.stop, axes))
+        self.trained = [param.requires_grad for param in self.params]  # as the reducer has last seen
         self.placements = [self._placement(index) for index in range(len(self.params))]
         entries, numel = partition.entries, partition.full_numel
         self.gradient = FlatGradient(self.params, entries, numel, self.dtype, self.dtype)  # this rank's own
