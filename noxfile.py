@@ -258,8 +258,8 @@ def fairscale_clients(session: nox.Session, client: str) -> None:
         session.install(*ours, *(needs or [requirement]))
         if needs:  # It asks for FairScale, for DeepSpeed, or for much that its trainer doesn't use.
             session.install("--no-deps", requirement)
-    folder = "packages/scale-fairscale/tests/clients"
-    session.run("pytest", "-p", "no:hydra_pytest", folder, *session.posargs)  # hydra's plugin needs an old Python
+    pytest = ("pytest", "-p", "no:hydra_pytest", "packages/scale-fairscale/tests/clients", "-k", client)
+    session.run(*pytest, *session.posargs, env={"FAIRSCALE_CLIENT": client})  # hydra's plugin needs an old Python
 
 
 @nox.session

@@ -37,7 +37,7 @@ PATHS = {
     "fairscale.experimental.tooling.layer_memory_tracker": "LayerwiseMemoryTracker ProcessGroupTracker "
     "suggest_checkpoint_location find_best_reset_points compare_memory_traces_in_plot",
     "fairscale.experimental.wgit": "Repo SignalSparsity",
-    "fairscale.experimental.nn.mevo": "MEVO BaselineSoftmaxNllLoss",
+    "fairscale.experimental.nn.mevo": "MEVO MemoryEfficientVocabOutput BaselineSoftmaxNllLoss",
     "fairscale.experimental.nn.distributed_pipeline.graph": "PipelineModulesGraph",
     "fairscale.utils.testing": "DummyProcessGroup",
     "fairscale.fair_dev.testing.testing": "DummyProcessGroup dist_init objects_are_equal set_random_seed",

@@ -310,11 +310,16 @@ def test_the_functions_of_a_checkpoint_recompute_with_the_same_random_numbers(
     out = Checkpoint.apply(phony, *arguments)
     if recomputes_before:
         out = out + 0 * Recompute.apply(phony, *arguments)
-    drawn = torch.rand(1)
+    torch.rand(1)
     state = torch.random.get_rng_state()
-    out.sum().backward()
-    assert calls == [(True, False), (False, True)] and not recomputed and not states
-    assert torch.equal(torch.random.get_rng_state(), state) and drawn.numel() == 1
+    out.sum().backward(retain_graph=True)
+    assert calls == [(True, False), (False, True)] and not recomputed and len(states) == 1
+    assert torch.equal(torch.random.get_rng_state(), state)
+    grads = [tensor.grad for tensor in inputs]
+    for tensor in inputs:
+        tensor.grad = None
+    out.sum().backward()  # Once more, with the same numbers.
+    assert all(torch.equal(tensor.grad, grad) for tensor, grad in zip(inputs, grads, strict=True))  # type: ignore[arg-type]
     for tensor in inputs:
         assert tensor.grad is not None and torch.equal(tensor.grad, out.detach())  # 4 or 0, by the same draws
     assert 0 < int((out == 0).sum()) < 64

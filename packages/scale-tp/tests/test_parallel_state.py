@@ -46,27 +46,41 @@ def test_one_process_may_initialize_all_the_same() -> None:
     scale_tp.destroy_model_parallel()
 
 
-def a_group_of_the_program_s_own() -> None:
+def groups_of_the_program_s_own() -> None:
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    mine = pairs[dist.get_rank() // 2]
-    scale_tp.set_tensor_model_parallel_group(mine)
-    assert scale_tp.get_tensor_model_parallel_group() is mine
+    own, other = pairs if dist.get_rank() < 2 else pairs[::-1]
+    parallel_state.set_axis_group("model", own)
+    assert scale_tp.get_tensor_model_parallel_group() is own
     assert scale_tp.get_tensor_model_parallel_rank() == dist.get_rank() % 2
-    assert scale_tp.get_context_parallel_world_size() == scale_tp.get_pipeline_model_parallel_world_size() == 1
+    assert parallel_state.context_parallel_group().size == 1
     assert scale_tp.ColumnParallelLinear(4, 6).weight.to_local().shape == (3, 4)  # type: ignore[operator]
-    with pytest.raises(RuntimeError, match=r"along the data axis are not known: set_tensor_model_parallel_group"):
-        scale_tp.get_data_parallel_rank()
-    with pytest.raises(RuntimeError, match=r"divided already \(pipeline 1, context 1, model 2\)"):
+    for getter in (scale_tp.get_data_parallel_group, scale_tp.get_context_parallel_ranks):
+        with pytest.raises(RuntimeError, match=r"axis are not known: the program has set only the groups of model\."):
+            getter()
+    with pytest.raises(RuntimeError, match=r"divided already \(model 2\)"):
         scale_tp.initialize_model_parallel(2)
-    scale_tp.set_tensor_model_parallel_group(None)
-    assert not scale_tp.model_parallel_is_initialized() and mine in process_groups()
-    scale_tp.set_tensor_model_parallel_group(dist.group.WORLD)
-    assert scale_tp.get_data_parallel_world_size() == 1  # All ranks divide layers, so there is one replica.
-    scale_tp.set_tensor_model_parallel_group(None)
+    with pytest.raises(ValueError, match="no member of the process group"):
+        parallel_state.set_axis_group("model", other)
+    assert scale_tp.get_tensor_model_parallel_group() is own  # An error changes nothing.
+    parallel_state.set_axis_group("data", dist.group.WORLD)
+    assert scale_tp.get_data_parallel_world_size() == 4
+    scale_tp.destroy_model_parallel()
+    assert not scale_tp.model_parallel_is_initialized() and own in process_groups()
+    scale_tp.initialize_model_parallel(2)
+    replicas = scale_tp.get_data_parallel_group()
+    parallel_state.set_axis_group("model", own)  # The same ranks: the other axes stay.
+    assert scale_tp.get_data_parallel_group() is replicas and scale_tp.get_tensor_model_parallel_group() is own
+    parallel_state.set_axis_group("model", None)
+    assert not scale_tp.model_parallel_is_initialized()
+    scale_tp.initialize_model_parallel(2)
+    replicas = scale_tp.get_data_parallel_group()
+    parallel_state.set_axis_group("model", own)
+    scale_tp.destroy_model_parallel()
+    assert replicas not in process_groups() and own in process_groups()
 
 
-def test_a_program_may_divide_layers_between_a_group_of_its_own() -> None:
-    run_ranks(a_group_of_the_program_s_own, 4)
+def test_a_program_may_divide_layers_between_groups_of_its_own() -> None:
+    run_ranks(groups_of_the_program_s_own, 4)
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,11 @@ class PieceGradient:
         shard, own_shard = shard_of(grad) if isinstance(grad, ShardedTensor) else None, shard_of(param)
         if shard is not None and same_elements(shard, _shard(piece)):
             local: Tensor = grad.to_local()  # type: ignore[attr-defined]  # It is a ShardedTensor.
-            # A model that is converted or moved, as to evaluate in half precision, keeps the averages for its step.
-            converted = local.dtype == param.dtype and local.device == param.device
-            bucket.set_grad(self._index, local.to(piece.device, piece.dtype) if converted else local)
+            if (local.dtype, local.device) == (param.dtype, param.device) != (piece.dtype, piece.device):
+                # The model was converted or moved, as to evaluate in half precision; its average is for the same step.
+                piece.grad = local.to(piece.device, piece.dtype)
+            else:
+                bucket.set_grad(self._index, local)
             return None
         if shard is not None and (own_shard is None or not same_elements(shard, own_shard)):
             raise ValueError(

@@ -58,7 +58,6 @@ from scale_tp.parallel_state import (
     get_tensor_model_parallel_world_size,
     initialize_model_parallel,
     model_parallel_is_initialized,
-    set_tensor_model_parallel_group,
 )
 from scale_tp.random import (
     CudaRNGStatesTracker,
@@ -148,7 +147,6 @@ __all__ = [
     "ring_attention",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
-    "set_tensor_model_parallel_group",
     "split_heads",
     "split_sequence",
     "split_tensor_along_last_dim",

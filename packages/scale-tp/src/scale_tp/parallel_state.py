@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from scale_core.arguments import checked_arguments
+from scale_core.comm.fork import forked_error
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.comm.work import limit_of
 from scale_core.compat import process_groups, time_limit
@@ -49,6 +50,13 @@ def rank_groups(sizes: AxisSizes, *axes: str) -> list[list[int]]:
 
 
 _axes: dict[str, Group] = {}  # this rank's groups, once the ranks are divided
+
+
+class _MadeHere:
+    """Whether `initialize_model_parallel` has made a group, which `destroy_model_parallel` destroys then."""
+
+    value = False
+
 
 DATA_CONTEXT = "data and context"
 """The data and the context axis together: all ranks with the same part of the model."""
@@ -90,6 +98,8 @@ def initialize_model_parallel(
             f"the ranks are divided already ({_described()}): call scale_tp.destroy_model_parallel() before"
         )
     everybody = group_of()
+    if everybody.state.is_of_parent:
+        raise forked_error()
     sizes = _sizes(
         everybody.size,
         model=tensor_model_parallel_size,
@@ -108,23 +118,28 @@ def initialize_model_parallel(
         for name, backend in backends.items()
     }
     _axes.update(made)
+    for group in made.values():
+        if group.process_group is not None:
+            group.state.get_or_create(_MadeHere).value = True
 
 
-def set_tensor_model_parallel_group(process_group: dist.ProcessGroup | None) -> None:
-    """Divides layers between the ranks of a group that the program has made, in place of `initialize_model_parallel`.
+def set_axis_group(axis: str, process_group: dist.ProcessGroup | None) -> None:
+    """Takes the group along one axis from the program, which has made it; sends nothing.
 
-    Sequences and stages are not divided then. Which ranks are replicas is known only where the group is all ranks.
+    What `initialize_model_parallel` has found stays if the ranks that divide layers stay. Axes that no one has set
+    raise when they are asked for.
 
     Args:
-        process_group: The group, which `destroy_model_parallel` destroys as its own; None forgets this one, or those of
-            `initialize_model_parallel`.
+        axis: "data", "pipeline", "context" or "model".
+        process_group: The group; None forgets that of the axis, and for "model" all.
     """
-    _axes.clear()
-    if process_group is not None:
-        model, alone = group_of(process_group), Group()
-        _axes.update(model=model, context=alone, pipeline=alone)
-        if model.size == group_of().size:
-            _axes.update({"data": alone, DATA_CONTEXT: alone})
+    group = None if process_group is None else group_of(process_group)
+    if axis == "model" and (group is None or "model" not in _axes or group.ranks != _axes["model"].ranks):
+        _axes.clear()
+    if group is None:
+        _axes.pop(axis, None)
+    else:
+        _axes[axis] = group
 
 
 def destroy_model_parallel() -> None:
@@ -132,7 +147,7 @@ def destroy_model_parallel() -> None:
 
     Layers that were built for them can't compute any more. Without groups it does nothing.
     """
-    groups = [group.process_group for group in _axes.values()]
+    groups = [group.process_group for group in _axes.values() if group.state.get_or_create(_MadeHere).value]
     _axes.clear()
     for group in groups:
         # Those of a default group that is gone already went with it.
@@ -152,6 +167,8 @@ def tensor_parallel_group(process_group: GroupLike = None) -> Group:
 
 def context_parallel_group(process_group: GroupLike = None) -> Group:
     """Returns the ranks that divide a sequence."""
+    if process_group is None and _axes and "context" not in _axes:
+        return Group()  # Only other axes were set: no sequence is divided.
     return group_of(process_group) if process_group is not None else axis_group("context")
 
 
@@ -161,8 +178,8 @@ def axis_group(name: str) -> Group:
         return _axes[name]
     if _axes:
         raise RuntimeError(
-            f"the ranks along the {name} axis are not known: set_tensor_model_parallel_group() was given the group "
-            "that divides layers alone. Call scale_tp.initialize_model_parallel() in its place, or pass process_group="
+            f"the ranks along the {name} axis are not known: the program has set only the groups of "
+            f"{', '.join(_axes)}. Call initialize_model_parallel() in place of setting groups, or pass process_group="
         )
     world = group_of()
     if world.size > 1:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat, fault_points
+from scale_core.comm.fork import forked_error
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.group_state import group_state
 from scale_core.comm.work import CollectiveWork, Work, process_limit, start_work, wait_for
@@ -32,8 +33,10 @@ from scale_core.errors import TransferError
 
 
 def torch_group(group: Group) -> dist.ProcessGroup:
-    """torch's process group of a group that has more than one rank."""
+    """torch's process group of a group that has more than one rank. Raises LaunchError where it is that of a parent."""
     assert group.process_group is not None
+    if group.state.is_of_parent:
+        raise forked_error()
     return group.process_group
 
 
@@ -244,11 +247,8 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWor
         return CollectiveWork("all_reduce", [], tensor)
     if fault_points.active is not None:
         fault_points.active("all_reduce", "")
-    torch_op = _REDUCE_OPS[op]
-    work = start_work(
-        None, lambda: dist.all_reduce(tensor, torch_op, group=group_for(tensor.device, group), async_op=True)
-    )
-    return CollectiveWork("all_reduce", [work], tensor, rank=group.rank)
+    start = partial(dist.all_reduce, tensor, _REDUCE_OPS[op], group=group_for(tensor.device, group), async_op=True)
+    return CollectiveWork("all_reduce", [start_work(None, start)], tensor, rank=group.rank)
 
 
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWork:

@@ -31,6 +31,7 @@ class GroupState:
 
     Attributes:
         ranks: The global ranks; () where nobody asks for them.
+        is_of_parent: This process was forked when the group was there, and shares its connections with that process.
         host_twin: The gloo group of the same ranks that moves data on the host; None until it is needed.
         is_host_group: The group moves data on the host itself, and needs no twin.
         twin_of: Of a twin, the group that it belongs to.
@@ -41,6 +42,7 @@ class GroupState:
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
+        self.is_of_parent = False
         self.host_twin: dist.ProcessGroup | None = None
         self.is_host_group = False
         self.twin_of: ReferenceType[dist.ProcessGroup] | None = None

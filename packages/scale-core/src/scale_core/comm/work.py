@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scale_core import compat
+from scale_core.comm.fork import ForkCount, forked_error
 from scale_core.errors import TransferError
 
 LIMIT_VARIABLE = "SCALE_LIMIT_SECONDS"
@@ -106,6 +107,7 @@ class CollectiveWork:
         self._finish = finish
         self._keep = list(keep)
         self._open = True
+        self._started_in = ForkCount.number
 
     def then(self, follow: Callable[[Tensor], Tensor | CollectiveWork]) -> CollectiveWork:
         """Returns this handle; its result is what `follow` makes of it: a tensor, or that of another collective."""
@@ -128,9 +130,12 @@ class CollectiveWork:
 
         Raises:
             TransferError: A peer exited, is at another event, or took longer than the limit.
+            LaunchError: This process was forked after the collective began.
         """
         if self._open:
             self._open = False
+            if self._started_in != ForkCount.number:
+                raise forked_error()
             result, self._result = self._result, None  # An incomplete result is never returned.
             works, self._works = self._works, []
             if result is not None and result.is_cuda:
@@ -165,6 +170,8 @@ class CollectiveWork:
         if not self._open:
             return
         self._open = False
+        if self._started_in != ForkCount.number:
+            return  # It is the parent's, which waits for it.
         deadline = time.monotonic() + _GRACE_SECONDS
         for peer, work in self._works:
             with suppress(TransferError):

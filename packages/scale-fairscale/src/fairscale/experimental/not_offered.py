@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from torch import nn
@@ -71,6 +72,7 @@ def _module(path: str) -> ModuleType:
     if full not in sys.modules:
         sys.modules[full] = module = ModuleType(full, "Not offered: each name says why, and what to write.")
         module.__path__ = []  # It may have modules inside.
+        module.__spec__ = ModuleSpec(full, None, is_package=True)
     return sys.modules[full]
 
 
@@ -80,11 +82,12 @@ for _path, _names in NOT_OFFERED.items():
     for _name, (_why, _instead) in _names.items():
         _attributes = {"why": _why, "instead": _instead, "__module__": _modules[0].__name__}
         _refused = type(_name, (Refused, nn.Module), _attributes)
-        for _each in _modules:
-            setattr(_each, _name, _refused)
+        for _module_of in _modules:
+            setattr(_module_of, _name, _refused)
     if _modules[0] is not _modules[1]:
         setattr(_modules[1], _path.rpartition(".")[2], _modules[0])
 
+_module("nn.mevo").MemoryEfficientVocabOutput = _module("nn.mevo").MEVO  # type: ignore[attr-defined]
 ampnet_pipe, distributed_pipeline, mevo, wgit = map(
     _module, ("nn.ampnet_pipe", "nn.distributed_pipeline", "nn.mevo", "wgit")
 )

@@ -27,18 +27,18 @@ def unwrap_process_group(process_group: Any) -> Any:
     imitates = all(callable(getattr(process_group, name, None)) for name in ("rank", "size"))
     if isinstance(process_group, dist.ProcessGroup) or not imitates:
         return process_group
-    attributes = getattr(process_group, "__dict__", {}).values()
-    held = {id(value): value for value in attributes if isinstance(value, dist.ProcessGroup)}
-    if len(held) != 1:
+    attributes = {id(value): value for value in getattr(process_group, "__dict__", {}).values()}
+    unwrapped = {id(group): group for group in map(unwrap_process_group, attributes.values())}
+    groups = [group for group in unwrapped.values() if isinstance(group, dist.ProcessGroup)]
+    if len(groups) != 1:
         return process_group
-    (group,) = held.values()
     if kind.__module__.partition(".")[0] != "fairscale":
         warn_once(
             f"process_group={kind.__name__}(...)",
             "collectives go over the process group inside of it, whose methods aren't called: give that group, and "
             "count by fairscale.experimental.tooling.layer_memory_tracker.LayerwiseMemoryTracker or a profiler",
         )
-    return group
+    return groups[0]
 
 
 __all__ = ["ProcessGroupName", "unwrap_process_group"]

@@ -27,7 +27,7 @@ losses: list[float] = []
 class Model(AbsESPnetModel):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).double()
 
     def forward(self, x: Tensor, utt_id: list[str]) -> Any:
         loss = self.net(x).square().mean()
@@ -43,7 +43,7 @@ class Batches(AbsIterFactory):
     def build_iter(self, epoch: int, shuffle: bool | None = None) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
         for step in range(4):
             seed = 100 * epoch + 10 * step + rank
-            yield [str(seed)], {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))}
+            yield [str(seed)], {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).double()}
 
 
 def options(max_epoch: int) -> TrainerOptions:
@@ -51,7 +51,7 @@ def options(max_epoch: int) -> TrainerOptions:
     given: dict[str, Any] = {name: False if kind is bool else None for name, kind in kinds.items()} | {
         "ngpu": 0,
         "resume": True,
-        "train_dtype": "float32",
+        "train_dtype": "float64",
         "accum_grad": 2,
         "grad_clip": 0.1,
         "grad_clip_type": 2.0,

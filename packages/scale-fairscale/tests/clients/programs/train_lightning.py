@@ -24,9 +24,11 @@ pl.seed_everything(1)
 
 
 class Net(pl.LightningModule):
+    states = ()
+
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).double()
         self.losses: list[float] = []
 
     def configure_sharded_model(self) -> None:
@@ -52,11 +54,11 @@ class Net(pl.LightningModule):
             self.states, checkpoint["optimizer_states"] = checkpoint["optimizer_states"], []
 
     def on_train_start(self) -> None:
-        if gathers_state and stage == "resume":
+        if self.states:
             self.optimizers().optimizer.load_state_dict(self.net.get_shard_from_optim_state_dict(self.states[0]))
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(torch.randn(48, 8, generator=torch.Generator().manual_seed(3)), batch_size=4)
+        return DataLoader(torch.randn(48, 8, generator=torch.Generator().manual_seed(3)).double(), batch_size=4)
 
 
 net = Net()

@@ -29,7 +29,7 @@ warnings.simplefilter("ignore")
 way, _ = sys.argv[1:]
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model: nn.Module = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+model: nn.Module = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).double()
 adam = (torch.optim.Adam, {"lr": 0.05})
 if way == "sddp":
     optimizer = FairscaleOSSExtension(FairscaleOSSConfig(), verbose=False).build_optimizer(*adam, model)
@@ -44,7 +44,7 @@ else:
     optimizer = BaseOptimizer(verbose=False).build_optimizer(*adam, model)
 losses = []
 for step in range(6):
-    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).double()
     loss = model(batch).square().mean()
     losses.append(loss.item())
     optimizer.zero_grad()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from scale_core import compat
 from scale_core.compat import profiler_runs
 from scale_core.consistency.execution_order import unit_title
+from scale_core.flat.buffer import FlatBuffer
 from scale_core.hooks.autograd import (
     after_backward,
     after_gradient,
@@ -33,7 +34,7 @@ from scale_fsdp.api import cast_floating
 from scale_fsdp.runtime import checks
 from scale_fsdp.runtime.escaped_tensors import EscapedTensorSearch
 from scale_fsdp.runtime.root import Root
-from scale_fsdp.runtime.unit import UNIT, ForwardCalls, Unit, units_in
+from scale_fsdp.runtime.unit import UNIT, ForwardCalls, Unit, UnitContext, units_in
 
 
 @compat.untraced
@@ -193,8 +194,8 @@ def root_of(unit: Unit) -> Root:
 @on_local_tensors
 def follow_user_changes(units: Sequence[Unit]) -> None:
     """Follows `requires_grad`, hooks the gradients of what trains, and refuses other changes since the last pass."""
-    for unit in units:
-        _follow_trainable(unit)
+    root = units[0].root if units else None
+    _follow_trainable([buffer for unit in units for buffer in unit.buffers], root)
     for unit in units:
         if not unit.has_registered_names():
             checks.check_registered(unit)
@@ -212,12 +213,12 @@ def follow_user_changes(units: Sequence[Unit]) -> None:
                     after_gradient(param, buffer.gradient.make_hook(index, before_first))
 
 
-def _follow_trainable(unit: Unit) -> None:
+def _follow_trainable(buffers: Iterable[FlatBuffer], root: UnitContext | None) -> None:
     """Follows `requires_grad`, by which all ranks must train the same parameters."""
-    for buffer in unit.buffers:
+    for buffer in buffers:
         for name, trains in buffer.follow_trainable().items():
-            if unit.root is not None:
-                unit.root.contract.note_trains(name, trains=trains)
+            if root is not None:
+                root.contract.note_trains(name, trains=trains)
 
 
 def abort_on_interrupt(unit: Unit, error: BaseException) -> None:
@@ -310,8 +311,7 @@ def _begin_escaped_backward(unit: Unit) -> None:
 
 def _begin_backward(root: Root) -> None:
     """The first hook of a backward pass."""
-    for unit in root.units:
-        _follow_trainable(unit)  # What was frozen since the forward gets no gradient any more.
+    _follow_trainable(root.buffers, root)  # What was frozen since the forward gets no gradient any more.
     root.begin_backward()
     register_post_backward(functools.partial(finalize_backward, root), root.fail)
     root.calls_reduced_hooks = has_reduced_grad_hooks()

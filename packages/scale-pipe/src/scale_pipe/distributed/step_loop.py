@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scale_core import Contract, ContractError, ScaleDistributedError
 from scale_core.comm.collectives import exchange, exchange_text
+from scale_core.comm.fork import forked_error
 from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_core.consistency.optimizer_steps import describe_difference, have_diverged
 from scale_core.errors import TransferError, recovery_hint
@@ -67,7 +68,9 @@ class StepLoop:
         self._broken: str | None = None
 
     def begin(self, kind: StepKind) -> None:
-        """Counts a pass. Raises ScaleDistributedError if a rank was lost in an earlier one."""
+        """Counts a pass. Raises ScaleDistributedError if a rank was lost in an earlier one, LaunchError in a fork."""
+        if self._group.state.is_of_parent:
+            raise forked_error()
         if self._broken is not None:
             raise ScaleDistributedError(
                 f"the ranks of the pipeline have lost each other in an earlier step:\n{self._broken}\n"

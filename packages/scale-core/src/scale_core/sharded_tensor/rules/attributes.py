@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import ALIASES, Shard
@@ -140,9 +140,10 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _can_share_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `module.to(...)` sets `data` of a tensor: of a shard only values of the same dtype and device."""
+    """Whether `module.to(...)` sets `data`; a gradient is replaced where its dtype or device changes."""
     tensor, value = args
-    return bool(func(tensor, value)) and tensor.dtype == value.dtype and tensor.device == value.device
+    alike = tensor.dtype == value.dtype and tensor.device == value.device
+    return bool(func(tensor, value)) and (alike or isinstance(tensor, nn.Parameter))
 
 
 RULES: dict[str, Rule] = {

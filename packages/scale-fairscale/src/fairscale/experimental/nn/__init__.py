@@ -6,4 +6,12 @@ from fairscale.experimental.not_offered import ampnet_pipe, distributed_pipeline
 
 MEVO, BaselineSoftmaxNllLoss = mevo.MEVO, mevo.BaselineSoftmaxNllLoss
 
-__all__ = ["OffloadModel", "SyncBatchNorm", "ampnet_pipe", "distributed_pipeline", "mevo"]
+__all__ = [
+    "MEVO",
+    "BaselineSoftmaxNllLoss",
+    "OffloadModel",
+    "SyncBatchNorm",
+    "ampnet_pipe",
+    "distributed_pipeline",
+    "mevo",
+]

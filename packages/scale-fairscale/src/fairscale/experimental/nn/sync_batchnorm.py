@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fairscale.internal.process_group import unwrap_process_group
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group, group_of
 
@@ -39,7 +40,9 @@ class SyncBatchNorm(nn.BatchNorm2d):
         if input.device.type != "cpu":
             found: Tensor = nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]  # with its attributes
             return found
-        group = group_of(self.process_group) if self.training and dist.is_initialized() else Group()
+        group = (
+            group_of(unwrap_process_group(self.process_group)) if self.training and dist.is_initialized() else Group()
+        )
         return _BatchNorm.forward(self, input) if group.size == 1 else self._over_all_ranks(input, group)
 
     def _over_all_ranks(self, input: Tensor, group: Group) -> Tensor:

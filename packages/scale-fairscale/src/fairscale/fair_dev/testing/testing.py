@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_tp import model_parallel_cuda_manual_seed
+from scale_tp import model_parallel_cuda_manual_seed, model_parallel_is_initialized
 
 
 class DummyProcessGroup:
@@ -55,18 +55,18 @@ def dist_init(rank: int, world_size: int, filename: str, filename_rpc: str = "",
     return True
 
 
-def set_random_seed(seed: int, model_parallel: bool = False) -> None:
+def set_random_seed(seed: int, model_parallel: bool = True) -> None:
     """Seeds Python's and torch's generators, and numpy's where that is imported.
 
     Args:
         seed: The seed.
-        model_parallel: Whether to seed the generators of divided layers, too.
+        model_parallel: Whether to seed the generators of divided layers, too, where ranks divide some.
     """
     random.seed(seed)
     torch.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed)
-    if model_parallel:
+    if model_parallel and model_parallel_is_initialized():
         model_parallel_cuda_manual_seed(seed)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 
 import scale_tp
 from fairscale._warnings import warn_argument, warn_once
+from fairscale.internal.process_group import unwrap_process_group
 from scale_tp import (
     destroy_model_parallel,
     get_context_parallel_group,
@@ -109,16 +111,34 @@ def initialize_model_parallel(
     )
 
 
+_AXES = {
+    "_MODEL_PARALLEL_GROUP": "model",
+    "_DATA_PARALLEL_GROUP": "data",
+    "_PIPELINE_PARALLEL_GROUP": "pipeline",
+    "_CONTEXT_PARALLEL_GROUP": "context",
+}
+
+
 class _Module(ModuleType):
-    """This module: programs assign a group to its variable in place of a call of `initialize_model_parallel`."""
+    """This module: programs assign groups to its variables in place of a call of `initialize_model_parallel`."""
 
-    @property
-    def _MODEL_PARALLEL_GROUP(self) -> dist.ProcessGroup | None:  # noqa: N802
-        return get_model_parallel_group() if model_parallel_is_initialized() else None
+    def __getattr__(self, name: str) -> Any:
+        if name not in _AXES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        axis = scale_tp.parallel_state.axis_group(_AXES[name]) if model_parallel_is_initialized() else None
+        return None if axis is None else axis.process_group
 
-    @_MODEL_PARALLEL_GROUP.setter
-    def _MODEL_PARALLEL_GROUP(self, group: dist.ProcessGroup | None) -> None:  # noqa: N802
-        scale_tp.parallel_state.set_tensor_model_parallel_group(group)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _AXES:
+            scale_tp.parallel_state.set_axis_group(_AXES[name], unwrap_process_group(value))
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _AXES:
+            scale_tp.parallel_state.set_axis_group(_AXES[name], None)
+        else:
+            super().__delattr__(name)
 
 
 sys.modules[__name__].__class__ = _Module

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fairscale.internal.process_group import unwrap_process_group
 from fairscale.nn.moe.top2gate import MOEInputError
 from scale_core.comm.group import group_of
 from scale_moe import combine, dispatch, plan_dispatch
@@ -43,7 +44,7 @@ class MOELayer(nn.Module):
         for param in self.experts.parameters():
             cast(Any, param).expert = True
         self.group = group
-        self._ranks = group_of(group)
+        self._ranks = group_of(unwrap_process_group(group))
         self.world_size = self._ranks.size
         self.num_local_experts = len(self.experts)
         self.l_aux: Any = None

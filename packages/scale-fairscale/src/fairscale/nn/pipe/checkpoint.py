@@ -42,15 +42,16 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
 
 
 def save_rng_states(device: torch.device, rng_states: RngStates) -> None:
-    """Appends the states of the random generators of the host and of a device."""
+    """Puts the states of the random generators of the host and of a device in the place of what is there."""
+    rng_states.clear()
     with rng.only_device(device):
         rng_states.append(rng.generator_states())
 
 
 @contextmanager
 def restore_rng_states(device: torch.device, rng_states: RngStates) -> Iterator[None]:
-    """Inside, generators start from the states that were saved last and are removed; afterwards they are as before."""
-    with rng.replayed(rng_states.pop()):
+    """Inside, generators start from the states that were saved; afterwards they are as before."""
+    with rng.replayed(rng_states[0]):
         yield
 
 
@@ -59,8 +60,8 @@ class _Replaceable(type(torch.autograd.Function)):  # type: ignore[misc]  # torc
         if name in ("forward", "backward"):
             warn_once(
                 f"fairscale.nn.pipe.checkpoint.{cls.__name__}.{name} =",
-                "pipelines recompute by scale_checkpoint and don't call it; remove the line: their stages take and "
-                "return tensors, None and other values, in tuples too",
+                "pipelines recompute by scale_checkpoint and don't call it. Remove the line: stages exchange tensors, "
+                "None and other values as they are",
             )
         super().__setattr__(name, value)
 
