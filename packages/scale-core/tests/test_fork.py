@@ -89,11 +89,12 @@ all_reduce(torch.ones(4), group).wait()
 if dist.get_rank() == 0:
     if not (child := os.fork()):
         all_reduce(torch.ones(4), group)
-    failed = os.waitpid(child, 0)[1] != 0  # torch's destructors may end it by a signal, after its traceback.
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 total = int(all_reduce(torch.ones(1), group).wait())
 if dist.get_rank() == 0:
-    print(f"child failed: {failed}, sum: {total}")
-dist.destroy_process_group()
+    print(f"child: {code}, sum: {total}", flush=True)
+dist.barrier()
+os._exit(0)  # torch's own end of a gloo group aborts now and then, without a fork too.
 """
 
 
@@ -102,5 +103,5 @@ def test_a_fork_of_a_program_ends_with_its_error_and_the_program_goes_on(tmp_pat
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split("\n")[0] == "child failed: True, sum: 2"
+    assert run.stdout.split("\n")[0] == "child: 1, sum: 2"
     assert "LaunchError: process " in run.stderr

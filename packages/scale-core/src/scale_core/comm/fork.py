@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 from scale_core import compat
-from scale_core.comm.group_state import group_state
+from scale_core.comm.group_state import group_state, known_groups
 from scale_core.errors import LaunchError
 
 
@@ -26,9 +27,12 @@ def forked_error() -> LaunchError:
 
 def _after_fork() -> None:
     ForkCount.number += 1
-    for process_group in compat.process_groups():
+    for process_group in {*compat.process_groups(), *known_groups()}:
         if not compat.is_fake_group(process_group):
             group_state(process_group).is_of_parent = True
+            # It must outlive this process: its destructor would end the connections, and waits for threads that are
+            # not here.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -72,3 +72,8 @@ def group_state(process_group: dist.ProcessGroup, ranks: tuple[int, ...] = ()) -
                 state.optimizer_steps = other.optimizer_steps
         state.ranks = ranks
     return state
+
+
+def known_groups() -> list[dist.ProcessGroup]:
+    """Returns the process groups that have a record, those that torch does not list among them."""
+    return list(_states)
