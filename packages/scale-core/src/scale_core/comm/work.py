@@ -27,7 +27,7 @@ from scale_core.errors import TransferError
 
 LIMIT_VARIABLE = "SCALE_LIMIT_SECONDS"
 # The longest limit: torch's default of half an hour is too long to look at a machine that does nothing.
-_LIMIT_SECONDS = 600.0
+LIMIT_SECONDS = 600.0
 
 # Shorter waits are never warned of, however short the limit.
 _LONG_SECONDS = 5.0
@@ -65,8 +65,8 @@ def limit_of(process_group: dist.ProcessGroup | None, limit_seconds: float | Non
     if (limit := process_limit()) is not None:
         return limit
     if process_group is None or compat.is_fake_group(process_group):
-        return _LIMIT_SECONDS
-    return min(compat.time_limit(process_group).total_seconds(), _LIMIT_SECONDS)
+        return LIMIT_SECONDS
+    return min(compat.time_limit(process_group).total_seconds(), LIMIT_SECONDS)
 
 
 _logger = logging.getLogger(__name__)
