@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import time
 import warnings
 from collections.abc import Callable
@@ -229,6 +230,56 @@ def test_of_two_jobs_that_save_one_step_into_one_directory_the_second_fails_and_
         save_snapshot(tmp_path, 4, {"a": torch.zeros(1)})
     assert names_in(tmp_path) == ["step-00000004"]
     assert load_snapshot(tmp_path, {"a": torch.zeros(1)}).state["a"] == 1
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, *, after: int = 0) -> None:
+    """Has `os.fsync` of folders fail with an error number, from the call after so many on."""
+    fsync, calls = os.fsync, iter(range(100))
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) and next(calls) >= after:
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_file_system_without_a_sync_of_folders_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at(monkeypatch, errno.EINVAL)
+    save_snapshot(tmp_path, 1, {"a": torch.ones(1)})
+    assert latest_snapshot(tmp_path, verify=True) == tmp_path / "step-00000001"
+
+
+def test_a_sync_that_fails_after_the_rename_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at(monkeypatch, errno.EIO, after=1)
+    with pytest.warns(UserWarning, match=r"step-00000001 is complete, but a power cut may still undo its name"):
+        save_snapshot(tmp_path, 1, {"a": torch.ones(1)})
+    assert names_in(tmp_path) == ["step-00000001"]
+    assert load_snapshot(tmp_path, {"a": torch.zeros(1)}).state["a"] == 1
+
+
+def test_a_sync_that_fails_before_the_rename_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at(monkeypatch, errno.EIO)
+    with pytest.raises(SnapshotError, match=r"step-00000001 failed: .*Input/output error"):
+        save_snapshot(tmp_path, 1, {"a": torch.ones(1)})
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EEXIST])
+def test_a_rename_that_took_effect_and_says_that_it_failed_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As over NFS, where the answer to a rename was lost and the rename is repeated."""
+    rename = Path.rename
+
+    def rename_and_fail(path: Path, target: Path) -> Path:
+        rename(path, target)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "rename", rename_and_fail)
+    save_snapshot(tmp_path, 1, {"a": torch.ones(1)})
+    assert latest_snapshot(tmp_path, verify=True) == tmp_path / "step-00000001"
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,20 @@ def frozen_on_one_rank(layers: nn.Module, rank: int) -> Callable[[int], object]:
     return step
 
 
+def without_memory(layers: nn.Module, rank: int) -> Callable[[int], object]:
+    """The program catches that one rank has no memory for its step, and goes on."""
+    optimizer = SGD(layers.parameters(), lr=0.1)
+
+    def fail() -> float:
+        raise MemoryError
+
+    def step(number: int) -> None:
+        with contextlib.suppress(MemoryError):
+            optimizer.step(fail if rank == 1 and number == 1 else None)
+
+    return step
+
+
 def frozen_alike(layers: nn.Module, rank: int) -> Callable[[int], object]:
     optimizer = SGD(layers.parameters(), lr=0.1)
 
@@ -122,7 +137,7 @@ def alike(layers: nn.Module, rank: int) -> Callable[[int], object]:
 def outcomes() -> dict[str, str]:
     rank = dist.get_rank()
     said = {}
-    for build in (*DIFFERENT, frozen_on_one_rank, frozen_alike, alike):
+    for build in (*DIFFERENT, without_memory, frozen_on_one_rank, frozen_alike, alike):
         layers = model()
         said[build.__name__] = train(build(layers, rank), layers)
     for kind in ("element", "parameter"):
@@ -147,6 +162,7 @@ def said() -> list[dict[str, str]]:
         ("other_numbers", "2: step 3: .*rank 0: SGD; rank 1: 2 steps, SGD, SGD"),
         ("by_turns", "1: step 2: .*rank 0: SGD; rank 1: no step"),
         ("one_alone", "1: step 2: .*rank 0: SGD; rank 1: no step"),
+        ("without_memory", "2: step 3: .*rank 0: SGD; rank 1: no step.*Then go back to the last checkpoint"),
     ],
 )
 def test_steps_that_differ_raise_one_pass_later(name: str, expected: str, said: list[dict[str, str]]) -> None:

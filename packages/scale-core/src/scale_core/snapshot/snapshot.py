@@ -20,7 +20,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,9 +108,8 @@ def write_state(
 
     def name_if_committed() -> None:
         """Rank 0 may be lost when the directory has its name: then this snapshot is the last one."""
-        with suppress(OSError, ScaleError):
-            if read_manifest(place).save == save:
-                set_last_snapshot(str(place))
+        if _is_save(place, save):
+            set_last_snapshot(str(place))
 
     def make_room(progress: Progress) -> tuple[Path, str]:
         if group.rank > 0:
@@ -350,11 +348,28 @@ def _commit(unfinished: Path, place: Path, manifest: Manifest) -> None:
     try:
         unfinished.rename(place)
     except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            raise FileExistsError(f"{place} was saved by another program meanwhile, and stays as it is") from error
-        raise
-    sync(place.parent)
+        if not _is_save(place, manifest.save):
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                raise FileExistsError(f"{place} was saved by another program meanwhile, and stays as it is") from error
+            raise
+        # A network file system may repeat a rename whose answer was lost, and says that there is nothing to rename.
+    try:
+        sync(place.parent)
+    except OSError as error:
+        warnings.warn(
+            f"{place} is complete, but a power cut may still undo its name: syncing {place.parent} has failed "
+            f"({error}). Look at the file system before you rely on this snapshot",
+            stacklevel=2,
+        )
     at_stage("renamed", place)
+
+
+def _is_save(place: Path, save: str) -> bool:
+    """Whether a directory has the manifest of one save."""
+    try:
+        return read_manifest(place).save == save
+    except (OSError, ScaleError):
+        return False
 
 
 def sync(path: Path) -> None:
@@ -362,6 +377,10 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems, as those of network mounts, have no such call for directories.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(descriptor)
 
