@@ -1,8 +1,11 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -165,6 +168,34 @@ def test_an_address_where_nobody_answers_is_an_error_within_the_limit(
     ):
         init_distributed(device="cpu", limit_seconds=1.0)
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(("said", "told"), [(b"SSH-2.0-other\r\n", r"says b'SSH-2\.0-other"), (b"", "says nothing")])
+def test_a_foreign_program_on_the_port_is_an_error_within_the_limit(
+    said: bytes, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted = []
+
+    def listen() -> None:
+        with suppress(OSError):  # It is closed at the end.
+            while True:
+                connection, _ = server.accept()
+                connection.sendall(said)
+                accepted.append(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=listen, daemon=True).start()
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        began = time.monotonic()
+        with pytest.raises(
+            LaunchError, match=rf"no store at 127\.0\.0\.1:\d+ within 1 s: a program that is no .*{told}"
+        ):
+            init_distributed(device="cpu", limit_seconds=1.0)
+        assert time.monotonic() - began < 60
+        for connection in accepted:
+            connection.close()
 
 
 def test_a_port_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

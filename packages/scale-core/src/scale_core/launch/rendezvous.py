@@ -8,6 +8,10 @@ ranks, and still holds the addresses of the dead ones.
 from __future__ import annotations
 
 import os
+import queue
+import socket
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +34,7 @@ _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 _LIMIT_SECONDS = 300.0
+_REFUSAL_SECONDS = 2.0  # torch's own error at the limit comes a little later, and says more
 _stores: dict[tuple[str, int], Store] = {}  # kept open: rank 0 of a job without an agent is the others' server
 
 
@@ -107,6 +112,39 @@ def open_store(host: str, port: int, *, serve: bool, timeout: float) -> Any:
     )
 
 
+def _open_within(host: str, port: int, *, serve: bool, timeout: float) -> Any:
+    """`open_store`; TimeoutError where another program has the port, which torch would wait for without a limit."""
+    opened: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def open_it() -> None:
+        try:
+            opened.put(open_store(host, port, serve=serve, timeout=timeout))
+        except Exception as error:
+            opened.put(error)
+
+    threading.Thread(target=open_it, name="opens the store", daemon=True).start()
+    try:
+        store = opened.get(timeout=timeout + _REFUSAL_SECONDS)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(store, Exception):
+        raise store
+    return store
+
+
+def _what_listens(host: str, port: int) -> str:
+    """What a program that is no store says to a new connection, for an error."""
+    told = b""
+    try:
+        with socket.create_connection((host, port), timeout=1.0) as connection, suppress(OSError):
+            connection.settimeout(1.0)
+            told = connection.recv(60)
+    except OSError:
+        return "nobody answers there"
+    what = f"says {told!r}" if told else "says nothing"
+    return f"a program that is no store of torch listens there. It {what}. Choose another MASTER_PORT"
+
+
 def prefixed(name: str, store: Any) -> Any:
     """A view of a store with its own key prefix."""
     return cast(Any, dist).PrefixStore(name, store)
@@ -176,9 +214,9 @@ def _rendezvous(place: _RankEnvironment, timeout: float, config: object) -> Any:
     try:
         if address not in _stores:
             serve = place.rank == 0 and not place.agent_has_store
-            _stores[address] = open_store(*address, serve=serve, timeout=timeout)
+            _stores[address] = _open_within(*address, serve=serve, timeout=timeout)
     except Exception as error:  # torch has several types for it, and no common one
-        taken = "another program has this port" if "ADDRINUSE" in str(error) else "nobody answers there"
+        taken = "another program has this port" if "ADDRINUSE" in str(error) else _what_listens(place.host, place.port)
         raise _error(f"no store at {place.host}:{place.port} within {timeout:g} s: {taken}") from error
     store = prefixed("scale", _stores[address])
     try:
