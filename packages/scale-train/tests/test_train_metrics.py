@@ -32,6 +32,15 @@ def test_a_run_that_resumes_cuts_off_what_it_will_do_again(path):
     assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 20, 25]
 
 
+def test_lines_that_are_no_entries_are_told_and_left_out(path):
+    kept = path.read_bytes()
+    path.write_bytes(b"\xff\xfe\n7\n" + kept + b'{"step": "forty"}\n{"loss": 1.0}\n{"step": 40, "lo')
+    assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 20, 30]
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl: left out 5 lines that are no entries"):
+        begin_metrics(path, 30)
+    assert path.read_bytes() == kept
+
+
 def test_an_entry_that_is_there_is_not_written_again(path):
     file = MetricsReporter(path, pytest.fail)
     for _ in range(2):

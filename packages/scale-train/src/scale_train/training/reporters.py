@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -170,14 +171,20 @@ class ProgressBarReporter(Reporter):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the entries, oldest first; without a last line that a killed run left incomplete."""
+    """Returns the entries, oldest first; without lines that are none, as a last one that a killed run has begun."""
+    return _read_entries(path)[0]
+
+
+def _read_entries(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The entries of a file, and how many other lines it has."""
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.exists() else []
     entries = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return entries
+    for line in lines:
+        with suppress(ValueError):  # It is no JSON, or no text.
+            entry = json.loads(line)
+            if isinstance(entry, dict) and type(entry.get("step")) is int:
+                entries.append(entry)
+    return entries, len(lines) - len(entries)
 
 
 @contextmanager
@@ -194,8 +201,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def begin_metrics(path: Path, first_step: int) -> None:
-    """Writes the file of a run that begins after `first_step` steps, without later entries; atomically."""
-    kept = [entry for entry in read_metrics(path) if entry["step"] <= first_step]
+    """Writes the file of a run that begins after `first_step` steps, without later entries; atomically.
+
+    Warns of lines that are no entries, which it leaves out.
+    """
+    entries, num_others = _read_entries(path)
+    if num_others:
+        warnings.warn(
+            f"{path}: left out {num_others} lines that are no entries, as of a run that was killed", stacklevel=2
+        )
+    kept = [entry for entry in entries if entry["step"] <= first_step]
     with replacing(path) as partial:
         partial.write_text(" " * _ROOM_BYTES)
         partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
