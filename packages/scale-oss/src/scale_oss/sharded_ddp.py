@@ -280,7 +280,8 @@ class ShardedDataParallel(nn.Module):
         self._contract.named_params = module.named_parameters
         # What decides which messages are sent, and their dtypes.
         settings = f"{broadcast_buffers=}, {sync_module_states=}, {reduce_fp16=}"
-        buffers = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in module.named_buffers()]
+        sent = module.named_buffers() if broadcast_buffers or sync_module_states else ()
+        buffers = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in sent]
         self._contract.check_equal("what was given to ShardedDataParallel", [settings, *buffers])
         self._reducer = Reducer(optimizers, self._contract, in_half=reduce_fp16)
         self._with_params = [member for member in module.modules() if member._parameters]

@@ -35,4 +35,5 @@ def _after_fork() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # Not where processes can't be forked.
+    os.register_at_fork(after_in_child=_after_fork)
