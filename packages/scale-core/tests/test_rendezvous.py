@@ -170,7 +170,13 @@ def test_an_address_where_nobody_answers_is_an_error_within_the_limit(
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize(("said", "told"), [(b"SSH-2.0-other\r\n", r"says b'SSH-2\.0-other"), (b"", "says nothing")])
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (b"SSH-2.0-other\r\n", r"another program listens there, which says b'SSH-2\.0-other"),
+        (b"", "something listens there, and has not answered as torch's store does"),
+    ],
+)
 def test_a_foreign_program_on_the_port_is_an_error_within_the_limit(
     said: bytes, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 import threading
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -56,10 +55,6 @@ def test_what_ranks_that_have_ended_left_in_the_store_is_passed_over() -> None:
         ([facts(0), facts(1, torch="2.12.1")], "torch is 2.13.0 on rank 0 and 2.12.1 on rank 1: install the same"),
         ([facts(0), facts(1, world_size=3)], "WORLD_SIZE is 2 on rank 0 and 3 on rank 1"),
         ([facts(0), facts(0)], "two ranks have RANK=0"),
-        (
-            [replace(facts(0), job="SLURM_JOB_ID=7"), replace(facts(1), job="SLURM_JOB_ID=8")],
-            "two jobs meet at one MASTER_ADDR and MASTER_PORT: rank 0 has SLURM_JOB_ID=7 and rank 1 SLURM_JOB_ID=8",
-        ),
         ([facts(0, 3), facts(1, 3), facts(1, 3)], "two ranks have RANK=1"),
         (
             [facts(0, config={"lr": 1}), facts(1, config={"lr": 2})],
@@ -106,16 +101,3 @@ def test_a_configuration_is_anything_that_json_knows() -> None:
 
 def test_versions_are_those_of_what_is_loaded() -> None:
     assert {"Python", "torch", "scale_core"} <= versions().keys()
-
-
-def test_the_job_is_that_of_the_launcher_or_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
-        monkeypatch.delenv(name, raising=False)
-    assert facts_of(0, 1, None).job == ""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert facts_of(0, 1, None).job == "SLURM_JOB_ID=7"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # As torchrun calls jobs without a name.
-    assert facts_of(0, 1, None).job == "SLURM_JOB_ID=7"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    assert facts_of(0, 1, None).job == "TORCHELASTIC_RUN_ID=mine"
-    assert compare([facts(0), replace(facts(1), job="SLURM_JOB_ID=8")]) == ("", "")  # One is started by hand.

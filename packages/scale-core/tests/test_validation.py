@@ -39,16 +39,12 @@ def test_another_shape_or_dtype_is_told_with_both() -> None:
 
 
 def test_hyperparameters_of_another_kind_are_told() -> None:
-    own = {"optim.groups[0]": {"lr": 0.1, "betas": (0.9, 0.99), "foreach": None, "amsgrad": False}}
-    same = {"optim.groups[0]": {"lr": 1, "betas": [0.5, 0.5], "foreach": True, "amsgrad": 0, "other": "new"}}
+    own = {"optim.groups[0]": {"lr": 0.1, "betas": (0.9, 0.99), "foreach": None, "id": 3}}
+    same = {"optim.groups[0]": {"lr": 1, "betas": [0.5, 0.5], "foreach": True, "id": "third", "other": "new"}}
     assert not compare_states(own, same) and not compare_states({"place": {}}, {"place": {"a": "text"}})
-    for name, value, kinds in [
-        ("lr", "fast", "text, 'fast', and a number"),
-        ("betas", 0.9, "a number, 0.9, and a list"),
-        ("lr", [0.1], r"a list, [0.1], and a number"),
-    ]:
-        saved = {"optim.groups[0]": {**same["optim.groups[0]"], name: value}}
-        told = f"1 of another kind: optim.groups[0]: '{name}' was saved as {kinds} is expected"
+    for value in ("fast", [0.1]):
+        saved = {"optim.groups[0]": {**same["optim.groups[0]"], "lr": value}}
+        told = f"1 of another kind: optim.groups[0]: 'lr' was saved as {value!r}, and a number is expected"
         assert str(compare_states(own, saved)) == told
 
 

@@ -245,12 +245,14 @@ class Reducer:
                 self._order.insert(0, len(self.buckets))  # The last first: the usual order of gradients.
                 self._order_is_rebuilt = False
                 self.buckets.append(bucket)
+        names: dict[int, str] = {}
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
                 if param.requires_grad != bucket.trained[index]:
                     bucket.trained[index] = param.requires_grad
-                    names = (name for name, other in self.contract.named_params() if other is param)
-                    self.contract.note_trains(next(names, bucket.names[index]), trains=param.requires_grad)
+                    names = names or {id(other): name for name, other in self.contract.named_params()}
+                    name = names.get(id(param), bucket.names[index])
+                    self.contract.note_trains(name, trains=param.requires_grad)
                 if param.requires_grad and (number, index) not in self._hooked:
                     self._hooked.add((number, index))
                     is_shard = is_sharded(param)

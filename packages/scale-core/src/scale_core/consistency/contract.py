@@ -213,7 +213,7 @@ class Contract:
         self.named_params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         # Parameters that train, or do not, otherwise than when the ranks compared the model.
         self._changed_trains: dict[str, bool] = {}
-        self._changed_trains_fingerprint = 0
+        self._changed_trains_fingerprint: int | None = 0  # None where it is to be computed
         self._checking = False
         self._chain = 0  # what the fingerprint of the next `end_checked` starts from
         # Since the ranks were last found equal.
@@ -280,8 +280,7 @@ class Contract:
         """Records that a parameter was frozen, or trains again: a part of what is compared at the end of each pass."""
         if self._changed_trains.pop(name, trains) == trains:
             self._changed_trains[name] = trains
-        changed = sorted(self._changed_trains.items())
-        self._changed_trains_fingerprint = fingerprint_of(*changed) if changed else 0
+        self._changed_trains_fingerprint = None
 
     def end_checked(self, *notes: int) -> list[list[int]]:
         """Ends the pass: all ranks compare their events in it, and give each other three integers at most, by rank.
@@ -401,6 +400,9 @@ class Contract:
         """A fingerprint of all events since the last comparison."""
         current = self.history.current
         events = (part for event in current.events for part in event)
+        if self._changed_trains_fingerprint is None:
+            changed = sorted(self._changed_trains.items())
+            self._changed_trains_fingerprint = fingerprint_of(*changed) if changed else 0
         return fingerprint_of(self._chain, self._changed_trains_fingerprint, *current.kind, *events)
 
     def _check_usable(self) -> None:
@@ -415,7 +417,8 @@ class Contract:
     def _compare(self, event: Event, fingerprint: int, notes: Sequence[int] = ()) -> list[list[int]]:
         """Returns every rank's notes; raises where the ranks are at other events than `event`, or differ before it."""
         rows, places = self._exchange_fingerprints(event, fingerprint, notes, self._unchecked_events)
-        if len({tuple(place.trained) for place in places}) > 1:
+        is_one_place = len({(place.of, place.place, *place.events) for place in places}) == 1
+        if is_one_place and len({tuple(place.trained) for place in places}) > 1:
             texts = [", ".join(place.trained) or "as at first" for place in places]
             message = f"step {self.step}: the ranks train different parameters: {by_rank(texts)}. {_SAME_TRAINED}"
             raise self._fail(ContractError(message, step=self.step, rank=self.group.rank))

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from scale_core.arguments import checked_arguments
-from scale_core.comm.work import LIMIT_SECONDS, LIMIT_VARIABLE, process_limit
+from scale_core.comm.work import LIMIT_SECONDS, process_limit
 from scale_core.errors import LaunchError
 from scale_core.launch.parent import die_with_parent
 from scale_core.launch.rendezvous import open_store
@@ -55,8 +55,8 @@ def launch_local(
         device: "cpu" or "cuda". Ranks on the CPU share its cores and keep freed memory for reuse.
         grace: Seconds between asking a rank to end and killing it.
 
-    When a rank has ended, the others may go on as long as they compute. One that is blocked is ended at the limit of
-    `SCALE_LIMIT_SECONDS`, ten minutes if it is not set; the code is 1 then.
+    Ranks that still run `SCALE_LIMIT_SECONDS` after others have ended, ten minutes if it is not set, are named once:
+    they may work on alone, or be blocked.
 
     Returns:
         0; or the code of the rank that failed first, 128 + n if it was killed by signal n.
@@ -176,7 +176,7 @@ def _forward_signals(ranks: Sequence[BaseProcess], received: list[int]) -> Itera
 def _supervise(ranks: Sequence[BaseProcess], received: Sequence[int], grace: float) -> int:
     code, deadline, asked = 0, None, 0
     running = list(ranks)
-    idle = _IdleClock(process_limit() or LIMIT_SECONDS)
+    since, limit = 0.0, process_limit() or LIMIT_SECONDS
     while running:
         wait_for_any([process.sentinel for process in running], timeout=0.2)
         # Asked once: a rank that ends right after this line is seen in the next turn, with its code.
@@ -193,47 +193,21 @@ def _supervise(ranks: Sequence[BaseProcess], received: Sequence[int], grace: flo
             deadline = time.monotonic() + grace
         if len(received) > asked:
             asked, deadline = len(received), time.monotonic() + grace
-        if ended and running and deadline is None and idle.is_over(running):
-            stuck = ", ".join(str(rank) for rank, process in enumerate(ranks) if process in running)
-            print(
-                f"rank {stuck} has not ended, nor computed anything for {idle.limit_seconds:g} s, since others ended: "
-                "it is ended now. Something blocks there, such as destroy_process_group() or a destructor. "
-                f"{LIMIT_VARIABLE} is the limit",
-                file=sys.stderr,
-            )
-            code, deadline = 1, time.monotonic()
+        if ended and running and deadline is None:
+            since = since or time.monotonic()
+            if time.monotonic() - since > limit:
+                late = ", ".join(str(rank) for rank, process in enumerate(ranks) if process in running)
+                print(
+                    f"rank {late} still runs {limit:g} s after others have ended. If it is blocked, as in "
+                    "destroy_process_group() or a destructor, end the program by Ctrl-C",
+                    file=sys.stderr,
+                )
+                limit = math.inf  # Once.
         if deadline is not None and time.monotonic() > deadline:
             kill_all(ranks)
     if received and any(process.exitcode for process in ranks):
         return 128 + received[-1]
     return code
-
-
-class _IdleClock:
-    """Tells when processes have used almost no processor time for a limit, as those that wait for what never comes."""
-
-    _SHARE = 0.01  # of the limit, in seconds of a processor
-
-    def __init__(self, limit_seconds: float) -> None:
-        self.limit_seconds = limit_seconds
-        self._since: float | None = None
-        self._used = 0.0
-
-    def is_over(self, processes: Sequence[BaseProcess]) -> bool:
-        """Whether it is so since the first call, or since they last computed. Never where the system does not tell."""
-        used = sum(_processor_seconds(process.pid) for process in processes)
-        if self._since is None or used - self._used > self._SHARE * self.limit_seconds:
-            self._since, self._used = time.monotonic(), used
-        return math.isfinite(used) and time.monotonic() - self._since > self.limit_seconds
-
-
-def _processor_seconds(pid: int | None) -> float:
-    """The processor time of all threads of a process; inf where the system has no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return math.inf
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _signal(ranks: Sequence[BaseProcess], number: int) -> None:

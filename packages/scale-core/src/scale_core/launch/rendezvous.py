@@ -124,7 +124,7 @@ def _open_within(host: str, port: int, *, serve: bool, timeout: float) -> Any:
 
     threading.Thread(target=open_it, name="opens the store", daemon=True).start()
     try:
-        store = opened.get(timeout=timeout + _REFUSAL_SECONDS)
+        store = opened.get(timeout=min(timeout + _REFUSAL_SECONDS, threading.TIMEOUT_MAX))
     except queue.Empty:
         raise TimeoutError from None
     if isinstance(store, Exception):
@@ -141,8 +141,9 @@ def _what_listens(host: str, port: int) -> str:
             told = connection.recv(60)
     except OSError:
         return "nobody answers there"
-    what = f"says {told!r}" if told else "says nothing"
-    return f"a program that is no store of torch listens there. It {what}. Choose another MASTER_PORT"
+    if told:
+        return f"another program listens there, which says {told!r}: choose another MASTER_PORT"
+    return "something listens there, and has not answered as torch's store does: look whether it is rank 0"
 
 
 def prefixed(name: str, store: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import platform
 import sys
 import time
@@ -38,23 +37,14 @@ class RankFacts:
     world_size: int
     versions: dict[str, str]
     config: Any  # as JSON gives it back
-    job: str = ""  # as the scheduler calls it; "" without one
 
 
 def facts_of(rank: int, world_size: int, config: object) -> RankFacts:
     """This rank's facts; a TypeError where `config` is nothing that JSON knows."""
     try:
-        return RankFacts(rank, world_size, versions(), json.loads(json.dumps(config)), _job())
+        return RankFacts(rank, world_size, versions(), json.loads(json.dumps(config)))
     except (TypeError, ValueError) as error:
         raise TypeError(f"expected a config of what JSON knows (dict, list, str, numbers): {error}") from error
-
-
-def _job() -> str:
-    """The job of this process by the variables of torchrun, Slurm, PBS or LSF; "" without one."""
-    names = ("TORCHELASTIC_RUN_ID", "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-    return next(
-        (f"{name}={os.environ[name]}" for name in names if os.environ.get(name, "none") not in ("", "none")), ""
-    )
 
 
 def versions() -> dict[str, str]:
@@ -148,9 +138,6 @@ def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
         who = f"rank {other.rank}"
         if other.world_size != first.world_size:
             return f"WORLD_SIZE is {first.world_size} on rank {first.rank} and {other.world_size} on {who}", ""
-        if other.job and first.job and other.job != first.job:
-            jobs = f"rank {first.rank} has {first.job} and {who} {other.job}"
-            return f"two jobs meet at one MASTER_ADDR and MASTER_PORT: {jobs}. Give each job a port of its own", ""
         if other.rank in seen:
             return f"two ranks have RANK={other.rank}", ""
         seen.add(other.rank)

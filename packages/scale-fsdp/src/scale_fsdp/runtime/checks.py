@@ -273,14 +273,14 @@ def check_units(units: Sequence[Unit], group: Group) -> None:
                     "sharded too, but no sharded module holds both: call fully_shard on the module around them"
                 )
         ranks = unit.options.mesh_info.whole
-        if unit.buffers and ranks.size > 1 and ranks.ranks != group.ranks and not _is_on_an_axis(unit, group):
+        if unit.buffers and ranks.size > 1 and ranks.ranks != group.ranks and not is_on_an_axis(unit, group):
             raise ValueError(
                 f"{unit_title(unit.name)} is sharded over ranks {list(ranks.ranks)} and the rest over "
                 f"{list(group.ranks)}: pass one mesh to every fully_shard of a model"
             )
 
 
-def _is_on_an_axis(unit: Unit, group: Group) -> bool:
+def is_on_an_axis(unit: Unit, group: Group) -> bool:
     """Whether a unit is over some of the model's ranks, and its layer has divided all of it between the others."""
     own = unit.options.mesh_info.whole  # `Group()` is this rank alone, whatever its number.
     is_part = own.size == 1 < group.size or set(own.ranks) < set(group.ranks)
@@ -296,7 +296,7 @@ def describe_units(units: Sequence[Unit], group: Group) -> list[str]:
     lines = []
     for unit in units:
         title = unit.name or "root"
-        for buffer in () if _is_on_an_axis(unit, group) else unit.buffers:
+        for buffer in () if is_on_an_axis(unit, group) else unit.buffers:
             lines += [
                 f"{title}: {name.removesuffix(unit.rank_suffix)} {entry.shape} {buffer.dtype} "
                 f"trains={buffer.sharded_param(index).requires_grad} cut at {entry.cut}"

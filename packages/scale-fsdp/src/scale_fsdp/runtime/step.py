@@ -34,7 +34,7 @@ from scale_fsdp.api import cast_floating
 from scale_fsdp.runtime import checks
 from scale_fsdp.runtime.escaped_tensors import EscapedTensorSearch
 from scale_fsdp.runtime.root import Root
-from scale_fsdp.runtime.unit import UNIT, ForwardCalls, Unit, UnitContext, units_in
+from scale_fsdp.runtime.unit import UNIT, ForwardCalls, Unit, units_in
 
 
 @compat.untraced
@@ -194,8 +194,7 @@ def root_of(unit: Unit) -> Root:
 @on_local_tensors
 def follow_user_changes(units: Sequence[Unit]) -> None:
     """Follows `requires_grad`, hooks the gradients of what trains, and refuses other changes since the last pass."""
-    root = units[0].root if units else None
-    _follow_trainable([buffer for unit in units for buffer in unit.buffers], root)
+    _follow_trainable([buffer for unit in units for buffer in unit.buffers], units)
     for unit in units:
         if not unit.has_registered_names():
             checks.check_registered(unit)
@@ -213,12 +212,19 @@ def follow_user_changes(units: Sequence[Unit]) -> None:
                     after_gradient(param, buffer.gradient.make_hook(index, before_first))
 
 
-def _follow_trainable(buffers: Iterable[FlatBuffer], root: UnitContext | None) -> None:
+def _follow_trainable(buffers: Iterable[FlatBuffer], units: Sequence[Unit]) -> None:
     """Follows `requires_grad`, by which all ranks must train the same parameters."""
-    for buffer in buffers:
-        for name, trains in buffer.follow_trainable().items():
-            if root is not None:
-                root.contract.note_trains(name, trains=trains)
+    changes = [(buffer, name, trains) for buffer in buffers for name, trains in buffer.follow_trainable().items()]
+    if not changes:
+        return
+    unit_of = {buffer: unit for unit in units for buffer in unit.buffers}
+    for buffer, name, trains in changes:
+        unit = unit_of.get(buffer)
+        # Ranks beside those of a unit may hold others, as of experts.
+        if unit is None or unit.root is None or unit.rank_suffix:
+            continue
+        if not checks.is_on_an_axis(unit, unit.root.contract.group):
+            unit.root.contract.note_trains(name, trains=trains)
 
 
 def abort_on_interrupt(unit: Unit, error: BaseException) -> None:
@@ -311,7 +317,7 @@ def _begin_escaped_backward(unit: Unit) -> None:
 
 def _begin_backward(root: Root) -> None:
     """The first hook of a backward pass."""
-    _follow_trainable(root.buffers, root)  # What was frozen since the forward gets no gradient any more.
+    _follow_trainable(root.buffers, root.units)  # What was frozen since the forward gets no gradient any more.
     root.begin_backward()
     register_post_backward(functools.partial(finalize_backward, root), root.fail)
     root.calls_reduced_hooks = has_reduced_grad_hooks()
