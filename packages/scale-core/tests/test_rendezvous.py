@@ -195,9 +195,7 @@ def test_a_foreign_program_on_the_port_is_an_error_within_the_limit(
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
         began = time.monotonic()
-        with pytest.raises(
-            LaunchError, match=rf"no store at 127\.0\.0\.1:\d+ within 1 s: a program that is no .*{told}"
-        ):
+        with pytest.raises(LaunchError, match=rf"no store at 127\.0\.0\.1:\d+ within 1 s: {told}"):
             init_distributed(device="cpu", limit_seconds=1.0)
         assert time.monotonic() - began < 60
         for connection in accepted:
