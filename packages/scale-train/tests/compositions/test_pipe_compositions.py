@@ -344,7 +344,7 @@ def test_stages_with_replicas_train_as_one_process() -> None:
         assert ("no loss" if rank // 2 == 1 else "replicas of this stage failed: ranks [1]") in told["replica"]
         assert all(words in told[name] for name, words in TOLD.items()), told
         assert ("frozen in [0] alone" if rank // 2 == 1 else "replicas of this stage failed") in told["frozen"]
-        assert ("frozen in [0] alone" if rank // 2 == 1 else "replicas of stage") in told["frozen shard"], told
+        assert "the ranks train different parameters" in told["frozen shard"], told  # Their units say so first.
     for way in TIED_WAYS:
         copies: list[Tensor] = []
         for results in by_rank:
