@@ -1,11 +1,8 @@
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -170,6 +167,20 @@ def test_an_address_where_nobody_answers_is_an_error_within_the_limit(
     assert time.monotonic() - began < 60
 
 
+FOREIGN = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+connections = []
+while True:
+    connections.append(server.accept()[0])
+    try:
+        connections[-1].sendall(sys.argv[1].encode())
+    except OSError:  # Whoever connected has left.
+        pass
+"""
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
@@ -180,26 +191,21 @@ def test_an_address_where_nobody_answers_is_an_error_within_the_limit(
 def test_a_foreign_program_on_the_port_is_an_error_within_the_limit(
     said: bytes, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accepted = []
-
-    def listen() -> None:
-        with suppress(OSError):  # It is closed at the end.
-            while True:
-                connection, _ = server.accept()
-                connection.sendall(said)
-                accepted.append(connection)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=listen, daemon=True).start()
-        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        began = time.monotonic()
-        with pytest.raises(LaunchError, match=rf"no store at 127\.0\.0\.1:\d+ within 1 s: {told}"):
-            init_distributed(device="cpu", limit_seconds=1.0)
-        assert time.monotonic() - began < 60
-        for connection in accepted:
-            connection.close()
+    # A process of its own: its connections end with it, also one that comes in at the very end.
+    program = [sys.executable, "-c", FOREIGN, said.decode()]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as foreign:
+        try:
+            assert foreign.stdout is not None
+            port = foreign.stdout.readline().strip()
+            for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+                monkeypatch.setenv(name, value)
+            monkeypatch.setenv("MASTER_PORT", port)
+            began = time.monotonic()
+            with pytest.raises(LaunchError, match=rf"no store at 127\.0\.0\.1:\d+ within 1 s: {told}"):
+                init_distributed(device="cpu", limit_seconds=1.0)
+            assert time.monotonic() - began < 60
+        finally:
+            foreign.kill()
 
 
 def test_a_port_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
