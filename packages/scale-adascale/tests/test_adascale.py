@@ -208,6 +208,7 @@ def test_a_gain_that_is_asked_for_before_the_scalers_step_is_right_too():
             optimizer.zero_grad()
 
 
+@pytest.mark.fault(76)
 def test_gradients_that_are_no_numbers_leave_the_gain_and_warn_once():
     model = linear()
     optimizer = AdaScale(SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2)

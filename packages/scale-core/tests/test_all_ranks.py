@@ -113,6 +113,7 @@ def take_long(limit: float, reports: bool) -> tuple[list[int], float]:
     return call.all_ranks_with_progress(act), (time.monotonic() - began) / limit
 
 
+@pytest.mark.fault(19)
 def test_a_rank_that_takes_longer_than_the_limit_is_waited_for_while_it_reports_progress() -> None:
     for results, limits in run_ranks(take_long, 3, scaled_by_load(0.5), True):
         assert results == [0, 1, 2] and limits > 2

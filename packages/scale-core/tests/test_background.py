@@ -180,6 +180,7 @@ def save_in_vain(folder: Path, then: str) -> tuple[str, int]:
     return str(caught.value), steps
 
 
+@pytest.mark.fault(45)
 @pytest.mark.parametrize("then", ["wait", "step", "save", "load"])
 @on_local_tensors
 def test_a_failure_is_raised_on_all_ranks_by_what_comes_next(tmp_path: Path, then: str) -> None:

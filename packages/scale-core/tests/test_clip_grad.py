@@ -135,11 +135,13 @@ def not_a_number_on_one_rank(bad: float, where: int) -> list[float]:
     return [grad_norm([param], norm_type).item() for norm_type in (2.0, math.inf)]
 
 
+@pytest.mark.fault(72)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_norm_and_clipped_gradients_equal_torch_s_on_the_whole(num_ranks: int) -> None:
     run_ranks(equals_torch_on_the_whole, num_ranks)
 
 
+@pytest.mark.fault(72)
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_every_element_counts_once_whoever_holds_it(num_ranks: int) -> None:
     assert len(set(run_ranks(same_on_all_ranks_whatever_they_hold, num_ranks))) == 1

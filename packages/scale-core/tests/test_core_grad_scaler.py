@@ -211,6 +211,7 @@ def all_of_it() -> None:
         check()
 
 
+@pytest.mark.fault(70)
 @on_local_tensors
 def test_three_ranks_step_together_or_not_at_all() -> None:
     run_ranks(all_of_it, 3)

@@ -43,6 +43,7 @@ def refusals(lengths: list[int], sizes: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault(20)
 def test_a_rank_that_has_run_out_gets_its_last_batch_again_and_counts_nothing() -> None:
     first, second, third = run_ranks(batches_of, 3, [1, 3, 2])
     assert first == [("00", True, None), ("00", False, LossShare(0.0, 2)), ("00", False, LossShare(0.0, 1))]

@@ -29,6 +29,7 @@ def write_safetensors(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
 
 
+@pytest.mark.fault(67)
 def test_every_format_is_recognized(tmp_path):
     def at(name: str) -> Path:
         path = tmp_path / name
@@ -98,6 +99,7 @@ def test_what_is_damaged_or_too_short_is_not_taken_for_a_checkpoint(tmp_path, co
     assert recognize(tmp_path / "file") is None
 
 
+@pytest.mark.fault(67)
 def test_the_advice_is_the_line_that_converts(tmp_path):
     torch.save(MODEL.state_dict(), tmp_path / "model.pt")
     found = recognize(tmp_path / "model.pt")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -54,6 +55,7 @@ def forks() -> list[str]:
     return said
 
 
+@pytest.mark.fault(99)
 def test_a_fork_of_a_rank_is_told_and_the_ranks_go_on() -> None:
     said, _ = run_ranks(forks, 2)
     *told, canceled = said
@@ -98,6 +100,7 @@ os._exit(0)  # torch's own end of a gloo group aborts now and then, without a fo
 """
 
 
+@pytest.mark.fault(99)
 def test_a_fork_of_a_program_ends_with_its_error_and_the_program_goes_on(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]

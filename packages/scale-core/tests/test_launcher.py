@@ -129,6 +129,7 @@ def end_late() -> None:
     time.sleep(0 if os.environ["RANK"] == "0" else 4)
 
 
+@pytest.mark.fault(100)
 def test_a_rank_that_still_runs_when_others_have_ended_is_named_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +154,7 @@ def test_a_signal_that_nobody_handles_is_the_exit_code(tmp_path: Path) -> None:
     assert have_ended(pids)
 
 
+@pytest.mark.fault(96)
 def test_ranks_that_ignore_the_signal_are_killed_after_the_grace(tmp_path: Path) -> None:
     process, pids = start_program(tmp_path, "ignore")
     process.send_signal(signal.SIGTERM)
@@ -160,6 +162,7 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace(tmp_path: Path)
     assert have_ended(pids)
 
 
+@pytest.mark.fault(17)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
 def test_ranks_end_when_the_program_is_killed(tmp_path: Path) -> None:
     process, pids = start_program(tmp_path, "ignore")
@@ -168,6 +171,7 @@ def test_ranks_end_when_the_program_is_killed(tmp_path: Path) -> None:
     assert have_ended(pids)
 
 
+@pytest.mark.fault(93)
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="the system cannot hold signals back")
 def test_ctrl_c_while_a_rank_is_loading_ends_it_when_it_has_loaded(tmp_path: Path) -> None:
     script = tmp_path / "program.py"

@@ -104,8 +104,8 @@ def test_the_first_parameter_that_differs_is_named() -> None:
     ]
     said = describe_difference(ranks)
     assert said.startswith(
-        "the ranks have stepped differently on 'bias' since the last pass: rank 0: SGD with lr=0.3; rank 1: SGD with "
-        "lr=0.4; rank 2: no element. Each rank has updated"
+        "the ranks have stepped differently on 'bias' since they last compared: rank 0: SGD with lr=0.3; rank 1: SGD "
+        "with lr=0.4; rank 2: no element. Each rank has updated"
     )
     assert describe_difference([ranks[0], ranks[2]]) == ""  # One has a part that the other has not.
 

@@ -63,6 +63,7 @@ def test_a_resource_warning_from_a_destructor_is_a_failure() -> None:
         run_ranks(drop_something, 1, backend=None)
 
 
+@pytest.mark.fault(96)
 def test_an_abort_after_the_result_is_no_failure() -> None:
     assert run_ranks(abort_after_returning, 2) == [7, 7]
 

@@ -190,11 +190,13 @@ def test_what_nobody_used_gets_zeros() -> None:
     run_ranks(reductions, 2, {0: [1], 1: [1, 4]}, None)
 
 
+@pytest.mark.fault(74)
 @on_local_tensors
 def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
     run_ranks(accumulation, 2)
 
 
+@pytest.mark.fault(74)
 @on_local_tensors
 def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
     run_ranks(half_precision_parameters_reduced_in_fp32, 3)

@@ -109,6 +109,7 @@ def test_tensors_of_either_device_can_be_sent(monkeypatch: pytest.MonkeyPatch, d
     assert found == [backend]
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize(
     ("ranks", "sizes", "message"),
     [
@@ -131,6 +132,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     assert "RANK=0, WORLD_SIZE=3" in text
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -152,6 +154,7 @@ def test_wrong_variables_are_named_with_what_was_seen(
 
 
 # Of the second one (RFC 5737) not even a refusal comes.
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1"])
 def test_an_address_where_nobody_answers_is_an_error_within_the_limit(
     address: str, monkeypatch: pytest.MonkeyPatch
@@ -181,6 +184,7 @@ while True:
 """
 
 
+@pytest.mark.fault(104)
 @pytest.mark.parametrize(
     ("said", "told"),
     [
@@ -208,6 +212,7 @@ def test_a_foreign_program_on_the_port_is_an_error_within_the_limit(
             foreign.kill()
 
 
+@pytest.mark.fault(34)
 def test_a_port_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store("127.0.0.1", 0, serve=True, timeout=1.0)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -236,6 +241,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.fault(15)
 def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(RESTARTED)

@@ -72,6 +72,7 @@ def save_and_be_killed(directory: Path) -> None:
     save_steps(directory, 3, keep=1)
 
 
+@pytest.mark.fault(47)
 def test_killed_while_it_removes_the_new_one_loads_and_the_next_save_finishes(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     with pytest.raises(RankError, match="killed by SIGKILL"):

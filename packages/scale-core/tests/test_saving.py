@@ -462,6 +462,18 @@ def test_of_a_module_that_has_changed_what_fits_is_loaded_where_that_is_asked_fo
     assert its.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.fault(112)
+def test_a_hyperparameter_of_another_kind_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    saved, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    spoiled = torch.optim.Adam(saved.parameters())
+    spoiled.param_groups[0]["lr"] = "0.1"
+    save(tmp_path, 1, {"model": saved, "optimizer": spoiled})
+    before = model.weight.detach().clone()
+    with pytest.raises(SnapshotError, match=r"optim.groups: 'lr' was saved as '0.1', expected a number"):
+        load(tmp_path, {"model": model, "optimizer": torch.optim.Adam(model.parameters())})
+    assert torch.equal(model.weight, before)
+
+
 def test_weights_are_converted_where_that_is_asked_for(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     save(tmp_path, 1, {"model": model})

@@ -96,6 +96,7 @@ def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+@pytest.mark.fault(16, 60)
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(0, 2), (2, 0), (2, 2), (2, 3), (3, 2), (4, 1)])
 def test_training_goes_on_bit_by_bit_at_another_number_of_ranks(tmp_path: Path, saved_by: int, loaded_by: int) -> None:
     at(saved_by, save_trained, tmp_path)
@@ -128,6 +129,7 @@ def test_the_files_are_safetensors_and_json_and_a_replicated_tensor_stands_once(
     assert json.loads((path / "manifest.json").read_text())["step"] == 3
 
 
+@pytest.mark.fault(41)
 def test_a_step_that_is_saved_is_never_written_again(tmp_path: Path) -> None:
     save_snapshot(tmp_path, 1, {"a": torch.ones(1)})
     with pytest.raises(SnapshotError, match="step-00000001 is saved already"):
@@ -168,6 +170,7 @@ def lose_a_rank_while_saving(directory: Path, num_ranks: int, rank: int, point: 
 STAGES = {0: ("room", "tensor", "written", "manifest", "renamed"), 1: ("tensor", "written"), 2: ("tensor", "written")}
 
 
+@pytest.mark.fault(37)
 @pytest.mark.parametrize(("rank", "point"), [(0, "room"), (1, "tensor"), (1, "written"), (0, "manifest")])
 def test_a_rank_killed_while_saving_leaves_the_last_snapshot_as_it_was(tmp_path: Path, rank: int, point: str) -> None:
     lose_a_rank_while_saving(tmp_path, 2, rank, point)
@@ -179,6 +182,7 @@ def test_any_rank_killed_at_any_stage_leaves_the_last_snapshot_as_it_was(tmp_pat
     lose_a_rank_while_saving(tmp_path, 3, rank, point)
 
 
+@pytest.mark.fault(40)
 def test_a_rank_killed_after_the_rename_has_saved_and_the_others_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +208,7 @@ def save_while_something_happens(directory: Path, point: str, happens: Callable[
     return str(caught.value)
 
 
+@pytest.mark.fault(49)
 @pytest.mark.parametrize(("point", "happens"), [("room", shutil.rmtree), ("written", shutil.rmtree)])
 def test_a_directory_that_is_removed_while_it_is_written_is_an_error_on_all_ranks(
     tmp_path: Path, point: str, happens: Any
@@ -218,6 +223,7 @@ def save_the_same_step_meanwhile(unfinished: Path) -> None:
     save_snapshot(unfinished.parent, 4, {"a": torch.ones(1)}, Group())
 
 
+@pytest.mark.fault(48)
 def test_of_two_jobs_that_save_one_step_into_one_directory_the_second_fails_and_the_first_stays(tmp_path: Path) -> None:
     def at_stage(now: str, path: Path) -> None:
         if now == "manifest":
@@ -244,6 +250,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, *, after: int = 0) -> 
     monkeypatch.setattr(os, "fsync", fail)
 
 
+@pytest.mark.fault(102)
 @pytest.mark.filterwarnings("error")
 def test_a_file_system_without_a_sync_of_folders_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, errno.EINVAL)
@@ -251,6 +258,7 @@ def test_a_file_system_without_a_sync_of_folders_is_saved_to(tmp_path: Path, mon
     assert latest_snapshot(tmp_path, verify=True) == tmp_path / "step-00000001"
 
 
+@pytest.mark.fault(103)
 def test_a_sync_that_fails_after_the_rename_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, errno.EIO, after=1)
     with pytest.warns(UserWarning, match=r"step-00000001 is complete, but a power cut may still undo its name"):
@@ -259,6 +267,7 @@ def test_a_sync_that_fails_after_the_rename_is_a_warning(tmp_path: Path, monkeyp
     assert load_snapshot(tmp_path, {"a": torch.zeros(1)}).state["a"] == 1
 
 
+@pytest.mark.fault(103)
 def test_a_sync_that_fails_before_the_rename_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, errno.EIO)
     with pytest.raises(SnapshotError, match=r"step-00000001 failed: .*Input/output error"):
@@ -266,6 +275,7 @@ def test_a_sync_that_fails_before_the_rename_is_an_error(tmp_path: Path, monkeyp
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.fault(102)
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EEXIST])
 def test_a_rename_that_took_effect_and_says_that_it_failed_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -282,6 +292,7 @@ def test_a_rename_that_took_effect_and_says_that_it_failed_has_saved(
     assert latest_snapshot(tmp_path, verify=True) == tmp_path / "step-00000001"
 
 
+@pytest.mark.fault(43)
 def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotError, match=r"saving .*step-00000001 failed: .*Error: .*file"):
@@ -301,6 +312,7 @@ def fill_the_disk_of_rank_1(directory: Path) -> tuple[str, int | None]:
     return str(caught.value), cause.errno
 
 
+@pytest.mark.fault(42)
 def test_a_disk_that_is_full_on_one_rank_raises_the_same_error_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(fill_the_disk_of_rank_1, 2, tmp_path)
     assert first == second
@@ -318,6 +330,7 @@ def two_snapshots(directory: Path) -> Path:
     return directory / "step-00000002"
 
 
+@pytest.mark.fault(52, 53)
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -343,6 +356,7 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.fault(68)
 def test_a_flipped_bit_is_passed_over_with_a_warning_and_its_step_can_be_saved_again(tmp_path: Path) -> None:
     flip_last_bit(two_snapshots(tmp_path) / "rank-00000.safetensors")
     assert latest_snapshot(tmp_path) == tmp_path / "step-00000002"  # Its manifest and its lengths are right.
@@ -355,6 +369,7 @@ def test_a_flipped_bit_is_passed_over_with_a_warning_and_its_step_can_be_saved_a
     assert load_snapshot(tmp_path, {"a": torch.zeros(4, 4)}).step == 2
 
 
+@pytest.mark.fault(51)
 def test_a_damaged_step_that_was_asked_for_is_refused_and_the_newest_older_whole_one_named(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_snapshot(tmp_path, step, {"a": torch.full((4, 4), float(step))})
@@ -375,6 +390,7 @@ def test_where_nothing_is_whole_the_error_says_so(tmp_path: Path) -> None:
         load_snapshot(tmp_path, {"a": torch.ones(1)})
 
 
+@pytest.mark.fault(66)
 def test_a_snapshot_of_a_newer_version_is_left_alone_and_no_older_step_is_taken(tmp_path: Path) -> None:
     path = two_snapshots(tmp_path)
     first = b'{"format": "scale-snapshot", "version": 3, "checksum": "%s",\n'
@@ -511,6 +527,7 @@ def test_a_directory_without_snapshots_says_so(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
+@pytest.mark.fault(37)
 def test_what_a_killed_process_left_behind_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
     host = os.uname().nodename
     (dead := tmp_path / f"step-00000001.tmp-{host}-{2**22 + 1}-abc").mkdir()
@@ -527,6 +544,7 @@ def test_what_a_killed_process_left_behind_is_removed_and_what_a_living_one_writ
 # ---------------------------------------------------------------------------------------------------- what differs
 
 
+@pytest.mark.fault(58)
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -546,6 +564,7 @@ def test_another_state_is_refused_before_anything_is_read(tmp_path: Path, target
     assert not any(value.any() for value in target.values() if isinstance(value, Tensor))
 
 
+@pytest.mark.fault(57)
 def test_all_that_differs_is_listed_at_once_with_counts(tmp_path: Path) -> None:
     save_snapshot(
         tmp_path, 1, {f"old.{n}": torch.ones(1) for n in range(12)} | {"a": torch.ones(2), "b": torch.ones(2)}
@@ -559,6 +578,7 @@ def test_all_that_differs_is_listed_at_once_with_counts(tmp_path: Path) -> None:
     assert text.endswith("or load what fits with strict=False")
 
 
+@pytest.mark.fault(57)
 def test_a_lenient_load_takes_what_fits_and_warns_with_the_rest(tmp_path: Path) -> None:
     save_snapshot(tmp_path, 1, {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "note": 7, "old": 1})
     target: dict[str, Any] = {
@@ -605,6 +625,7 @@ def test_tensors_of_every_dtype_come_back_to_the_bit(tmp_path: Path) -> None:
     assert bytes_of(cut) == bytes_of(random_bits((12,), torch.complex128))
 
 
+@pytest.mark.fault(59)
 def test_dtypes_are_converted_only_when_asked(tmp_path: Path) -> None:
     save_snapshot(tmp_path, 1, {"a": torch.full((300, 300), 1.5)})
     target = torch.zeros(300, 300, dtype=torch.bfloat16)
@@ -683,6 +704,7 @@ def test_a_value_that_json_does_not_know_is_refused_by_name(tmp_path: Path, valu
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.fault(55)
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     optimizer = adam(model)
@@ -707,6 +729,7 @@ def load_where_only_rank_0_sees(directory: Path) -> tuple[int, bool]:
         return load_snapshot(directory, {"a": torch.zeros(4, 4), "note": None}).step, True
 
 
+@pytest.mark.fault(69)
 def test_rank_0_decides_which_snapshot_it_is(tmp_path: Path) -> None:
     two_snapshots(tmp_path)
     assert run_ranks(load_where_only_rank_0_sees, 2, tmp_path) == [(2, True)] * 2

@@ -119,6 +119,7 @@ HOSTILE: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.fault(56)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_manifest_is_refused(place: Path, what: str) -> None:
     if what == "deep nesting":
@@ -140,6 +141,7 @@ def test_json_that_says_two_things_or_numbers_beyond_all_are_refused(place: Path
         read_manifest(place)
 
 
+@pytest.mark.fault(56)
 def test_a_manifest_beyond_the_limit_is_refused_before_it_is_read(place: Path) -> None:
     os.truncate(place / FILE, 1 << 40)  # A sparse file.
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

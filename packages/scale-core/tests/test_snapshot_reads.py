@@ -1,6 +1,5 @@
 import random
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,10 @@ import torch
 
 from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format import reads as reads_module
+from scale_core.snapshot.format import stored_file
 from scale_core.snapshot.format.reads import Read, blocks_of, read_tensors
-from scale_core.snapshot.format.safetensors_io import memory_of, opened, read_into
+from scale_core.snapshot.format.safetensors_io import memory_of
+from scale_core.snapshot.format.stored_file import StoredFile
 
 
 def a_read(source: torch.Tensor, part: Chunk, into: torch.Tensor, begin: int = 0) -> Read:
@@ -42,18 +43,16 @@ def test_neighbors_are_read_by_one_call_and_each_file_is_opened_once(
     calls: list[tuple[int, int]] = []
     files: list[Path] = []
 
-    def counted_read(
-        descriptor: int, buffers: Sequence[memoryview], begin: int, progress: Callable[[int], None]
-    ) -> None:
-        calls.append((len(buffers), begin))
-        read_into(descriptor, buffers, begin, progress)
+    class CountedFile(StoredFile):
+        def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
+            files.append(path)
+            super().__init__(path, progress)
 
-    def counted_open(path: Path) -> AbstractContextManager[int]:
-        files.append(path)
-        return opened(path)
+        def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
+            calls.append((len(buffers), begin))
+            super().read_into(buffers, begin)
 
-    monkeypatch.setattr(reads_module, "read_into", counted_read)
-    monkeypatch.setattr(reads_module, "opened", counted_open)
+    monkeypatch.setattr(stored_file, "StoredFile", CountedFile)
     parts = [torch.zeros(3) for _ in range(4)]
     order = (2, 0, 3, 1)
     read_tensors(tmp_path, [a_read(source, Chunk((3 * n,), (3,)), parts[n]) for n in order])

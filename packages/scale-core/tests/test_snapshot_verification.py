@@ -1,16 +1,21 @@
 import itertools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from scale_core.errors import DamagedSnapshotError
 from scale_core.snapshot import load_snapshot, save_snapshot, verify_snapshot
 from scale_core.snapshot.format import safetensors_io as io
-from scale_core.snapshot.format.metadata import read_manifest
+from scale_core.snapshot.format.checksums import checksum
+from scale_core.snapshot.format.metadata import FILE, read_manifest
 from scale_core.snapshot.format.verification import RankReads, all_blocks, blocks_to_verify
+from scale_core.state.local_shard import LocalShard
+from scale_core.testing import run_ranks
 
 NAME = "rank-00000.safetensors"
 
@@ -33,6 +38,7 @@ def test_a_whole_snapshot_is_verified_to_the_last_byte(place: Path) -> None:
     assert sum(seen) == (place / NAME).stat().st_size == manifest.files[NAME].num_bytes
 
 
+@pytest.mark.fault(51)
 def test_any_flipped_bit_of_a_file_is_found(place: Path) -> None:
     data = (place / NAME).read_bytes()
     for position in range(len(data)):
@@ -66,6 +72,32 @@ def as_torch_save(path: Path, length: int) -> None:
     torch.save({"a": torch.ones(4)}, path)
     data = path.read_bytes()[:length]
     path.write_bytes(data + bytes(length - len(data)))
+
+
+@pytest.mark.fault(112)
+@pytest.mark.parametrize("key", ["layers.1", "halves"])
+def test_chunks_that_the_manifest_exchanges_are_found_by_their_names_in_the_file(tmp_path: Path, key: str) -> None:
+    """A manifest with a right checksum, as of a program that rewrites it."""
+    run_ranks(save_in_halves, 2, tmp_path)
+    place = tmp_path / "step-00000001"
+    _, _, rest = (place / FILE).read_bytes().partition(b"\n")
+    tensors = (document := json.loads(b"{" + rest))["tensors"]
+    if key == "halves":
+        here, there = tensors[key]["chunks"]
+        here[:2], there[:2] = there[:2], here[:2]
+    else:
+        tensors[key], tensors["layers.2"] = tensors["layers.2"], tensors[key]
+    changed = json.dumps(document)[1:].encode()
+    form = b'{"format": "scale-snapshot", "version": 2, "checksum": "%s",\n'
+    (place / FILE).write_bytes(form % checksum(form % b"", changed).encode() + changed)
+    with pytest.raises(DamagedSnapshotError, match=rf"has other chunks than the manifest says: it .* {key}\["):
+        verify_snapshot(place)
+
+
+def save_in_halves(folder: Path) -> None:
+    rank = dist.get_rank()
+    halves = LocalShard(torch.full((4,), float(rank)), (8,), 4 * rank, 4 * rank + 4)
+    save_snapshot(folder, 1, {"halves": halves, **{f"layers.{n}": torch.full((4,), float(n)) for n in range(4)}})
 
 
 @pytest.mark.parametrize("write", [as_torch_save, lambda path, length: path.write_bytes(b"\x80\x04" * (length // 2))])

@@ -23,6 +23,7 @@ def test_a_signal_is_noted_and_its_handler_given_back(number: int) -> None:
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.fault(10)
 def test_an_echo_of_the_same_key_press_does_not_interrupt() -> None:
     with StopSignal() as stop:
         kill_self(signal.SIGINT)
@@ -30,6 +31,7 @@ def test_an_echo_of_the_same_key_press_does_not_interrupt() -> None:
         assert stop.received == signal.SIGINT
 
 
+@pytest.mark.fault(10)
 def test_any_number_of_sigterms_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupt, "_ECHO_SECONDS", -1.0)
     with StopSignal() as stop:
@@ -38,6 +40,7 @@ def test_any_number_of_sigterms_are_one(monkeypatch: pytest.MonkeyPatch) -> None
         assert stop.exit_code == 143
 
 
+@pytest.mark.fault(10)
 def test_a_second_ctrl_c_interrupts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupt, "_ECHO_SECONDS", -1.0)
     with StopSignal(), pytest.raises(KeyboardInterrupt):
@@ -53,5 +56,6 @@ def stop_on_rank_1() -> int:
         return stop.on_any_rank(group)
 
 
+@pytest.mark.fault(9)
 def test_all_ranks_stop_when_one_is_asked_to() -> None:
     assert run_ranks(stop_on_rank_1, 2) == [signal.SIGTERM] * 2

@@ -145,6 +145,7 @@ class Slow:
         return True
 
 
+@pytest.mark.fault(19)
 def test_a_rank_that_nearly_lets_a_wait_fail_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for("all_gather", 3, Slow(), 0.1)  # Under load a fraction of a second says nothing.
     monkeypatch.setattr(pending, "_LONG_SECONDS", 0.01)

@@ -44,6 +44,7 @@ def call_forward(reshard: bool) -> str:
     )
 
 
+@pytest.mark.fault(85)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_module_called_past_its_unit_is_refused_and_training_goes_on(reshard):
     for message in run_ranks(call_the_head, 2, reshard):

@@ -127,6 +127,7 @@ def refuse_then_go_on() -> list[str]:
     return messages
 
 
+@pytest.mark.fault(85)
 def test_an_unregistered_method_is_refused_with_the_line_that_registers_it_and_a_failing_one_ends_its_pass():
     for encode, decode in run_ranks(refuse_then_go_on, 2):
         for message in (encode, decode):

@@ -106,6 +106,7 @@ def run_in_pairs(steps_before: tuple[int, ...]) -> list[tuple[Difference, str, s
     return results
 
 
+@pytest.mark.fault(22, 23)
 def test_other_units_or_another_order_raise_on_every_rank_before_the_optimizer_steps():
     results = [result for of_rank in run_ranks(run_in_pairs, 2 * len(IN_PAIRS), (0, 4)) for result in of_rank]
     assert len({case for case, *_ in results}) == 2 * len(IN_PAIRS)
@@ -142,6 +143,7 @@ def shard_different_modules() -> list[str]:
     return messages
 
 
+@pytest.mark.fault(25, 27)
 def test_modules_of_other_shapes_dtypes_names_or_that_train_on_some_ranks_are_refused_when_they_are_sharded():
     first, second = run_ranks(shard_different_modules, 2)
     assert first == second
@@ -159,6 +161,7 @@ def wrap_differently() -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault(24)
 def test_another_wrapping_is_refused():
     for message in run_ranks(wrap_differently, 2):
         assert "rank 0" in message and "rank 1" in message
@@ -225,6 +228,7 @@ def do_something_alone() -> list[str]:
     return messages
 
 
+@pytest.mark.fault(21)
 def test_what_takes_all_ranks_ends_in_an_error_where_one_does_it_alone():
     (clip, state, summon), _ = run_ranks(do_something_alone, 2)
     assert "gradient norm" in clip
@@ -258,6 +262,7 @@ def train_after_an_error() -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault(33)
 def test_after_a_broken_contract_the_model_says_so_instead_of_going_on():
     for message in run_ranks(train_after_an_error, 2):
         assert "broken" in message

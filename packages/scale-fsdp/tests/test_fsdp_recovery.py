@@ -575,6 +575,7 @@ def alone() -> None:
 PLACES = [Failure("forward", block) for block in range(3)] + [Failure("backward", block) for block in range(3)]
 
 
+@pytest.mark.fault(11)
 def test_a_step_that_fails_on_one_rank_is_aborted_on_all_and_leaves_no_trace() -> None:
     cases = [*PLACES, Failure("root"), Failure("forward", rank=0, step=1), Failure("recomputation", 0)]
     cases += [Failure("recomputation", 2, rank=0)]
@@ -641,6 +642,7 @@ def test_a_rank_that_fails_when_the_others_have_gone_on_is_found_out_in_the_next
     assert run_ranks(fails_after_the_comparison, 2, [0, 1]) == ["", ""]
 
 
+@pytest.mark.fault(21)
 def test_an_evaluation_is_aborted_too() -> None:
     run_ranks(evaluation_is_aborted, 3)
 

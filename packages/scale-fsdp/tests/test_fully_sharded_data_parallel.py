@@ -88,6 +88,7 @@ def test_what_fairscale_offers_beyond_may_be_declined_and_not_asked_for():
         FullyShardedDataParallel(Model(), force_input_to_fp32=True)
 
 
+@pytest.mark.fault(91)
 def test_an_unknown_argument_names_the_nearest_known_one():
     with pytest.raises(TypeError, match=r"'mixed_precison'; did you mean 'mixed_precision'"):
         FullyShardedDataParallel(Model(), mixed_precison=True)

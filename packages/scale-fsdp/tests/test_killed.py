@@ -68,6 +68,7 @@ def one_of_each_pair_is_killed(folder: str) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.fault(1, 2)
 def test_the_others_say_at_once_who_has_gone_and_where_and_have_not_stepped(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="was killed by SIGKILL"):
         run_ranks(one_of_each_pair_is_killed, 2 * len(MOMENTS), str(tmp_path))

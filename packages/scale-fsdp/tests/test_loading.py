@@ -90,6 +90,7 @@ def test_an_old_batch_norm_may_lack_its_counter() -> None:
     fully_shard(nn.Sequential(nn.BatchNorm1d(3))).load_state_dict(state)
 
 
+@pytest.mark.fault(64)
 def test_parameters_in_use_are_not_loaded() -> None:
     model = fully_shard(Awkward())
     with model.summon_full_params(), pytest.raises(RuntimeError, match=r"load_state_dict: .* in use, .* between steps"):

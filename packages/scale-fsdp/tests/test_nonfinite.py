@@ -131,6 +131,7 @@ def what_waited_is_kept() -> None:
             assert param.grad is not None and expected.grad is not None and torch.equal(param.grad, expected.grad)
 
 
+@pytest.mark.fault(71)
 def test_all_ranks_abort_the_step_and_the_one_whose_it_was_says_where() -> None:
     cases = [(where, step, 1, 0) for where in WORDS for step in (0, 2)]
     cases += [(where, step, 2, micro) for where in WORDS for step, micro in ((0, 0), (2, 0), (2, 1))]

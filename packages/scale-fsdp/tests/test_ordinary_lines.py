@@ -291,6 +291,7 @@ def run_lines() -> None:
 
 
 # The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
+@pytest.mark.fault(84)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_ordinary_lines_do_what_the_guide_says():
     run_ranks(run_lines, 2)

@@ -71,6 +71,7 @@ def test_names_are_matched_whole_and_lists_and_empty_modules_passed_over():
     ]
 
 
+@pytest.mark.fault(92)
 def test_a_pattern_or_class_that_matches_nothing_is_an_error_with_near_names():
     model = Model()
     with pytest.raises(ValueError, match=r"'layer\\\\.\\\\d\+' matches the name of no.*did you mean .*'layers.0'"):

@@ -113,6 +113,7 @@ def train_frozen() -> list[str]:
     return wrong
 
 
+@pytest.mark.fault(83)
 def test_frozen_parameters_of_any_mix_frozen_before_or_after_wrapping():
     assert_on_ranks(train_frozen, 2)
 
@@ -263,6 +264,7 @@ def train_odd() -> list[str]:
     return wrong
 
 
+@pytest.mark.fault(82, 83)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_scalars_empty_strided_and_integer_parameters_of_several_dtypes_in_one_unit(world):
     assert_on_ranks(train_odd, world)
@@ -320,6 +322,7 @@ def train_few_elements() -> list[str]:
     return Beside(plain, ["0", "1", "2", ""], mean_square(3, 1)).differences()
 
 
+@pytest.mark.fault(87)
 def test_units_with_fewer_elements_than_ranks():
     assert_on_ranks(train_few_elements, 4)
 
@@ -352,6 +355,7 @@ def start_from_rank_0() -> list[str]:
     return differing_weights(model, expected)
 
 
+@pytest.mark.fault(26)
 def test_all_ranks_start_from_the_weights_and_buffers_of_rank_0():
     assert_on_ranks(start_from_rank_0, 3)
 

@@ -79,6 +79,7 @@ def test_parameters_that_no_rank_uses_in_a_step_have_no_gradient(world):
     assert_on_ranks(train_branches, world, unused_on_all)
 
 
+@pytest.mark.fault(29)
 @pytest.mark.parametrize("world", [2, 3])
 def test_parameters_that_some_ranks_use_count_as_zeros_on_the_others(world):
     assert_on_ranks(train_branches, world, unused_on_some)

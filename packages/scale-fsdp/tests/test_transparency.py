@@ -211,6 +211,7 @@ def measure_norms() -> list[str]:
     return wrong
 
 
+@pytest.mark.fault(72)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gradients_are_clipped_by_any_norm(world):
     assert not any(run_ranks(measure_norms, world))

@@ -14,6 +14,7 @@ from scale_core.testing import run_ranks
 from scale_fsdp import OffloadOptimizer, class_policy, fully_shard, fully_shard_modules, get_fsdp_instances
 
 
+@pytest.mark.fault(80)
 def test_a_module_is_sharded_once():
     layer = fully_shard(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="Linear is sharded already: call fully_shard once"):
@@ -95,6 +96,7 @@ def test_an_optimizer_of_the_plain_parameters_is_refused_by_name():
     torch.optim.AdamW(model.parameters()).step()
 
 
+@pytest.mark.fault(81)
 def test_the_error_of_an_optimizer_of_the_plain_parameters_has_the_whole_line_that_mends_it():
     model = nn.Linear(3, 3)
     optimizer = OffloadOptimizer(torch.optim.AdamW, model.parameters())
@@ -172,6 +174,7 @@ def test_gradients_taken_inside_a_forward_are_refused_and_training_goes_on(world
     assert all("root" in message for message in run_ranks(differentiate_inside, world))
 
 
+@pytest.mark.fault(78)
 def test_units_that_share_a_parameter_need_a_unit_around_both():
     model = Tied()
     fully_shard(model.embed)
@@ -202,6 +205,7 @@ def backward_twice() -> str:
     return "doubled" if same else "wrong"
 
 
+@pytest.mark.fault(77)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_second_backward_through_a_retained_graph_adds_the_same_gradient(world):
     assert run_ranks(backward_twice, world) == ["doubled"] * world

@@ -559,6 +559,7 @@ def test_a_scaler_steps_where_a_rank_has_no_gradients_of_its_own() -> None:
     run_ranks(scaled_where_one_rank_owns_nothing, 2)
 
 
+@pytest.mark.fault(70)
 @pytest.mark.parametrize("overflows", [False, True])
 def test_a_scaler_divides_the_gradients_where_they_stand_and_all_ranks_skip_together(overflows: bool) -> None:
     run_ranks(scaled_losses, 2, overflows)

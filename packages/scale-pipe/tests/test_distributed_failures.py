@@ -278,6 +278,7 @@ def killed(victim: int, folder: str) -> None:
     os._exit(0)  # Nobody is left to meet at the end.
 
 
+@pytest.mark.fault(5)
 def test_a_rank_that_dies_is_named_by_each_of_the_others_with_the_stage_that_they_waited_for(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

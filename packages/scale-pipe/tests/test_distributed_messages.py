@@ -182,5 +182,6 @@ def both_ends() -> list[str]:
     return wrong
 
 
+@pytest.mark.fault(89)
 def test_slots_are_filled_whatever_comes_after_whatever_else() -> None:
     assert run_ranks(both_ends, 2) == [[], []]

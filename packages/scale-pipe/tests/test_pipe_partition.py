@@ -47,6 +47,7 @@ def test_the_mode_is_kept() -> None:
     assert [part.training for part in partition(layers().eval(), [2, 2], [CPU] * 2).modules] == [False, False]
 
 
+@pytest.mark.fault(88)
 @pytest.mark.parametrize(
     ("balance", "error", "message"),
     [

@@ -14,6 +14,7 @@ from scale_tp.split import (
 )
 
 
+@pytest.mark.fault(90)
 def test_a_remainder_is_refused() -> None:
     assert divide(12, 4) == 3
     for numerator, denominator in ((7, 2), (7, 0)):

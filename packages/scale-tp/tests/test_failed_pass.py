@@ -77,6 +77,7 @@ def one_rank_fails(num_block: int, let_fail: Callable[..., Any]) -> tuple[str, s
 each_block = pytest.mark.parametrize("num_block", [1, pytest.param(0, marks=pytest.mark.soak)])
 
 
+@pytest.mark.fault(11)
 @each_block
 def test_the_others_hear_at_once_of_a_rank_that_fails_in_its_forward(num_block: int) -> None:
     told = run_ranks(one_rank_fails, 3, num_block, raise_before)
@@ -88,6 +89,7 @@ def test_the_others_hear_at_once_of_a_rank_that_fails_in_its_forward(num_block: 
         assert seconds < LIMIT_SECONDS / 2 and "in a sum of [2, 4]" in notes
 
 
+@pytest.mark.fault(11)
 @each_block
 def test_they_hear_at_once_of_one_that_fails_in_its_backward(num_block: int) -> None:
     told = run_ranks(one_rank_fails, 3, num_block, fail_in_backward)

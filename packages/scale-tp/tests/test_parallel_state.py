@@ -83,6 +83,7 @@ def test_a_program_may_divide_layers_between_groups_of_its_own() -> None:
     run_ranks(groups_of_the_program_s_own, 4)
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize(
     ("sizes", "error", "message"),
     [

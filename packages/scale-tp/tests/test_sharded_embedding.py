@@ -54,6 +54,7 @@ def words_are_divided() -> None:
         parallelize(counting, {"0": "embedding_rowwise"}, group)
 
 
+@pytest.mark.fault(90)
 def test_words_of_a_divided_embedding_are_the_plain_ones_with_any_padding() -> None:
     run_ranks(words_are_divided, 2)
 

@@ -54,6 +54,7 @@ def _unscale() -> None:
     scaler.unscale_(optimizer)
 
 
+@pytest.mark.fault(86)
 @pytest.mark.parametrize("name", CALLS)
 def test_what_needs_the_other_ranks_says_that_there_is_no_process_group(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

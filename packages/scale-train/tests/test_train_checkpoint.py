@@ -96,12 +96,14 @@ def point(text, tmp_path) -> Path:
     return tmp_path / "run" / CHECKPOINTS / "step-00000003"
 
 
+@pytest.mark.fault(63)
 def test_a_resumed_training_has_the_losses_of_one_that_never_stopped(text, tmp_path):
     options = options_for(text, "fsdp", dropout=0.2)
     uninterrupted = run_ranks(save_half_way, 2, options, tmp_path)[0]
     assert run_ranks(go_on, 2, options, tmp_path / "step-00000003")[0] == uninterrupted
 
 
+@pytest.mark.fault(16)
 def test_another_number_of_ranks_goes_on_to_the_same_curve(text, tmp_path):
     uninterrupted = run_ranks(save_half_way, 2, options_for(text, "fsdp"), tmp_path)[0]
     point = tmp_path / "step-00000003"
@@ -193,6 +195,32 @@ def test_a_checkpoint_of_another_text_is_refused(text, point, tmp_path):
     other.write_bytes(text.read_bytes()[::-1])
     with pytest.raises(InputError, match="it was trained on another text"):
         load(start(options_for(other), Group()), point)
+
+
+@pytest.mark.fault(113)
+@pytest.mark.parametrize("where", ["weight", "moment"])
+def test_a_checkpoint_with_a_nan_is_refused_and_the_last_finite_one_is_named(text, tmp_path, where):
+    training = start(options_for(text), Group())
+    folder = tmp_path / "run" / CHECKPOINTS
+    for training.step in (1, 2, 3):
+        if training.step == 3:
+            weight = training.engine.raw_model.norm.weight
+            train_step(training)
+            training.step = 3
+            spoiled = weight.data if where == "weight" else training.optimizer.state[weight]["exp_avg"]
+            spoiled[1] = float("nan")
+        save(training, folder)
+    name = {"weight": "weight norm.weight", "moment": "exp_avg of norm.weight in the optimizer"}[where]
+    point = folder / "step-00000003"
+    message = (
+        rf"--resume {point}: {name} is not finite; the last one that has finite numbers alone is step-00000002: "
+        rf"--resume {folder}/step-00000002 --out a new folder"
+    )
+    with pytest.raises(InputError, match=message):
+        load(start(options_for(text), Group()), point)
+    later = start(options_for(text), Group())
+    load(later, folder / "step-00000002")
+    assert later.step == 2
 
 
 def test_the_command_line_decides_about_the_optimizer(text, point):
@@ -342,6 +370,7 @@ def test_what_cannot_be_resumed_is_said(tmp_path):
         resolve_paths(RunOptions(out=tmp_path / "file" / "folder"))
 
 
+@pytest.mark.fault(16)
 def test_ranks_that_torchrun_starts_again_go_on_in_their_folder_and_in_no_other(text, tmp_path, point, monkeypatch):
     new = tmp_path / "new"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")

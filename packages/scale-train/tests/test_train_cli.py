@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def the_only_line(capsys: pytest.CaptureFixture[str]) -> str:
 TOO_MANY = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
 
 
+@pytest.mark.fault(91)
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -75,6 +77,7 @@ def test_wrong_input_is_one_clear_line_and_code_2(capsys, arguments, words):
     assert not Path("scale-runs").exists()
 
 
+@pytest.mark.fault(91)
 def test_an_option_that_does_not_exist_is_code_2_and_help_is_code_0(capsys):
     assert main(["lm", "--stpes", "3"]) == 2
     assert main(["lm", "--parallel", "sharded"]) == 2
@@ -175,4 +178,4 @@ def test_a_checkpoint_of_another_model_names_the_first_parameter_that_differs(ca
 
 def test_a_loss_that_is_no_number_ends_the_run_with_code_1(capsys):
     assert lm("--text", "text", "--lr", "1e30", "--clip", "0", "--warmup", "0", "--steps", "9", *ALONE) == 1
-    assert "the loss is nan at step" in capsys.readouterr().err
+    assert re.search(r"the loss is (nan|inf).* at step \d+, which is not saved", capsys.readouterr().err)

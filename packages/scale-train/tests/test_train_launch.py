@@ -104,6 +104,7 @@ def whole(tmp_path_factory) -> dict[int, float]:
     return found
 
 
+@pytest.mark.fault(93)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
 def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_curve(whole):
     with program("--out", "broken") as killed:
@@ -126,6 +127,7 @@ def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_cur
     assert losses("broken") == whole
 
 
+@pytest.mark.fault(15)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
 def test_torchrun_starts_ranks_again_they_end_with_its_agent_and_what_they_saved_goes_on_to_the_same_curve(
     whole, monkeypatch

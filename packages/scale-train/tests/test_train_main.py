@@ -19,6 +19,7 @@ runpy.run_module("scale_train", run_name="__main__")
 """
 
 
+@pytest.mark.fault(93)
 @pytest.mark.parametrize("module", ["tyro", "torch"])
 def test_ctrl_c_while_something_is_loading_is_code_130_and_no_traceback(module):
     ended = subprocess.run([sys.executable, "-c", PROGRAM, module], capture_output=True, text=True, timeout=600)

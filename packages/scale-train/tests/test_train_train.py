@@ -82,6 +82,7 @@ def begin_on_a_full_disk(folder: Path, text: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault(43)
 def test_a_disk_that_is_full_at_the_start_is_told_to_all_ranks(text, tmp_path):
     message = f"cannot write into {tmp_path / 'run'}: the disk is full"
     assert run_ranks(begin_on_a_full_disk, 2, tmp_path / "run", text) == [message] * 2

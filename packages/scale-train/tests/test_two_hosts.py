@@ -154,6 +154,7 @@ def test_when_the_link_between_two_machines_is_cut_both_name_the_other_and_resum
             agent.wait()
 
 
+@pytest.mark.fault(16)
 @pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun's agent as Linux has it")
 def test_a_machine_that_comes_later_trains_along_and_when_it_goes_the_other_goes_on(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 from scale_core import load_pretrained, save_pretrained
-from scale_core.snapshot.format.safetensors_io import opened, read_entries
+from scale_core.snapshot.format.safetensors_io import read_entries
+from scale_core.snapshot.format.stored_file import opened
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard, fully_shard_modules, no_split_policy
 from scale_oss import OSS, ShardedDataParallel
@@ -89,8 +90,8 @@ def stored(folder: Path) -> dict[str, bytes]:
     found = {}
     for file in folder.glob("*.safetensors"):
         data = file.read_bytes()
-        with opened(file) as descriptor:
-            for entry, begin in read_entries(descriptor, len(data)):
+        with opened(file) as reading:
+            for entry, begin in read_entries(reading):
                 found[entry.name] = data[begin : begin + entry.num_bytes]
     return found
 

@@ -79,6 +79,7 @@ def check_raised(kind: str, num_ranks: int, fault: Fault, folder: Path, whole: A
     assert_same_run(again, whole(kind, num_ranks))
 
 
+@pytest.mark.fault(11)
 @pytest.mark.parametrize(("kind", "num_ranks", "fault"), RAISED[:1], ids=str)
 def test_what_one_rank_raises_is_told_to_all_and_the_step_can_be_run_again(
     kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Any
@@ -86,6 +87,7 @@ def test_what_one_rank_raises_is_told_to_all_and_the_step_can_be_run_again(
     check_raised(kind, num_ranks, fault, tmp_path, whole)
 
 
+@pytest.mark.fault(11)
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "num_ranks", "fault"), RAISED[1:], ids=str)
 def test_it_is_so_with_every_technique_and_in_every_step(
@@ -97,12 +99,14 @@ def test_it_is_so_with_every_technique_and_in_every_step(
 LATE = [("fsdp", "reduce_scatter"), ("oss", "reduce_scatter"), ("tp", "all_gather"), ("pipe", "pipe.send")]
 
 
+@pytest.mark.fault(19)
 @pytest.mark.parametrize(("kind", "point"), [pytest.param(*each, marks=pytest.mark.soak) for each in LATE])
 def test_a_rank_that_is_late_changes_nothing(kind: str, point: str, tmp_path: Path, whole: Any) -> None:
     run_ranks(train, 2, kind, str(tmp_path), [delay_at(point, 1, 3, seconds=0.5)])
     assert_same_run(tmp_path, whole(kind, 2))
 
 
+@pytest.mark.fault(42)
 @pytest.mark.parametrize("point", ["snapshot.room", "snapshot.tensor"])
 def test_a_full_disk_leaves_out_a_snapshot_and_training_goes_on(point: str, tmp_path: Path, whole: Any) -> None:
     told = [enospc_at(point, 0, 4)]
@@ -118,6 +122,7 @@ def test_a_full_disk_leaves_out_a_snapshot_and_training_goes_on(point: str, tmp_
     assert_same_run(tmp_path, whole("fsdp", 2))
 
 
+@pytest.mark.fault(20)
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("oss", marks=pytest.mark.soak)])
 def test_a_rank_that_runs_out_of_data_is_named_by_those_that_have_more(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +166,7 @@ def out_of_memory(kind: str) -> str:
     return text
 
 
+@pytest.mark.fault(13)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 @pytest.mark.parametrize(
     "kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("oss", "tp", "pipe"))]
@@ -204,6 +210,7 @@ def loader_loses_a_worker(kind: str, folder: str) -> None:
         raise
 
 
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("kind", [*FSDP_QUICKLY, *(pytest.param(kind, marks=pytest.mark.soak) for kind in OVER_DDP)])
 def test_a_killed_worker_of_a_loader_is_named_there_and_the_rank_by_the_others(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,6 +244,7 @@ def validates(kind: str) -> tuple[str, float]:
     return losses[-1].hex(), 0.0
 
 
+@pytest.mark.fault(21)
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_validation_that_is_shorter_on_one_rank_is_an_error_or_changes_nothing(kind: str) -> None:
@@ -260,6 +268,7 @@ def validates_nothing() -> str:
     return training.step(1)
 
 
+@pytest.mark.fault(11)
 @pytest.mark.soak
 def test_a_tensor_parallel_rank_that_raises_in_its_forward_is_named_at_once_by_the_others(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
@@ -292,6 +301,7 @@ def only_rank_0_saves(folder: str) -> None:
         raise
 
 
+@pytest.mark.fault(30)
 def test_a_save_on_one_rank_alone_is_an_error_on_all_within_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,5 +330,6 @@ def losses_of_ranks() -> list[bool]:
     return decide_together([[0.4, 0.6], [0.6, 0.4]][dist.get_rank()])
 
 
+@pytest.mark.fault(31)
 def test_a_decision_from_a_metric_of_one_rank_is_taken_by_rank_0_for_all() -> None:
     assert run_ranks(losses_of_ranks, 2) == [[True, False], [True, False]]

@@ -162,17 +162,20 @@ def assert_names_the_culprit(case: Case, rank: int, error: Ended) -> None:
     assert f"step-{case.last:08d}" in error.text, error
 
 
+@pytest.mark.fault(2, 18)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_nothing_is_lost_with_a_rank(case: Case, tmp_path: Path, undisturbed: Undisturbed) -> None:
     check(case, tmp_path, undisturbed)
 
 
+@pytest.mark.fault(1, 2, 3, 5, 6, 7, 8, 18)
 @pytest.mark.soak
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_nothing_is_lost_with_a_rank_wherever_it_is(case: Case, tmp_path: Path, undisturbed: Undisturbed) -> None:
     check(case, tmp_path, undisturbed)
 
 
+@pytest.mark.fault(37, 38, 39)
 @pytest.mark.soak
 @pytest.mark.parametrize("case", SAVING, ids=str)
 def test_nothing_is_lost_with_a_rank_that_is_saving(case: Case, tmp_path: Path, undisturbed: Undisturbed) -> None:

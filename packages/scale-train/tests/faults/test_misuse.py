@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from fault_trainings import KINDS, build
@@ -41,5 +42,6 @@ def differences() -> list[str]:
     return wrong
 
 
+@pytest.mark.fault(77)
 def test_a_step_without_a_backward_moves_nothing_and_two_backwards_add_up() -> None:
     assert run_ranks(differences, 2) == [[], []]

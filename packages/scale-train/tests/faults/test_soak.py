@@ -26,6 +26,7 @@ def soak(*arguments: str) -> str:
     return run.stdout
 
 
+@pytest.mark.fault(15)
 @pytest.mark.soak  # The default run has test_train_launch.py's restart.
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun's agent as Linux has it")
 @pytest.mark.parametrize("seed", range(1, 11))  # Ranks that start again find each other, or don't, by chance.

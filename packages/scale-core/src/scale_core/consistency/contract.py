@@ -63,7 +63,7 @@ _SAME_ORDER = (
     "unit of all that can be chosen: fully_shard(the module that holds them)"
 )
 
-_SAME_TRAINED = (
+SAME_TRAINED = (
     "Freeze and unfreeze parameters on all ranks alike: param.requires_grad_(...) must not depend on the rank, nor on "
     "its data"
 )
@@ -91,7 +91,8 @@ class History:
         self.log: list[LogEntry] = []  # That of the current pass; whoever starts a transfer adds it here
         self._current: Pass | None = None
         self._num_completed: dict[PassKind, int] = {}
-        self._cycle: list[Pass] = []
+        self.cycle: list[Pass] = []  # The complete passes since the last comparison
+        self.is_first_cycle = False  # It has such a pass, and no cycle that began like it was ever complete
         self._last_cycles: dict[PassKind, list[Pass]] = {}  # by the kind of the first pass
 
     @property
@@ -139,20 +140,37 @@ class History:
         ended, kind = self.current, self.current.kind
         self.orders[kind] = ended.events
         self._num_completed[kind] = self.num_completed + 1
-        self._cycle.append(ended)
+        self.cycle.append(ended)
         if closes:
-            self._last_cycles[self._cycle[0].kind], self._cycle = self._cycle, []
+            self._last_cycles[self.cycle[0].kind], self.cycle = self.cycle, []
         self._current, self.log = None, []
+        self.is_first_cycle = not closes and self.cycle[0].kind not in self._last_cycles
 
     def reset(self) -> None:
         """Drops the current cycle; the last complete one stays."""
-        self._cycle, self._current, self.log = [], None, []
+        self.cycle, self._current, self.log = [], None, []
+        self.is_first_cycle = False
+
+    def coming(self) -> list[Pass]:
+        """Between passes: the rest of the current cycle, if it has been like the last one so far and goes on so."""
+        if self._current is not None or not self.cycle:
+            return []
+        last_cycle = self._last_cycles.get(self.cycle[0].kind, [])
+        are_alike = all(
+            last.kind == mine.kind and last.events == mine.events
+            for last, mine in zip(last_cycle, self.cycle, strict=False)
+        )
+        return last_cycle[len(self.cycle) :] if are_alike else []
+
+    def forget_cycle(self, first: PassKind) -> None:
+        """Drops the last complete cycle that began with such a pass: it predicts no more what follows one."""
+        self._last_cycles.pop(first, None)
 
     def remaining(self, *, in_order: bool) -> list[Pass] | None:
         """The rest of the current cycle, if it goes on as the last one did."""
         if self._current is None:
             return None
-        begun = [*self._cycle, self._current]
+        begun = [*self.cycle, self._current]
         last_cycle = self._last_cycles.get(begun[0].kind, [])
         if len(last_cycle) < len(begun):
             return None
@@ -224,8 +242,8 @@ class Contract:
         self._of = of
         self._late_ranks = late_ranks_by_environment(group)
 
-    def check_equal(self, what: str, lines: Sequence[str]) -> None:
-        """Checks that every rank has these lines.
+    def check_equal(self, what: str, lines: Sequence[str], mending: str = _SAME_MODEL) -> None:
+        """Checks that every rank has these lines; `mending` says in the error what to do.
 
         Raises:
             ContractError: They differ; names the first line that does, by rank.
@@ -235,7 +253,7 @@ class Contract:
         _, places = self._exchange_fingerprints(f"the check of {what}", fingerprint_of(*lines), events=lines)
         if places:
             raise ContractError(
-                f"{format_desync(places, what)}. {_SAME_ORDER if are_at_different_places(places) else _SAME_MODEL}"
+                f"{format_desync(places, what)}. {_SAME_ORDER if are_at_different_places(places) else mending}"
             )
 
     def begin(self, kind: PassKind, *, new_step: bool) -> None:
@@ -275,6 +293,15 @@ class Contract:
         """
         if not self.is_single_rank and (always or self.group.backend != "gloo"):
             self._compare(event, fingerprint_of("together", *event))
+
+    def directions(self, *, is_backward: bool) -> list[bool]:
+        """Returns, by rank, whether a backward pass begins there; called where nothing predicts the next pass.
+
+        Raises:
+            ScaleDistributedError: Another rank does something else, or does not come.
+        """
+        rows = self._compare(Event("the next pass", ""), fingerprint_of("the next pass"), (int(is_backward),))
+        return [bool(row[0]) for row in rows]
 
     def note_trains(self, name: str, *, trains: bool) -> None:
         """Records that a parameter was frozen, or trains again: a part of what is compared at the end of each pass."""
@@ -420,7 +447,7 @@ class Contract:
         is_one_place = len({(place.of, place.place, *place.events) for place in places}) == 1
         if is_one_place and len({tuple(place.trained) for place in places}) > 1:
             texts = [", ".join(place.trained) or "as at first" for place in places]
-            message = f"step {self.step}: the ranks train different parameters: {by_rank(texts)}. {_SAME_TRAINED}"
+            message = f"step {self.step}: the ranks train different parameters: {by_rank(texts)}. {SAME_TRAINED}"
             raise self._fail(ContractError(message, step=self.step, rank=self.group.rank))
         if places:
             message = f"step {self.step}: {format_desync(places, 'what they ran')}. {_SAME_ORDER}"

@@ -151,7 +151,7 @@ def describe_difference(steps_of_ranks: Sequence[StepsByName]) -> str:
         options = [dict(texts) for steps in holders for _, texts in steps]
         same = {key for key in options[0] if all(each.get(key) == options[0][key] for each in options)}
         texts = [_described(steps[name], same) if name in steps else "no element" for steps in steps_of_ranks]
-        return f"the ranks have stepped differently on {name} since the last pass: {by_rank(texts)}. {_MENDING}"
+        return f"the ranks have stepped differently on {name} since they last compared: {by_rank(texts)}. {_MENDING}"
     return ""
 
 

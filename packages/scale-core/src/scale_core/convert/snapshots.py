@@ -17,6 +17,7 @@ from scale_core.snapshot.format.metadata import Manifest, read_manifest
 from scale_core.snapshot.format.planner import plan_reads
 from scale_core.snapshot.format.reads import blocks_of, read_tensors
 from scale_core.snapshot.format.verification import describe_damage, find_damage
+from scale_core.snapshot.read_lock import ReadLock
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,18 @@ def read_snapshot(directory: Path) -> StoredState:
     Raises:
         SnapshotError: It is damaged (`DamagedSnapshotError`), newer (`NewerSnapshotError`), or can't be read.
     """
+    lock = ReadLock(directory)
     manifest = read_manifest(directory)
-    reader = _VerifiedReader(directory, manifest)
+    reader = _VerifiedReader(directory, manifest, lock)
     tensors = {key: LazyTensor(saved.shape, saved.dtype, reader.of(key)) for key, saved in manifest.tensors.items()}
     return StoredState(tensors, dict(manifest.values), manifest.extra, manifest.step)
 
 
 class _VerifiedReader:
-    """Reads tensors of a snapshot, and remembers which blocks have been verified."""
+    """Reads tensors of a snapshot, which stays for as long, and remembers which blocks have been verified."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory, self._manifest = directory, manifest
+    def __init__(self, directory: Path, manifest: Manifest, lock: ReadLock) -> None:
+        self._directory, self._manifest, self._lock = directory, manifest, lock
         self._verified: dict[str, set[int]] = {}
 
     def of(self, key: str) -> Callable[[], Tensor]:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scale_core.comm.group import Group
 from scale_core.compat import graph_task_id
-from scale_core.consistency.optimizer_steps import with_inner
+from scale_core.consistency.optimizer_steps import OptimizerSteps, with_inner
 from scale_core.live_objects import live_objects, register_live
 from scale_core.optim.local_step import step_on_local_tensors
 from scale_core.optim.traits import is_known_elementwise, known_bases
@@ -55,7 +55,24 @@ class _CheckResult(NamedTuple):
     """What the checks have found about an optimizer: whose parameters it steps on."""
 
     owners: list[weakref.ref[Any]]  # of shards
-    pipelines: list[weakref.ref[Any]]
+    models: list[weakref.ref[Any]]  # beside them, that have `recorded_steps`: pipelines, and those of `StepRecorder`
+
+
+class StepRecorder(Protocol):
+    """Whoever compares the steps of optimizers on some parameters between ranks; see `register_step_recorder`."""
+
+    @property
+    def recorded_steps(self) -> OptimizerSteps:
+        """The steps since the last comparison."""
+
+    def params(self) -> Iterable[Tensor]:
+        """The parameters as they are now."""
+
+
+def register_step_recorder(recorder: StepRecorder) -> None:
+    """Has optimizers record their steps on the recorder's parameters in its `recorded_steps`."""
+    if register_live(StepRecorder, recorder):
+        invalidate_cache()
 
 
 class _OptimizerRecord(Record):
@@ -216,7 +233,9 @@ def _check(optimizer: torch.optim.Optimizer) -> _CheckResult:
         optimizer.register_step_post_hook(_after_step)
     param_ids = {id(param) for param in params}
     owners = [owner for owner in shard_owners() if any(id(param) in param_ids for param in owner.sharded_params)]
-    return _CheckResult([weakref.ref(owner) for owner in owners], [weakref.ref(pipeline) for pipeline in pipelines])
+    recorders = [each for each in live_objects(StepRecorder) if not param_ids.isdisjoint(map(id, each.params()))]
+    models = [weakref.ref(model) for model in (*pipelines, *recorders)]
+    return _CheckResult([weakref.ref(owner) for owner in owners], models)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
@@ -285,10 +304,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     """Counts the step, and a version for fused optimizers, which change parameters without one."""
     result = _checked(optimizer)
     if graph_task_id() == -1:
-        owners, pipelines = ([each for ref in refs if (each := ref()) is not None] for refs in result)
+        owners, others = ([each for ref in refs if (each := ref()) is not None] for refs in result)
         for count in {owner.group.state.optimizer_steps for owner in owners}:
             count.number += 1
-        models = {getattr(each, "recorded_steps", None) for each in (*owners, *pipelines)}  # One record for each.
+        models = {getattr(each, "recorded_steps", None) for each in (*owners, *others)}  # One record for each.
         for steps in filter(None, models):
             steps.add(optimizer)
     for group in optimizer.param_groups:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from scale_core.errors import ForeignCheckpointError
 from scale_core.snapshot.foreign import Format, read_index, recognize
-from scale_core.snapshot.format.safetensors_io import FileHeader, TensorEntry, opened, read_entries
+from scale_core.snapshot.format.safetensors_io import FileHeader, TensorEntry, read_entries
+from scale_core.snapshot.format.stored_file import opened
 from scale_core.state.validation import SavedTensor
 
 WEIGHTS = "model.safetensors"
@@ -54,8 +55,8 @@ def open_folder(path: Path) -> WeightFolder:
         if not actual.is_file():
             raise ValueError(f"{file} is missing, which {INDEX} names: download or copy it again")
         try:
-            with opened(actual) as descriptor:
-                found = read_entries(descriptor, os.fstat(descriptor).st_size)
+            with opened(actual) as stored:
+                found = read_entries(stored)
         except (ValueError, KeyError, TypeError, EOFError) as error:
             raise ValueError(f"{file} is damaged: {error}: download or copy it again") from error
         for entry, begin in found:

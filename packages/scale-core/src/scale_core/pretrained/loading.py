@@ -28,7 +28,7 @@ from scale_core.shard import on_local_tensors
 from scale_core.snapshot.format.metadata import SavedChunk
 from scale_core.snapshot.format.planner import plan_reads
 from scale_core.snapshot.format.reads import Read, read_tensors
-from scale_core.snapshot.format.safetensors_io import opened, read_bytes
+from scale_core.snapshot.format.stored_file import opened
 from scale_core.snapshot.objects import unwrapped
 from scale_core.state.param_ownership import named_param_slices
 from scale_core.state.state_dict import model_tensors, names_in_model, persistent_buffers, sharded_state_dict
@@ -167,8 +167,8 @@ def _check_copies(files: WeightFolder, copies: Sequence[tuple[str, str]]) -> Non
         sizes = [tensor.dtype.itemsize * torch.Size(tensor.shape).numel() for tensor in tensors]
         with opened(Path(places[0].file)) as one, opened(Path(places[1].file)) as other:
             are_equal = tensors[0] == tensors[1] and all(
-                read_bytes(one, min(_COMPARED_BYTES, sizes[0] - at), places[0].begin + at)
-                == read_bytes(other, min(_COMPARED_BYTES, sizes[0] - at), places[1].begin + at)
+                one.read(min(_COMPARED_BYTES, sizes[0] - at), places[0].begin + at)
+                == other.read(min(_COMPARED_BYTES, sizes[0] - at), places[1].begin + at)
                 for at in range(0, sizes[0], _COMPARED_BYTES)
             )
         if not are_equal:

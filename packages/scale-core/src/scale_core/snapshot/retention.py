@@ -1,7 +1,7 @@
 """How many snapshots stay: the oldest are removed when a new one is complete.
 
-Only complete snapshots older than the new one are removed, and only as many as leave `keep` complete ones; whatever
-else is in the directory stays.
+Only complete snapshots older than the new one are removed, and only as many as leave `keep` complete ones. One that is
+read at the moment stays until the next save, and whatever else is in the directory stays.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 from scale_core.snapshot.format.metadata import read_manifest
+from scale_core.snapshot.read_lock import rename_unread
 from scale_core.snapshot.snapshot import at_stage
 
 _SNAPSHOT = re.compile(r"step-(\d{8,})")
@@ -29,20 +30,23 @@ def remove_old(saved: Path, keep: int) -> list[Path]:
         for path in saved.parent.iterdir():  # What a killed process has left.
             if _REMOVED.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-        for path in _older(saved)[keep - 1 :]:
-            remove_snapshot(path)
-            removed.append(path)
+        removed += [path for path in _older(saved)[keep - 1 :] if remove_snapshot(path)]
     except OSError as error:
         warnings.warn(f"{saved} is saved, but older snapshots could not be removed: {error}", stacklevel=2)
     return removed
 
 
-def remove_snapshot(path: Path) -> None:
-    """Removes one snapshot; it has another name before its first file goes, so that no half of one is ever there."""
+def remove_snapshot(path: Path) -> bool:
+    """Removes one snapshot, unless somebody reads it; whether it did.
+
+    It has another name before its first file goes, so that no half of one is ever there.
+    """
     aside = path.with_name(f"{path.name}.removed-{uuid.uuid4().hex}")
-    path.rename(aside)
+    if not rename_unread(path, aside):
+        return False
     at_stage("removed", aside)
     shutil.rmtree(aside)
+    return True
 
 
 def _older(saved: Path) -> list[Path]:

@@ -20,6 +20,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,12 @@ from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall, Progress
 from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, ScaleError, SnapshotError, set_last_snapshot
+from scale_core.snapshot.finite import first_nonfinite
 from scale_core.snapshot.foreign import Format, recognize
 from scale_core.snapshot.format.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
 from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan, State, plan_reads, write_part
 from scale_core.snapshot.format.reads import Read, blocks_of, read_tensors
+from scale_core.snapshot.format.stored_file import retry
 from scale_core.snapshot.format.verification import (
     RankReads,
     blocks_to_verify,
@@ -41,6 +44,7 @@ from scale_core.snapshot.format.verification import (
     find_damage,
     verify_snapshot,
 )
+from scale_core.snapshot.read_lock import ReadLock
 from scale_core.snapshot.state_codec import decode_extra, encode_extra
 from scale_core.state.validation import StateDifferences, StateMismatch, compare_states
 
@@ -175,17 +179,28 @@ def load_snapshot(
     _check_arguments(group, "load_snapshot", directory=os.fspath(directory), step=step, strict=strict, cast=cast)
     folder, rules = Path(directory), (strict, cast)
     looking = CollectiveCall(group, f"loading from {folder}", SnapshotError)
-    paths = looking.rank0(lambda: _finished(folder) or _refuse_foreign(folder))
     if step is not None:
         path = folder / f"step-{step:08d}"
+        paths = looking.rank0(lambda: _finished(folder) or _refuse_foreign(folder))
+        older = [other for other in paths if _step_of(other) < step]
         try:
             return _load(path, state, group, *rules)
         except DamagedSnapshotError as error:
-            raise DamagedSnapshotError(f"{error}. {_offer_older(path, paths, group)}") from error
-    for path in paths:
+            raise DamagedSnapshotError(f"{error}. {_offer_older(older, group)}") from error
+        except SnapshotError as error:
+            raise _explained(error, older) from error.__cause__
+    passed_over: set[Path] = set()
+    # Others may save and remove snapshots meanwhile: so the folder is listed again for each one.
+    while paths := looking.rank0(lambda: _to_load(folder, passed_over)):
+        path, *older = paths
         try:
             return _load(path, state, group, *rules)
-        except DamagedSnapshotError as error:
+        except SnapshotError as error:
+            if not looking.rank0(partial(os.path.lexists, path)):  # It was removed.
+                continue
+            if not isinstance(error, DamagedSnapshotError):
+                raise _explained(error, older) from error.__cause__
+            passed_over.add(path)
             if group.rank == 0:
                 warnings.warn(f"passing over an incomplete snapshot: {error}", stacklevel=3)
     why = "" if folder.is_dir() else ", which is no directory" if folder.exists() else ", and no such directory"
@@ -193,9 +208,41 @@ def load_snapshot(
     raise SnapshotError(f"{looking.doing} failed: {missing}") from missing
 
 
+def _to_load(folder: Path, passed_over: set[Path]) -> list[Path]:
+    """The snapshots that are left to try, the newest first."""
+    found = _finished(folder)
+    return [path for path in found if path not in passed_over] if found else _refuse_foreign(folder)
+
+
+def _explained(error: SnapshotError, older: list[Path]) -> SnapshotError:
+    """Says of a snapshot that can't be read at the moment that this is no damage, and how to go back nevertheless."""
+    if not isinstance(error.__cause__, OSError) or isinstance(error.__cause__, FileNotFoundError):
+        return error
+    instead = f", or load the one before it, step={_step_of(older[0])}" if older else ""
+    return type(error)(
+        f"{error}. It can't be read now, which says nothing about damage: load it again when the file system answers"
+        f"{instead}"
+    )
+
+
 def _load(path: Path, state: State | Callable[[State], State], group: Group, strict: bool, cast: bool) -> Snapshot:
+    """Reads one snapshot, which nobody removes meanwhile."""
+    with ExitStack() as reading:
+
+        def lock() -> None:
+            if os.path.lexists(path):
+                reading.enter_context(ReadLock(path))
+
+        CollectiveCall(group, f"loading {path}", SnapshotError).rank0(lock)
+        return _load_locked(path, state, group, strict, cast)
+
+
+def _load_locked(
+    path: Path, state: State | Callable[[State], State], group: Group, strict: bool, cast: bool
+) -> Snapshot:
     together = CollectiveCall(group, f"loading {path}", SnapshotError)
-    manifest = together.rank0(lambda: _read_manifest_of(path))
+    manifest = together.all_ranks_with_progress(partial(_read_manifest_on_rank0, path, group))[0]
+    assert manifest is not None, "rank 0 has read it"
     target: dict[str, Any] = {}
 
     def compare() -> StateDifferences:
@@ -231,11 +278,13 @@ def _load(path: Path, state: State | Callable[[State], State], group: Group, str
     return Snapshot(path, manifest.step, {**target, **values}, decode_extra(manifest.extra), left_out)
 
 
-def _read_manifest_of(path: Path) -> Manifest:
+def _read_manifest_on_rank0(path: Path, group: Group, progress: Progress) -> Manifest | None:
+    if group.rank > 0:
+        return None
     if not os.path.lexists(path):
         found = ", ".join(other.name for other in _finished(path.parent)[:5])
         raise FileNotFoundError(f"there is no {path}; the newest there are: {found or 'none'}")
-    return read_manifest(path)
+    return read_manifest(path, progress)
 
 
 def _verify(together: CollectiveCall, path: Path, manifest: Manifest, reads: list[RankReads]) -> None:
@@ -246,9 +295,9 @@ def _verify(together: CollectiveCall, path: Path, manifest: Manifest, reads: lis
         raise DamagedSnapshotError(describe_damage(path, list(dict.fromkeys(itertools.chain(*found)))))
 
 
-def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
-    """What to load in place of a damaged snapshot: an older one, of which every byte was verified."""
-    for older in paths[paths.index(path) + 1 :] if path in paths else ():
+def _offer_older(paths: list[Path], group: Group) -> str:
+    """What to load in place of a damaged snapshot: the first of these of which every byte is verified."""
+    for older in paths:
         together = CollectiveCall(group, f"verifying {older}", SnapshotError)
         try:
             manifest = together.rank0(partial(read_manifest, older))
@@ -260,26 +309,43 @@ def _offer_older(path: Path, paths: list[Path], group: Group) -> str:
 
 
 @checked_arguments
-def latest_snapshot(directory: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
+def latest_snapshot(
+    directory: str | os.PathLike[str],
+    *,
+    verify: bool = False,
+    finite: bool = False,
+    progress: Progress = lambda num_bytes: None,
+) -> Path | None:
     """Returns the newest complete snapshot of a directory, as this rank alone sees it; None if there is none.
 
     Args:
         directory: As given to `save_snapshot`.
         verify: Whether to read all of it and compare the checksums, as loading it does; else the manifest and the
             lengths of the files are enough.
+        finite: Whether to pass over snapshots that have a NaN or an infinity in a tensor; what is returned is verified.
+        progress: Called with the number of bytes that were verified since the last call.
 
     Raises:
         NewerSnapshotError: A newer version of scale-core wrote the newest.
+        OSError: The newest can't be read now.
     """
-    paths = _finished(Path(directory))
-    for path in paths:
+    passed_over: set[Path] = set()
+    while paths := [path for path in _finished(Path(directory)) if path not in passed_over]:
+        path = paths[0]
         try:
-            verify_snapshot(path) if verify else read_manifest(path)
-        except DamagedSnapshotError as error:
-            warnings.warn(f"passing over an incomplete snapshot: {error}", stacklevel=3)
+            with ReadLock(path):
+                manifest = verify_snapshot(path, progress) if verify or finite else read_manifest(path)
+                if finite and (key := first_nonfinite(path, manifest, progress)):
+                    passed_over.add(path)
+                    warnings.warn(f"passing over {path}: {key} has a NaN or an infinity", stacklevel=3)
+                    continue
+        except (DamagedSnapshotError, FileNotFoundError) as error:
+            if os.path.lexists(path):  # Else it was removed, and the folder is listed again.
+                passed_over.add(path)
+                warnings.warn(f"passing over an incomplete snapshot: {error}", stacklevel=3)
         else:
             return path
-    if not paths and (found := recognize(directory)) is not None and found.is_foreign:
+    if not passed_over and (found := recognize(directory)) is not None and found.is_foreign:
         warnings.warn(found.advice(), stacklevel=3)
     return None
 
@@ -387,9 +453,11 @@ def sync(path: Path) -> None:
 
 def _finished(directory: Path) -> list[Path]:
     """The snapshots of a directory by name, the newest first; what is in them is not looked at."""
-    if not directory.is_dir():
+    try:
+        names = retry(partial(os.listdir, directory), directory)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((path for path in directory.iterdir() if _FINISHED.fullmatch(path.name)), key=_step_of, reverse=True)
+    return sorted((directory / name for name in names if _FINISHED.fullmatch(name)), key=_step_of, reverse=True)
 
 
 def _refuse_foreign(path: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_core.state.validation import StateMismatch, some_keys
+from scale_core.state.validation import StateMismatch, some_keys, wrong_option
 
 GROUPS = "optim.groups"
 """What the keys of saved groups begin with: `optim.groups[<number>].<digest of the names>`."""
@@ -149,6 +149,9 @@ def check_options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
             f"the state is that of another optimizer: it has the option '{lost[0]}', which this one does not know, and "
             f"no '{new[0]}'"
         )
+    for name, value in group.items():
+        if name in saved and name not in NAMES and (wrong := wrong_option(name, saved[name], value)):
+            raise StateMismatch(f"{GROUPS}: {wrong}: the snapshot was changed, or is that of another optimizer")
 
 
 def fill_groups(optimizer: Optimizer, options: Iterable[Mapping[str, Any]]) -> None:

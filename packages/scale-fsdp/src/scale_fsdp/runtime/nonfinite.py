@@ -95,7 +95,7 @@ class NonFiniteSearch:
         ]
         why = (
             f"; '{poisoned[0]}' itself is not finite on this rank, so an earlier step or a checkpoint has brought it: "
-            "load the last good snapshot"
+            "load the last snapshot without one, which latest_snapshot(folder, finite=True) finds"
             if poisoned
             else ": skip the batch, or lower the learning rate or clip where it comes again"
         )

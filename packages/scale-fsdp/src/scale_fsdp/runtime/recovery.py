@@ -19,6 +19,11 @@ from scale_core.errors import ScaleDistributedError, StepError
 from scale_core.hooks.autograd import is_consumed_in_backward
 from scale_fsdp.runtime.unit import GATHERING_PHASES, UnitContext
 
+SKIPPED_BACKWARD = (
+    "this rank has begun another forward pass in place of the backward pass: its loss raised an error, or the rank has "
+    "skipped the batch"
+)
+
 
 class PassStatus(NamedTuple):
     """What a rank tells the others when they compare a pass, beside what it ran."""
@@ -56,6 +61,30 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
     for unit in root.units:
         unit.wait_reduced()
         unit.release_complete_gathers()
+    error.add_note(abort_message(root, _replay_all(root, rest, error)))
+    return True
+
+
+def take_part_in_backward(root: UnitContext, coming: list[Pass]) -> bool:
+    """A forward begins where the last step had a backward: takes part in that, for ranks that have begun it.
+
+    The loss of this rank may have raised an error, which torch passes to the user and to nobody else.
+
+    Returns:
+        Whether another rank has begun it; it raises a StepError there.
+    """
+    contract = root.contract
+    contract.begin(coming[0].kind, new_step=False)
+    for unit in root.units:
+        for buffer in unit.buffers:
+            buffer.contribute_zeros()
+    reasons = _replay_all(root, coming, RuntimeError(SKIPPED_BACKWARD))
+    return not all(SKIPPED_BACKWARD in reason for reason in reasons)
+
+
+def _replay_all(root: UnitContext, rest: list[Pass], error: BaseException) -> list[str]:
+    """Replays the rest of a cycle, of which the first pass has begun; returns every rank's error, as text."""
+    contract = root.contract
     for number, left in enumerate(rest):
         if number:
             contract.begin(left.kind, new_step=left.new_step)
@@ -63,8 +92,7 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
         if number < len(rest) - 1:
             contract.end_unchecked()
     contract.end_checked(*PassStatus(failed=True))
-    error.add_note(abort_message(root, all_gather_failures(error, contract)))
-    return True
+    return all_gather_failures(error, contract)
 
 
 def raise_aborted(root: UnitContext, error: BaseException | None) -> NoReturn:

@@ -43,7 +43,15 @@ from scale_core.hooks.registry import gradient_hooks
 from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
 from scale_fsdp.runtime.escaped_tensors import EscapedTensorSearch
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
-from scale_fsdp.runtime.recovery import PassStatus, abort_message, abort_on_all_ranks, can_abort, raise_aborted
+from scale_fsdp.runtime.recovery import (
+    SKIPPED_BACKWARD,
+    PassStatus,
+    abort_message,
+    abort_on_all_ranks,
+    can_abort,
+    raise_aborted,
+    take_part_in_backward,
+)
 from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, UnitContext
 
 _logger = logging.getLogger(__name__)
@@ -125,6 +133,8 @@ class Root(UnitContext):
 
     def begin_forward(self, unit: Unit, method: str) -> None:
         """A forward pass begins with `unit`: that of its module or, unless it is "", another method."""
+        if self.contract.history.cycle and not self.contract.is_single_rank:
+            self._end_skipped_backward()
         if self._check_every and torch.is_grad_enabled() and not self.contract.is_broken:
             self._num_training_passes += 1
             if self._num_training_passes % self._check_every == 1 % self._check_every:
@@ -140,6 +150,36 @@ class Root(UnitContext):
             # What an earlier pass has left is gathered again: `param.data` can be written to without a trace.
             if member in idle or member.is_stale:
                 member.release()
+
+    def _end_skipped_backward(self) -> None:
+        """A forward follows a forward: where other ranks have begun the backward of the first one, aborts that step.
+
+        Where none has, as of a program that uses two forwards in one backward, all is as it was.
+        """
+        contract = self.contract
+        if contract.is_broken:
+            return
+        if contract.history.is_first_cycle:
+            if any(contract.directions(is_backward=False)):
+                self._forget_pass()
+            return
+        first, coming = contract.history.cycle[0].kind, contract.history.coming()
+        if not coming or not coming[0].kind.phase.startswith("backward"):
+            return
+        if any(unit.kept_unsharded or unit.backward_unobserved for unit in self.units):
+            return  # They have to stay gathered.
+        pending = [unit.pending_backwards for unit in self.units]
+        is_aborted = take_part_in_backward(self, coming)
+        self._forget_pass()
+        if not is_aborted:
+            contract.history.forget_cycle(first)
+            for unit, count in zip(self.units, pending, strict=True):
+                unit.pending_backwards = count
+
+    def _forget_pass(self) -> None:
+        self.contract.history.reset()
+        for unit in self.units:
+            unit.discard()
 
     def record(self, phase: str, unit: Unit) -> None:
         """A unit is about to do something in which all ranks take part; looks up what the last pass gathered next."""
@@ -258,6 +298,13 @@ class Root(UnitContext):
             )
         self.in_backward = True
         self._reset()
+        if not self.contract.is_single_rank and self.contract.history.is_first_cycle:
+            directions = self.contract.directions(is_backward=True)
+            if not all(directions):
+                reasons = ["" if is_backward else f"RuntimeError: {SKIPPED_BACKWARD}" for is_backward in directions]
+                error = StepError(abort_message(self, reasons), step=self.contract.step, rank=directions.index(False))
+                self.abort(error)
+                raise error
         kind = "backward with reduction" if self.reduces_any else "backward"
         self.contract.begin(PassKind(kind, grad=True, training=True), new_step=False)
 

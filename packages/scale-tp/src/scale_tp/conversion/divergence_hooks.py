@@ -6,20 +6,30 @@ Where one of them does not, the sums over ranks are of numbers that don't belong
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
-from scale_core.consistency.contract import Contract
+from scale_core.consistency.contract import SAME_TRAINED, Contract
 from scale_core.consistency.divergence import compare_inputs, compare_replicas
+from scale_core.consistency.execution_order import fingerprint_of
+from scale_core.consistency.optimizer_steps import OptimizerSteps, are_different
+from scale_core.errors import TransferError
 from scale_core.hooks.module_parts import ForEachShardHook
+from scale_core.optim.step_checks import register_step_recorder
 from scale_core.shard import Placement, shard_of
+from scale_tp.failed_pass import add_explanation
+
+_FIRST = 4  # Forwards in which optimizers' steps are compared each time
+_EVERY = 10
 
 
 class ReplicaCheck(ForEachShardHook):
@@ -42,6 +52,63 @@ class ReplicaCheck(ForEachShardHook):
         shard = shard_of(param)
         axes = () if shard is None else shard.axes
         return any(axis.group == self._group and axis.placement is Placement.REPLICATE for axis in axes)
+
+
+class OptimizerStepCheck(ForEachShardHook):
+    """Forward pre-hook of a model: compares the steps of the ranks' optimizers, and which parameters train.
+
+    Tensor parallel ranks compare nothing at the end of a pass. So they do this in the first forwards with gradients,
+    and in every tenth one after them; each comparison is of all steps since the last one.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._contract = Contract(group)
+        self._model: ReferenceType[nn.Module] | None = None
+        self._num_forwards = 0
+
+    @property
+    def recorded_steps(self) -> OptimizerSteps:
+        """Those since the last comparison."""
+        return self._contract.recorded_steps
+
+    def params(self) -> Iterable[nn.Parameter]:
+        """Those of the model that has run."""
+        model = None if self._model is None else self._model()
+        return () if model is None else model.parameters()
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if self._model is None or self._model() is not model:  # A copy of the model has a copy of this hook.
+            self._model = ref(model)
+            register_step_recorder(self)
+        self._num_forwards += 1
+        if self._num_forwards > _FIRST and self._num_forwards % _EVERY:
+            return
+        if self._contract.group.backend != "fake" and active_fake_mode() is None:
+            self._compare(model)
+
+    def _compare(self, model: nn.Module) -> None:
+        contract, steps = self._contract, self._contract.recorded_steps
+        trained = [name for name, param in model.named_parameters() if param.requires_grad]
+        # No other record has so many integers, so that none of another check is taken for this one.
+        record = [steps.status(), fingerprint_of(*trained), *[0] * 6]
+        try:
+            rows = exchange(record, contract.group)
+        except TransferError as error:
+            add_explanation(error, contract.group)
+            raise
+        statuses, fingerprints = ([row[place] for row in rows] for place in range(2))
+        if len(set(fingerprints)) > 1:
+            contract.check_equal("which parameters train", trained, SAME_TRAINED)
+        if are_different(statuses):
+            contract.named_params = model.named_parameters
+            contract.compare_steps()
+        else:
+            steps.end(statuses)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_model": None}
 
 
 def register_input_checks(modules: Mapping[str, nn.Module], group: Group) -> None:

@@ -26,7 +26,7 @@ from scale_core.sharded_tensor.tensor import set_shard
 from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, Heads
 from scale_tp.conversion import validation
 from scale_tp.conversion.convert import Conversion, conversion_for, find_all_heads, weight_split
-from scale_tp.conversion.divergence_hooks import ReplicaCheck, register_input_checks
+from scale_tp.conversion.divergence_hooks import OptimizerStepCheck, ReplicaCheck, register_input_checks
 from scale_tp.conversion.modules import (
     ColumnParallelMixin,
     RowParallelMixin,
@@ -121,6 +121,7 @@ def parallelize(
         built.apply()
         if check_inputs:
             register_input_checks(built.modules_with_whole_inputs(), ranks)
+        model.register_forward_pre_hook(OptimizerStepCheck(ranks))
         if check_every:
             model.register_forward_pre_hook(ReplicaCheck(ranks, check_every))
     if ranks.rank == 0:

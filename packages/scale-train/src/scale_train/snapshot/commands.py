@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from scale_core.convert import convert_checkpoint, open_checkpoint
 from scale_core.convert.naming import Renaming, StoredState
 from scale_core.errors import DamagedSnapshotError, SnapshotError
 from scale_core.snapshot import verify_snapshot
+from scale_core.snapshot.read_lock import ReadLock
 from scale_core.snapshot.retention import remove_snapshot
 from scale_train.errors import InputError, reason_of, reported
 from scale_train.memory import format_bytes
@@ -30,6 +31,7 @@ from scale_train.snapshot.comparison import differences
 from scale_train.snapshot.listing import (
     COMPLETE,
     DAMAGED,
+    READ_NOW,
     UNFINISHED,
     SnapshotRow,
     as_table,
@@ -113,8 +115,11 @@ def verify(options: VerifyOptions) -> int:
             state, reason = row.state, row.reason
             if state == COMPLETE:
                 try:
-                    verify_snapshot(row.path, advance)
-                except DamagedSnapshotError as error:
+                    with ReadLock(row.path):
+                        verify_snapshot(row.path, advance)
+                except (DamagedSnapshotError, FileNotFoundError) as error:
+                    if not row.path.exists():  # It was removed since the folder was listed.
+                        continue
                     state, reason = DAMAGED, str(error)
             verified.append((row, state, reason))
     if options.json:
@@ -203,8 +208,9 @@ def prune(options: PruneOptions) -> int:
     old, kept = complete[: -options.keep], complete[-options.keep :]
     left = [row for row in rows if row.state != COMPLETE]
     if not options.dry_run:
-        for row in old:
-            remove_snapshot(row.path)
+        read_now = [row for row in old if not remove_snapshot(row.path)]
+        old = [row for row in old if row not in read_now]
+        left += [replace(row, state=READ_NOW) for row in read_now]
     if options.json:
         _print_json(
             {

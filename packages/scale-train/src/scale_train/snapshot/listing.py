@@ -15,6 +15,7 @@ from scale_train.errors import InputError
 from scale_train.memory import format_bytes
 
 COMPLETE, DAMAGED, NEWER, UNFINISHED, OTHER = "complete", "damaged", "newer", "unfinished", "not readable"
+READ_NOW = "being read"  # The state of one that is therefore not removed
 _NAME = re.compile(r"step-(\d{8,})(\.tmp-.+|\.damaged-.+|\.removed-.+)?")
 _CHECKPOINTS = "checkpoints"  # in a run's folder
 
@@ -55,7 +56,15 @@ def snapshots_in(path: Path) -> list[SnapshotRow]:
     if recognize_own(folder) is Format.SNAPSHOT:
         return [_row(folder)]
     found = [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()]
-    return [_row(entry) for entry in sorted(found, key=lambda entry: (_step_of(entry), entry.name))]
+    rows = []
+    for entry in sorted(found, key=lambda entry: (_step_of(entry), entry.name)):
+        try:
+            row = _row(entry)
+        except FileNotFoundError:  # It was removed, or a save came to its end, since the folder was listed.
+            continue
+        if entry.exists():
+            rows.append(row)
+    return rows
 
 
 def snapshot_folder(path: Path) -> Path:

@@ -15,6 +15,7 @@ from scale_core.errors import SnapshotError
 from scale_core.pretrained.materialize import materialize
 from scale_core.snapshot import latest_snapshot
 from scale_core.snapshot.format.metadata import read_manifest
+from scale_core.snapshot.read_lock import ReadLock
 from scale_core.snapshot.state_codec import decode_extra
 from scale_train.errors import InputError
 from scale_train.huggingface.config import has_weights, number_in, read_config
@@ -76,12 +77,13 @@ def open_trained_model(path: Path) -> TrainedModel:
         point = latest_snapshot(path / CHECKPOINTS) if (path / CHECKPOINTS).is_dir() else path
         if point is None or not point.name.removeprefix("step-").isdecimal():
             raise InputError(f"{path}: neither a run, nor a checkpoint (step-N), nor a folder with model.safetensors")
-        return _of_checkpoint(point)
+        with ReadLock(point):  # The run may go on, and remove it.
+            return _of_checkpoint(point)
     except InputError:
         raise  # It names the path.
     except SnapshotError as error:
         raise InputError(f"{path}: {error.__cause__ or error}") from error
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         raise InputError(f"{path}: {error}") from error
 
 

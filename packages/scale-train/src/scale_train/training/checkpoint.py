@@ -7,6 +7,7 @@ few numbers: the step, from which the learning rate and the random state follow,
         checkpoints/step-00000100/   one complete checkpoint; written to another name, and renamed at the end
         metrics.jsonl  loss.png  config.toml
         torchrun-run                 whose it is, where torchrun has started the ranks
+        run.lock                     while the run goes on
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -23,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from scale_core import snapshot
-from scale_core.consistency.all_ranks import CollectiveCall
+from scale_core.consistency.all_ranks import CollectiveCall, Progress
 from scale_core.shard import full_shape
 from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot
 from scale_core.snapshot.foreign import recognize
@@ -33,7 +35,9 @@ from scale_train.errors import InputError, reason_of
 from scale_train.huggingface.model import config_facts
 from scale_train.model_config import ModelConfig
 from scale_train.options import Options, RunOptions
+from scale_train.training.finite import describe_nonfinite
 from scale_train.training.parallelize import PipelineEngine
+from scale_train.training.run_lock import RunLock
 from scale_train.training.state import TrainState
 
 CHECKPOINTS = "checkpoints"
@@ -127,8 +131,11 @@ def load(training: TrainState, point: Path) -> None:
         check_is_of_this_training(training, point)
         loaded = snapshot.load(point.parent, objects, step=_step_of(point), process_group=training.group)
     except SnapshotError as error:
-        cause = error if isinstance(error, DamagedSnapshotError) else error.__cause__ or error
-        raise cause if isinstance(cause, InputError) else InputError(f"--resume {point}: {cause}") from error
+        cause = error.__cause__
+        said = error if cause is None or isinstance(error, DamagedSnapshotError) else cause
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            said = error  # It says, too, that it can be read later.
+        raise said if isinstance(said, InputError) else InputError(f"--resume {point}: {said}") from error
     for group, options in zip(optimizer.param_groups, group_options, strict=True):
         group.update(options)
     extra: Any = loaded.extra
@@ -137,6 +144,25 @@ def load(training: TrainState, point: Path) -> None:
         training.scaler.load_state_dict(extra["scaler"])
     training.step = training.saved_step = loaded.step
     training.checkpoint = loaded.path
+    if found := describe_nonfinite(training):
+        raise InputError(f"--resume {point}: {found}; {_last_finite(training, point)}")
+
+
+def _last_finite(training: TrainState, point: Path) -> str:
+    """Says which checkpoint of a folder has finite numbers alone, where this one has others."""
+
+    def look(progress: Progress) -> Path | None:
+        if training.group.rank > 0:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # They name what is passed over.
+            return latest_snapshot(point.parent, finite=True, progress=progress)
+
+    looking = CollectiveCall(training.group, f"looking for a finite checkpoint in {point.parent}", SnapshotError)
+    found = looking.all_ranks_with_progress(look)[0]
+    if found is None:
+        return "no checkpoint there has finite numbers alone"
+    return f"the last one that has finite numbers alone is {found.name}: --resume {found} --out a new folder"
 
 
 def check_is_of_this_training(training: TrainState, point: Path) -> None:
@@ -228,12 +254,24 @@ def check_export(folder: Path | None) -> None:
         raise InputError(f"--export {folder}: exists; name a new folder")
 
 
-def resolve_paths(run: RunOptions, torchrun_run: str = "") -> RunPaths:
+def resolve_paths(run: RunOptions, torchrun_run: str = "", lock: RunLock | None = None) -> RunPaths:
     """Finds the checkpoint to resume and the folder of this run, which is made; an InputError where they don't fit.
 
     Where `torchrun_run` (see the function) stands in the folder, torchrun has started the ranks again: the folder is
-    their own, and its last checkpoint is resumed.
+    their own, and its last checkpoint is resumed. `lock` locks the folder, before anything in it is changed.
     """
+    paths = _find_paths(run, torchrun_run)
+    try:
+        if lock is not None and lock.take(paths.folder):
+            paths = _find_paths(run, torchrun_run)  # The run that had it may have saved meanwhile.
+        if torchrun_run:
+            (paths.folder / TORCHRUN_RUN).write_text(torchrun_run)
+    except OSError as error:
+        raise _cannot_write(run, error) from error
+    return paths
+
+
+def _find_paths(run: RunOptions, torchrun_run: str) -> RunPaths:
     try:
         own = _folder_before_restart(run, torchrun_run)
         newest = latest_snapshot(own / CHECKPOINTS) if own is not None and (own / CHECKPOINTS).is_dir() else None
@@ -245,12 +283,13 @@ def resolve_paths(run: RunOptions, torchrun_run: str = "") -> RunPaths:
     except SnapshotError as error:  # A newer version of scale-core wrote it.
         raise InputError(f"--resume {run.resume}: {error}") from error
     try:
-        folder = own or _choose_folder(run, point)
-        if torchrun_run:
-            (folder / TORCHRUN_RUN).write_text(torchrun_run)
+        return RunPaths(own or _choose_folder(run, point), point)
     except OSError as error:
-        raise InputError(f"--out {run.out or DEFAULT_FOLDER}: cannot be written ({reason_of(error)})") from error
-    return RunPaths(folder, point)
+        raise _cannot_write(run, error) from error
+
+
+def _cannot_write(run: RunOptions, error: OSError) -> InputError:
+    return InputError(f"--out {run.out or DEFAULT_FOLDER}: cannot be written ({reason_of(error)})")
 
 
 def _folder_before_restart(run: RunOptions, torchrun_run: str) -> Path | None:

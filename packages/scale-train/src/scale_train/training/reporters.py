@@ -31,6 +31,7 @@ from rich.progress import (
 from scale_train.errors import InputError, reason_of
 from scale_train.memory import format_bytes
 from scale_train.options import Options
+from scale_train.training.output import Output
 
 # More than the first lines of metrics need: a full disk may still allow an empty file.
 _ROOM_BYTES = 4096
@@ -104,21 +105,30 @@ class Reporter:
 class PlainReporter(Reporter):
     """Prints one line per record."""
 
+    def __init__(self, output: Output | None = None) -> None:
+        self._output = output or Output()
+
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        print(text, file=self._output, flush=True)
 
     def step(self, record: StepRecord) -> None:
-        print(f"step {record.step}/{record.steps}  {_format_step(record)}", flush=True)
+        self.note(f"step {record.step}/{record.steps}  {_format_step(record)}")
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        print(f"step {record.step}  held out {record.held_out_bits_per_byte:.3f} bits per byte", flush=True)
+        self.note(f"step {record.step}  held out {record.held_out_bits_per_byte:.3f} bits per byte")
 
     def end(self, lines: list[str], facts: Mapping[str, Any]) -> None:
-        print("\n".join(["", *lines]), flush=True)
+        self.note("\n".join(["", *lines]))
+
+    def close(self) -> None:
+        self._output.end()
 
 
 class JsonReporter(Reporter):
     """Prints one JSON object per line, each with an "event"."""
+
+    def __init__(self, output: Output | None = None) -> None:
+        self._output = output or Output()
 
     def note(self, text: str) -> None:
         self._print("note", {"text": text})
@@ -132,19 +142,24 @@ class JsonReporter(Reporter):
     def end(self, lines: list[str], facts: Mapping[str, Any]) -> None:
         self._print("end", facts)
 
+    def close(self) -> None:
+        self._output.end()
+
     def _print(self, event: str, facts: Mapping[str, Any]) -> None:
-        print(json.dumps({"event": event, **facts}), flush=True)
+        print(json.dumps({"event": event, **facts}), file=self._output, flush=True)
 
 
 class ProgressBarReporter(Reporter):
     """A progress bar on a terminal, with notes and evaluations above it."""
 
     def __init__(self, steps: int, first_step: int, console: Console | None = None) -> None:
+        self._output = Output()
+        stream: Any = self._output
         self._progress = Progress(
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
-            console=console or Console(highlight=False),
+            console=console or Console(highlight=False, file=stream),
         )
         self._task = self._progress.add_task("", total=steps, completed=first_step)
         self._progress.start()
@@ -168,6 +183,7 @@ class ProgressBarReporter(Reporter):
 
     def close(self) -> None:
         self._progress.stop()
+        self._output.end()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

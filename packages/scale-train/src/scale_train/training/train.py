@@ -44,6 +44,7 @@ from scale_train.training.checkpoint import (
 )
 from scale_train.training.plot import plot_loss
 from scale_train.training.reporters import begin_metrics, make_reporter
+from scale_train.training.run_lock import RunLock
 from scale_train.training.state import TrainState, build_state
 from scale_train.training.trainer import train
 
@@ -87,7 +88,16 @@ def train_language_model(options: Options, group: Group) -> RunSummary:
     """Trains a language model on the ranks of a group; raises the errors of `scale_train.errors`."""
     check_options(options, group.size)
     text = _read_text_on_all_ranks(options, group)
-    paths = _resolve_paths_on_rank0(options, group)
+    lock = RunLock()
+    try:
+        paths = _resolve_paths_on_rank0(options, group, lock)
+        return _train_in_folder(options, text, paths, group)
+    finally:
+        lock.release()
+
+
+def _train_in_folder(options: Options, text: Text, paths: RunPaths, group: Group) -> RunSummary:
+    """Trains in a folder that is locked."""
     training = build_state(options, text, group)
     if paths.resume_from is not None:
         load(training, paths.resume_from)
@@ -230,13 +240,13 @@ def write_config(options: Options, num_ranks: int, path: Path) -> None:
         path.write_text(to_toml(kept), encoding="utf-8")
 
 
-def _resolve_paths_on_rank0(options: Options, group: Group) -> RunPaths:
+def _resolve_paths_on_rank0(options: Options, group: Group, lock: RunLock) -> RunPaths:
     """Rank 0 decides for all: file systems do not look the same from everywhere at one moment."""
     found = problem = point = ""
     if group.rank == 0:
         try:
             check_export(options.run.export)
-            paths = resolve_paths(options.run, torchrun_run(options))
+            paths = resolve_paths(options.run, torchrun_run(options), lock)
             found, point = str(paths.folder), str(paths.resume_from or "")
             begin_metrics(paths.folder / METRICS, paths.step)
             write_config(options, group.size, paths.folder / CONFIG)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from scale_core.comm.group import Group
 from scale_core.launch import StopSignal
 from scale_train.data import slice_of_rank, windows_at
 from scale_train.errors import Interrupted, TrainingDiverged
-from scale_train.memory import peak_bytes, state_tensors
+from scale_train.memory import peak_bytes
 from scale_train.model import IGNORED
 from scale_train.training.adascale import adascale_stats
+from scale_train.training.finite import describe_nonfinite
+from scale_train.training.first_cause import naming_first_cause
 from scale_train.training.parallelize import Engine
 from scale_train.training.reporters import EvaluationRecord, StepRecord
 from scale_train.training.state import StepTimer, TrainState
@@ -31,7 +33,7 @@ def train(training: TrainState, save: Callable[[TrainState], object]) -> float:
     """
     run = training.options.run
     training.step_timer = StepTimer()
-    with StopSignal() as stop:
+    with StopSignal() as stop, naming_first_cause(training.group):
         while not training.is_over:
             train_step(training)
             done = training.step
@@ -109,7 +111,7 @@ def log_step(training: TrainState, loss: Tensor, rate: float, norm: Tensor | Non
         seconds = training.microbatch_timer.step_seconds_by_batch(1 / steps_per_second, options.data.batch)
         stats |= adascale_stats(training.optimizer, options.data.batch, seconds)
     if not math.isfinite(mean):
-        raise _diverged(training, f"the loss is {mean}")
+        raise _diverged(training, describe_nonfinite(training) or f"the loss is {mean}")
     training.reporter.step(
         StepRecord(
             step=training.step,
@@ -130,20 +132,15 @@ def log_step(training: TrainState, loss: Tensor, rate: float, norm: Tensor | Non
 
 
 def save_if_finite(training: TrainState, save: Callable[[TrainState], object]) -> None:
-    """Saves a step that is not saved yet; TrainingDiverged on all ranks where a number of one is not finite."""
+    """Saves a step that is not saved yet; TrainingDiverged on all ranks where a number of one is not finite.
+
+    The loss is that of the weights before the last step.
+    """
     if training.saved_step == training.step:
         return
-    finite = all(bool(torch.isfinite(tensor).all()) for tensor in _tensors_to_check(training))
-    if not all(row[0] for row in exchange([int(finite)], training.group)):
-        raise _diverged(training, "the loss or a weight is no finite number")
+    if found := describe_nonfinite(training):
+        raise _diverged(training, found)
     save(training)
-
-
-def _tensors_to_check(training: TrainState) -> Iterator[Tensor]:
-    # The loss is that of the weights before the last step.
-    yield from (number for number in (training.loss, training.norm) if number is not None)
-    yield from training.engine.params()
-    yield from state_tensors(training.optimizer)
 
 
 def _diverged(training: TrainState, what: str) -> TrainingDiverged:

@@ -14,16 +14,18 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from scale_core.errors import DamagedSnapshotError, NewerSnapshotError, SnapshotError
 from scale_core.sharded_tensor.chunks import Chunk
 from scale_core.snapshot.format.checksums import checksum, num_blocks
-from scale_core.snapshot.format.coverage import check_coverage
-from scale_core.snapshot.format.safetensors_io import SAVED_DTYPES, SAVED_NAMES, is_damage, opened, read_bytes
+from scale_core.snapshot.format.coverage import check_coverage, slices_of
+from scale_core.snapshot.format.safetensors_io import SAVED_DTYPES, SAVED_NAMES
+from scale_core.snapshot.format.stored_file import is_damage, opened, retry
 from scale_core.state.validation import SavedTensor
 
 JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
@@ -81,6 +83,15 @@ class Manifest:
         """Each key with its `SavedTensor`, or with its value where that is no tensor."""
         return {**self.tensors, **self.values}
 
+    @cached_property
+    def labels(self) -> Mapping[str, set[tuple[int, str]]]:
+        """Of each file the byte at which each chunk begins, and the name that it has there."""
+        found: dict[str, set[tuple[int, str]]] = {name: set() for name in self.files}
+        for key, chunks in self.chunks.items():
+            for at in chunks:
+                found[at.file].add((at.begin, label_of(key, at.chunk)))
+        return found
+
     def tensors_within(self, file: str, begin: int, end: int) -> Iterator[str]:
         """The tensors that have data in these bytes of a file."""
         for key, chunks in self.chunks.items():
@@ -90,6 +101,11 @@ class Manifest:
                 for at in chunks
             ):
                 yield key
+
+
+def label_of(key: str, chunk: Chunk) -> str:
+    """The name of a chunk in a file, as a Python slice: `model.weight[2:4, 0:8]`."""
+    return f"{key}[{slices_of(chunk)}]"
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -152,8 +168,10 @@ def _first_line(version: int, digits: str) -> bytes:
     return f'{{"format": "{FORMAT}", "version": {version}, "checksum": "{digits}",\n'.encode()
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> Manifest:
     """Reads a snapshot's manifest and compares the lengths of the files beside it; their data is not read.
+
+    `progress` is called as by `verify_snapshot`.
 
     Raises:
         DamagedSnapshotError: What is there is not what was written.
@@ -162,7 +180,7 @@ def read_manifest(directory: Path) -> Manifest:
         OSError: It can't be read at present: permissions, too many open files.
     """
     path = directory / FILE
-    document = _checked_document(directory, _read_document(path))
+    document = _checked_document(directory, _read_document(path, progress))
     try:
         manifest = _parsed(_load_json(document))
         check_manifest(manifest)
@@ -176,13 +194,14 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def _read_document(path: Path) -> bytes:
+def _read_document(path: Path, progress: Callable[[int], None]) -> bytes:
     try:
-        with opened(path) as descriptor:
-            num_bytes = os.fstat(descriptor).st_size
-            if num_bytes > LIMIT_BYTES:
-                raise SnapshotError(f"{path} has {num_bytes:,} bytes, and {LIMIT_BYTES:,} are the limit of a manifest")
-            return read_bytes(descriptor, num_bytes, 0)
+        with opened(path, progress) as file:
+            if file.num_bytes > LIMIT_BYTES:
+                raise SnapshotError(
+                    f"{path} has {file.num_bytes:,} bytes, and {LIMIT_BYTES:,} are the limit of a manifest"
+                )
+            return file.read(file.num_bytes, 0)
     except FileNotFoundError:
         raise DamagedSnapshotError(f"{path.parent} has no {FILE}: it is no complete snapshot") from None
     except (OSError, EOFError) as error:
@@ -276,8 +295,10 @@ def check_files(directory: Path, manifest: Manifest) -> None:
     for name, file in manifest.files.items():
         path = directory / name
         try:
-            found = path.lstat()
+            found = retry(path.lstat, path)
         except OSError as error:
+            if not is_damage(error):
+                raise
             raise DamagedSnapshotError(f"{path} is missing: {error.strerror}") from error
         if not stat.S_ISREG(found.st_mode):
             raise DamagedSnapshotError(f"{path} is a link or no file: put the file itself there")

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from scale_core.comm.group import Group
 from scale_core.sharded_tensor.chunks import Chunk
-from scale_core.snapshot.format.coverage import check_coverage, slices_of
-from scale_core.snapshot.format.metadata import JSON, Manifest, SavedChunk, SavedFile, check_manifest
+from scale_core.snapshot.format.coverage import check_coverage
+from scale_core.snapshot.format.metadata import JSON, Manifest, SavedChunk, SavedFile, check_manifest, label_of
 from scale_core.snapshot.format.reads import Read
 from scale_core.snapshot.format.safetensors_io import TensorEntry, write_tensors
 from scale_core.state.local_shard import LocalShard
@@ -155,7 +155,10 @@ def write_part(
     if not unfinished.is_dir():
         raise FileNotFoundError(f"{unfinished} can't be seen from this rank: all ranks must share the directory")
     plan = own.planner.finish_plan(plan)
-    entries = [TensorEntry(_label(item), _saved_tensor(item).dtype, _chunk_of(item).sizes) for item in plan.items]
+    entries = [
+        TensorEntry(label_of(item.index.fqn, _chunk_of(item)), _saved_tensor(item).dtype, _chunk_of(item).sizes)
+        for item in plan.items
+    ]
 
     def produce(index: int) -> Tensor:
         at_stage("tensor", unfinished)
@@ -182,11 +185,6 @@ def _saved_tensor(item: WriteItem) -> SavedTensor:
 def _chunk_of(item: WriteItem) -> Chunk:
     assert item.tensor_data is not None
     return Chunk(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-
-
-def _label(item: WriteItem) -> str:
-    """The name of a chunk in the file, as a Python slice: `model.weight[2:4, 0:8]`."""
-    return f"{item.index.fqn}[{slices_of(_chunk_of(item))}]"
 
 
 def _check_equal(key: str, first: object, other: object, rank: int) -> None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from scale_core.sharded_tensor.chunks import Chunk
-from scale_core.snapshot.format.safetensors_io import memory_of, opened, read_into
+from scale_core.snapshot.format.safetensors_io import memory_of
+from scale_core.snapshot.format.stored_file import StoredFile, opened
 
 _STAGED_BYTES = 256 << 10
 
@@ -99,35 +100,34 @@ def read_tensors(path: Path, reads: Iterable[Read], progress: Callable[[int], No
     """
     ordered = sorted(reads, key=lambda read: (read.file, read.span))
     for name, of_file in itertools.groupby(ordered, key=lambda read: read.file):
-        with opened(path / name) as descriptor:
-            _read_file(descriptor, [piece for read in of_file for piece in read.pieces()], progress)
+        with opened(path / name, progress) as file:
+            _read_file(file, [piece for read in of_file for piece in read.pieces()])
 
 
-def _read_file(descriptor: int, pieces: list[Read], progress: Callable[[int], None]) -> None:
+def _read_file(file: StoredFile, pieces: list[Read]) -> None:
     neighbors: list[Read] = []
     for piece in pieces:
         if neighbors and not (piece.is_direct and neighbors[-1].span[1] == piece.span[0]):
-            _read_direct(descriptor, neighbors, progress)
+            _read_direct(file, neighbors)
             neighbors = []
         if piece.is_direct:
             neighbors.append(piece)
         else:
-            _read_staged(descriptor, piece)
-            progress(piece.into.nbytes)
-    _read_direct(descriptor, neighbors, progress)
+            _read_staged(file, piece)
+    _read_direct(file, neighbors)
     for piece in pieces:
         if not piece.into.is_inference():  # Written behind autograd's back, which has to know that it was.
             torch.autograd.graph.increment_version(piece.into)
 
 
-def _read_direct(descriptor: int, neighbors: list[Read], progress: Callable[[int], None]) -> None:
+def _read_direct(file: StoredFile, neighbors: list[Read]) -> None:
     if neighbors:
-        read_into(descriptor, [memory_of(read.into) for read in neighbors], neighbors[0].span[0], progress)
+        file.read_into([memory_of(read.into) for read in neighbors], neighbors[0].span[0])
 
 
-def _read_staged(descriptor: int, piece: Read) -> None:
+def _read_staged(file: StoredFile, piece: Read) -> None:
     begin, end = piece.span
     staged = torch.empty((end - begin) // piece.dtype.itemsize, dtype=piece.dtype)
-    read_into(descriptor, [memory_of(staged)], begin)
+    file.read_into([memory_of(staged)], begin)
     strides = [math.prod(piece.sizes[dim + 1 :]) for dim in range(len(piece.sizes))]
     piece.into.copy_(staged.as_strided(piece.part.sizes, strides))

@@ -8,16 +8,12 @@ is read goes by the manifest; of the header, only the save that it belongs to is
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import math
 import os
-import stat
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +21,7 @@ import torch
 from torch import Tensor
 
 from scale_core.snapshot.format.checksums import BLOCK_BYTES, BlockChecksums
+from scale_core.snapshot.format.stored_file import StoredFile
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -57,7 +54,6 @@ SAVED_NAMES = {dtype: name for name, dtype in SAVED_DTYPES.items()}
 _PIECE_BYTES = 1 << 20  # of what is hashed and written at once
 _SYNC_SECONDS = 30.0
 _BUFFERED_BYTES = 64 << 10  # Less than a piece, so that pieces are not copied, and small tensors are written together.
-_BUFFERS_AT_ONCE = 512  # The system takes 1024.
 _HEADER_LIMIT_BYTES = 100_000_000  # The limit of the safetensors library.
 
 
@@ -160,44 +156,6 @@ def write_tensors(
     return WrittenFile(header.num_bytes, BLOCK_BYTES, hashed.digests(), header.begins)
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """A file that is read: its descriptor. Links and what is no file (a pipe would wait for a writer) are refused."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def is_damage(error: OSError | EOFError) -> bool:
-    """Whether what was raised says that a file is not what was written, and not that this process can't read it now."""
-    damage = (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
-    return isinstance(error, EOFError) or error.errno in damage
-
-
-def read_into(
-    descriptor: int,
-    buffers: Sequence[memoryview],
-    begin: int,
-    progress: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
-    """Fills the buffers one after the other with what stands in the file from the byte `begin` on."""
-    waiting, position = deque(buffers), begin
-    while waiting:
-        got = os.preadv(descriptor, [waiting[index] for index in range(min(len(waiting), _BUFFERS_AT_ONCE))], position)
-        if not got:
-            raise EOFError(f"it ends at byte {position}, before what was to be read from byte {begin} on")
-        position += got
-        progress(got)
-        while waiting and got >= len(waiting[0]):
-            got -= len(waiting.popleft())
-        if got:
-            waiting[0] = waiting[0][got:]
-
-
 class StoredTensor(NamedTuple):
     """A tensor of a file, by the file's header."""
 
@@ -205,9 +163,9 @@ class StoredTensor(NamedTuple):
     begin: int  # The byte at which its data begins
 
 
-def read_entries(descriptor: int, num_bytes: int) -> list[StoredTensor]:
-    """The tensors of a file of this length; a ValueError says why it is no complete safetensors file."""
-    start, header = _read_header(descriptor, num_bytes)
+def read_entries(file: StoredFile) -> list[StoredTensor]:
+    """The tensors of a file; a ValueError says why it is no complete safetensors file."""
+    start, header = _read_header(file)
     found = []
     for name, at in header.items():
         if name == "__metadata__":
@@ -219,37 +177,30 @@ def read_entries(descriptor: int, num_bytes: int) -> list[StoredTensor]:
             raise ValueError(
                 f"{name} of shape {entry.shape} in {word} needs {entry.num_bytes} bytes, got {end - begin}"
             )
-        if start + end > num_bytes:
-            raise ValueError(f"it is cut: {name} ends at byte {start + end}, and the file has {num_bytes}")
+        if start + end > file.num_bytes:
+            raise ValueError(f"it is cut: {name} ends at byte {start + end}, and the file has {file.num_bytes}")
         found.append(StoredTensor(entry, start + begin))
     return found
 
 
-def read_metadata(descriptor: int, num_bytes: int) -> dict[str, str]:
-    """The metadata in the header of a file of this length; a ValueError says why it is no safetensors file."""
-    return {str(key): str(value) for key, value in _read_header(descriptor, num_bytes)[1]["__metadata__"].items()}
+def read_metadata(file: StoredFile) -> dict[str, str]:
+    """The metadata in the header of a file; a ValueError says why it is no safetensors file."""
+    return {str(key): str(value) for key, value in _read_header(file)[1]["__metadata__"].items()}
 
 
-def _read_header(descriptor: int, num_bytes: int) -> tuple[int, dict[str, Any]]:
-    """Where the data of a file of this length begins, and its header, which has metadata."""
-    if num_bytes < 8:
-        raise ValueError(f"no safetensors file: {num_bytes} bytes are too short")
-    length = struct.unpack("<Q", read_bytes(descriptor, 8, 0))[0]
-    if length > min(num_bytes - 8, _HEADER_LIMIT_BYTES):
-        raise ValueError(f"no safetensors file: a header of {length} bytes in {num_bytes}")
+def _read_header(file: StoredFile) -> tuple[int, dict[str, Any]]:
+    """Where the data of a file begins, and its header, which has metadata."""
+    if file.num_bytes < 8:
+        raise ValueError(f"no safetensors file: {file.num_bytes} bytes are too short")
+    length = struct.unpack("<Q", file.read(8, 0))[0]
+    if length > min(file.num_bytes - 8, _HEADER_LIMIT_BYTES):
+        raise ValueError(f"no safetensors file: a header of {length} bytes in {file.num_bytes}")
     try:
-        header = json.loads(read_bytes(descriptor, length, 8).decode())
+        header = json.loads(file.read(length, 8).decode())
         header.setdefault("__metadata__", {}).items()
     except (ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"no safetensors file: its header can't be read ({type(error).__name__}: {error})") from error
     return 8 + length, header
-
-
-def read_bytes(descriptor: int, num_bytes: int, begin: int) -> bytes:
-    """These bytes of a file."""
-    data = bytearray(num_bytes)
-    read_into(descriptor, [memoryview(data)], begin)
-    return bytes(data)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -11,7 +11,8 @@ from scale_core.arguments import checked_arguments
 from scale_core.errors import DamagedSnapshotError
 from scale_core.snapshot.format.checksums import BlockChecksums, ranges_of
 from scale_core.snapshot.format.metadata import Manifest, read_manifest
-from scale_core.snapshot.format.safetensors_io import is_damage, opened, read_into, read_metadata
+from scale_core.snapshot.format.safetensors_io import read_entries, read_metadata
+from scale_core.snapshot.format.stored_file import StoredFile, is_damage, opened
 
 _PIECE_BYTES = 1 << 20  # Read and hashed at once, so that the processor still has in its cache what is hashed.
 _NAMED = 10
@@ -55,7 +56,7 @@ def find_damage(
     found = []
     for name, ranges in blocks.items():
         try:
-            damage = _damage_of(path, name, manifest, ranges, progress)
+            damage = _damage_of(path, name, manifest, list(ranges), progress)
         except (OSError, EOFError) as error:
             if not is_damage(error):
                 raise
@@ -72,18 +73,19 @@ def describe_damage(path: Path, found: list[str]) -> str:
 
 
 def _damage_of(
-    path: Path, name: str, manifest: Manifest, ranges: Iterable[tuple[int, int]], progress: Callable[[int], None]
+    path: Path, name: str, manifest: Manifest, ranges: Sequence[tuple[int, int]], progress: Callable[[int], None]
 ) -> str:
     num_bytes, checksums = manifest.files[name].num_bytes, manifest.files[name].checksums
-    with opened(path / name) as descriptor:
+    with opened(path / name, progress) as file:
         bad: list[int] = []
-        refusal = ""
         for first, last in ranges:
             begin, end = first * manifest.block_bytes, min(last * manifest.block_bytes, num_bytes)
-            digests = _checksums(descriptor, begin, end, manifest.block_bytes, progress)
+            digests = _checksums(file, begin, end, manifest.block_bytes)
             bad += [block for block, digest in enumerate(digests, first) if digest != checksums[block]]
-            if first == 0:
-                refusal = _identity_refusal(descriptor, num_bytes, manifest.save)
+    refusal = ""
+    if any(first == 0 for first, _ in ranges):  # Opened again, so that no byte is reported twice.
+        with opened(path / name) as file:
+            refusal = _identity_refusal(file, name, manifest)
     if not bad:
         return refusal and f"{name} {refusal}"
     places = [(a * manifest.block_bytes, min(b * manifest.block_bytes, num_bytes)) for a, b in ranges_of(bad)]
@@ -95,24 +97,30 @@ def _damage_of(
     )
 
 
-def _checksums(descriptor: int, begin: int, end: int, block_bytes: int, progress: Callable[[int], None]) -> list[str]:
+def _checksums(file: StoredFile, begin: int, end: int, block_bytes: int) -> list[str]:
     hashed = BlockChecksums(block_bytes)
     piece = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
     for position in range(begin, end, _PIECE_BYTES):
         part = piece[: end - position]
-        read_into(descriptor, [part], position)
+        file.read_into([part], position)
         hashed.update(part)
-        progress(len(part))
     return hashed.digests()
 
 
-def _identity_refusal(descriptor: int, num_bytes: int, save: str) -> str:
+def _identity_refusal(file: StoredFile, name: str, manifest: Manifest) -> str:
     """Why this is no file of this save, whatever its checksums are; "" if it is one."""
     try:
-        found = read_metadata(descriptor, num_bytes).get("save")
-    except ValueError as error:
+        found = read_metadata(file).get("save")
+        if found != manifest.save:
+            return f"is of another save: it has the identity {found}, and the manifest {manifest.save}"
+        chunks = {(tensor.begin, tensor.entry.name) for tensor in read_entries(file)}
+    except (ValueError, KeyError, TypeError) as error:
         return f"is {error}"
-    return "" if found == save else f"is of another save: it has the identity {found}, and the manifest {save}"
+    if chunks != manifest.labels[name]:
+        begin, label = min(chunks ^ manifest.labels[name])
+        where = "has" if (begin, label) in chunks else "does not have"
+        return f"has other chunks than the manifest says: it {where} {label} at byte {begin}"
+    return ""
 
 
 @dataclass(frozen=True)

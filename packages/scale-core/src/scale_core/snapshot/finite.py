@@ -1,0 +1,33 @@
+"""Finds NaN and infinities in the tensors of a snapshot, in little memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from scale_core.snapshot.format.metadata import Manifest
+from scale_core.snapshot.format.safetensors_io import memory_of
+from scale_core.snapshot.format.stored_file import opened
+
+_PIECE_BYTES = 1 << 20
+
+
+def first_nonfinite(path: Path, manifest: Manifest, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """The first tensor of a snapshot, by its key, that has a NaN or an infinity; "" where all numbers are finite."""
+    for key, saved in manifest.tensors.items():
+        if not saved.dtype.is_floating_point and not saved.dtype.is_complex:
+            continue
+        for at in manifest.chunks[key]:
+            num_bytes = math.prod(at.chunk.sizes) * saved.dtype.itemsize
+            with opened(path / at.file, progress) as file:
+                for begin in range(0, num_bytes, _PIECE_BYTES):
+                    count = min(_PIECE_BYTES, num_bytes - begin) // saved.dtype.itemsize
+                    piece = torch.empty(count, dtype=saved.dtype)
+                    file.read_into([memory_of(piece)], at.begin + begin)
+                    # Numbers of 8 bits have no isfinite of their own.
+                    if not bool((piece.float() if saved.dtype.itemsize == 1 else piece).isfinite().all()):
+                        return key
+    return ""

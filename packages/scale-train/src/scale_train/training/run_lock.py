@@ -1,0 +1,146 @@
+"""The lock of a run's folder, so that one program at a time trains there.
+
+Rank 0 locks `run.lock` with `flock` for as long as it trains, and writes there who it is. The system releases such a
+lock when the process ends, however it ends. Some network file systems have locks of one machine alone, or none. So its
+time is set anew every few seconds, and who finds the file of another machine looks whether that goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from scale_core.file_lock import Lock, try_lock
+from scale_train.errors import InputError
+
+FILE = "run.lock"
+
+_BEAT_SECONDS = 5.0
+_WATCH_SECONDS = 20.0
+# A program that was killed has ranks that end some seconds later.
+_PATIENCE_SECONDS = 10.0
+_PAUSE_SECONDS = 0.2
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class RunLock:
+    """The lock of one folder: from `take` until `release`."""
+
+    def __init__(self) -> None:
+        self._path = Path()
+        self._descriptor: int | None = None
+        self._is_over = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    def take(self, folder: Path) -> bool:
+        """Locks a folder; whether another program had it until now.
+
+        Raises:
+            InputError: Another program trains there; the error says where and since when.
+            OSError: The file can't be written.
+        """
+        self._path = folder / FILE
+        others, has_locks = self._lock()
+        if others and (not has_locks or others.get("machine") != _machine()) and self._is_touched():
+            self._close()
+            raise _refusal(folder, others)
+        os.ftruncate(self._opened, 0)
+        os.pwrite(self._opened, json.dumps(_facts()).encode(), 0)
+        self._beats = threading.Thread(target=self._beat, name="scale-train run lock", daemon=True)
+        self._beats.start()
+        return bool(others)
+
+    def release(self) -> None:
+        """Removes the file and unlocks the folder; does nothing where none is locked."""
+        self._is_over.set()
+        if self._beats is not None:
+            self._beats.join(_BEAT_SECONDS)  # A server that is gone would hold it up.
+            self._beats = None
+            with suppress(OSError):
+                self._path.unlink()
+        self._close()
+
+    @property
+    def _opened(self) -> int:
+        assert self._descriptor is not None, "it is not locked"
+        return self._descriptor
+
+    def _lock(self) -> tuple[dict[str, object], bool]:
+        """Locks the file: what the program before has written there and not removed, and whether there are locks."""
+        give_up = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            found = try_lock(self._descriptor, exclusive=True)
+            others = _read(self._descriptor)
+            if found is not Lock.HELD and self._is_the_file():
+                return others, found is Lock.TAKEN
+            self._close()
+            if time.monotonic() > give_up:
+                raise _refusal(self._path.parent, others)
+            time.sleep(_PAUSE_SECONDS)
+
+    def _is_the_file(self) -> bool:
+        """Whether the locked file has the name still: the program before removes it when it ends."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._opened))
+        except FileNotFoundError:
+            return False
+
+    def _is_touched(self) -> bool:
+        """Whether somebody sets the time of the file anew; it is opened anew each time, since NFS keeps old times."""
+        before, give_up = os.stat(self._path).st_mtime_ns, time.monotonic() + _WATCH_SECONDS
+        while time.monotonic() < give_up:
+            time.sleep(_PAUSE_SECONDS)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if os.fstat(descriptor).st_mtime_ns != before:
+                    return True
+            finally:
+                os.close(descriptor)
+        return False
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(_BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(self._opened)
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _facts() -> dict[str, object]:
+    """Who this process is, as the file says it."""
+    start = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "start": start}
+
+
+def _machine() -> str:
+    """What no other running system is called: containers of one have several host names, and share its locks."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _read(descriptor: int) -> dict[str, object]:
+    with suppress(ValueError, OSError):  # It was being written when the program ended.
+        facts = json.loads(os.pread(descriptor, 4096, 0))
+        if isinstance(facts, dict):
+            return facts
+    return {}
+
+
+def _refusal(folder: Path, facts: dict[str, object]) -> InputError:
+    where = f"process {facts.get('pid', '?')} on {facts.get('host', '?')}, since {facts.get('start', '?')}"
+    return InputError(
+        f"{folder}: a run writes there ({where}): end it first, or go on from its checkpoints in another folder, with "
+        "--out"
+    )
