@@ -43,7 +43,7 @@ FILES_AND_JUMPS = {
     "OSS with DDP": (9, 50),
     "DistributedPipe": (19, 128),
     "Pipe": (10, 120),
-    "parallelize": (14, 80),
+    "parallelize": (14, 81),
     "ColumnParallelLinear": (9, 28),
     "AdaScale": (13, 68),
     "checkpoint_wrapper": (3, 26),
