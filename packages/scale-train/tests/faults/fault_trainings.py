@@ -224,7 +224,7 @@ def train(
         put: The faults; each waits for its rank.
         limit_seconds: The longest wait for another rank.
         batches: How many steps a rank has data for, where it is not all of them.
-        retry: Whether a step that all ranks gave up is run again, and a failed save left out.
+        retry: Whether a step that all ranks gave up is run again, and a failed save left out, but for the last one.
         steps: The number of steps.
         save_every: After how many of them there is a snapshot.
     """
@@ -248,8 +248,13 @@ def train(
                 with (place / f"losses-{rank}").open("a") as file:
                     file.write(json.dumps([step, loss, time.time()]) + "\n")
                 if step % save_every == 0:
-                    with suppress(*[SnapshotError] if retry else []):
+                    try:
                         training.save(place, step)
+                    except SnapshotError:
+                        if not retry:
+                            raise
+                        if step == steps:  # As an operator does who has made room.
+                            training.save(place, step)
                 step += 1
         except Exception as error:
             gone = {fault.rank for fault in put if fault.action in ("kill", "stop")} | (batches or {}).keys()
