@@ -32,6 +32,7 @@ FLOORS = {
     "scale-tp": 2,
     "scale-moe": 2,
     "scale-adascale": 2,
+    "scale-check": 2,
     "scale-pipe": 3,
     "scale-lightning": 3,
     "scale-fairscale": 4,

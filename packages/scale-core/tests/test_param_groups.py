@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.param_groups import (
     GROUPS,
     SavedGroup,
+    check_options,
     fill_groups,
     group_entries,
     is_group,
@@ -129,3 +131,24 @@ def test_several_optimizers_of_one_model_are_saved_and_loaded_together() -> None
     assert torch.equal(others[1].state[fresh.bias]["momentum_buffer"], both[1].state[model.bias]["momentum_buffer"])
     with pytest.raises(StateMismatch, match=r"1 unexpected in it: optim.bias.momentum_buffer"):
         load_sharded_state_dict(sharded_state_dict(model, both), fresh, others[0])
+
+
+@pytest.mark.fault(112)
+def test_options_of_another_kind_are_refused_and_those_of_the_user_are_not() -> None:
+    live = {"lr": 0.1, "eps": (None, 0.1), "betas": (0.9, 0.99), "amsgrad": False, "foreach": None, "own": [1, 2]}
+    right = {"lr": 1, "eps": [1e-30, None], "betas": [0.5, 0.5], "amsgrad": 1, "foreach": True, "own": [1]}
+    defaults = {name: value for name, value in live.items() if name != "own"}
+    check_options(right, live, defaults)
+    check_options({**right, "lr": None}, live, defaults)
+    for name, value, expected in (
+        ("lr", "fast", "a number"),
+        ("lr", [0.1], "a number"),
+        ("betas", [0.9], "2 numbers"),
+        ("betas", [0.9, "x"], "2 numbers"),
+        ("amsgrad", 3, "true or false"),
+    ):
+        told = re.escape(
+            f"optim.groups: '{name}' was saved as {value!r}, expected {expected}: the snapshot was changed"
+        )
+        with pytest.raises(StateMismatch, match=told):
+            check_options({**right, name: value}, live, defaults)

@@ -44,9 +44,9 @@ def test_neighbors_are_read_by_one_call_and_each_file_is_opened_once(
     files: list[Path] = []
 
     class CountedFile(StoredFile):
-        def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
+        def __init__(self, path: Path, progress: Callable[[int], None], retry_seconds: float | None) -> None:
             files.append(path)
-            super().__init__(path, progress)
+            super().__init__(path, progress, retry_seconds)
 
         def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
             calls.append((len(buffers), begin))

@@ -84,7 +84,8 @@ def test_what_stays_unread_is_an_error_that_says_so_and_nothing_older_is_loaded(
     into = torch.zeros(4)
     message = (
         rf"Input/output error, also when tried again for 0\.2 s: .*{name}.* It can't be read now, which says nothing "
-        r"about damage: load it again when the file system answers, or load the one before it, step=1$"
+        r"about damage: load it again when the file system answers, or load the one before it, step=1, and save into "
+        r"another directory$"
     )
     for step in (None, 2):
         with pytest.raises(SnapshotError, match=message) as caught:
@@ -141,7 +142,7 @@ def test_all_ranks_hear_what_one_can_not_read(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     one, other = run_ranks(fail_for_good_on_rank_1, 2, tmp_path)
     assert one == other and "on rank 1 of 2: OSError: [Errno 5] Input/output error, also when tried again" in one
-    assert one.endswith("step=1")
+    assert one.endswith("step=1, and save into another directory")
 
 
 def test_what_time_does_not_mend_is_raised_at_once(tmp_path: Path) -> None:

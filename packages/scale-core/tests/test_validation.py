@@ -38,23 +38,6 @@ def test_another_shape_or_dtype_is_told_with_both() -> None:
     assert half.refusal().endswith("build the model in that dtype, or convert with cast=True")
 
 
-@pytest.mark.fault(112)
-def test_hyperparameters_of_another_kind_are_told() -> None:
-    own = {"optim.groups[0]": {"lr": 0.1, "eps": 0.1, "betas": (0.9, 0.99), "amsgrad": False, "foreach": None, "id": 3}}
-    same = {"lr": 1, "eps": None, "betas": [0.5, 0.5], "amsgrad": None, "foreach": True, "id": "third", "other": "new"}
-    assert not compare_states(own, {"optim.groups[0]": same})
-    assert not compare_states({"place": {}}, {"place": {"a": "text"}})
-    for name, value, expected in (
-        ("lr", "fast", "a number"),
-        ("lr", [0.1], "a number"),
-        ("betas", [0.9], "2 numbers"),
-        ("betas", [0.9, "x"], "2 numbers"),
-        ("amsgrad", 3, "true or false"),
-    ):
-        told = f"1 of another kind: optim.groups[0]: '{name}' was saved as {value!r}, expected {expected}"
-        assert str(compare_states(own, {"optim.groups[0]": {**same, name: value}})) == told
-
-
 def test_what_does_not_fit_for_another_reason_says_it() -> None:
     own = {"a": 1, "optim.groups 0": Misfit("the groups are others: build them as they were")}
     found = compare_states(own, {"a": 1})

@@ -83,7 +83,7 @@ def test_the_lock_of_a_program_that_was_killed_is_free_at_once():
     process.communicate()
     assert Path(FILE).exists()
     lock = RunLock()
-    assert lock.take(Path())  # It says that another program was there before.
+    assert not lock.take(Path())  # Nobody has been there since.
     lock.release()
     assert not Path(FILE).exists()
 
@@ -94,7 +94,7 @@ def test_a_program_that_ends_within_seconds_is_waited_for(monkeypatch):
     ending = threading.Timer(0.5, process.communicate)
     ending.start()
     lock = RunLock()
-    lock.take(Path())
+    assert lock.take(Path())
     lock.release()
     ending.join()
 
@@ -150,8 +150,29 @@ def test_the_file_of_this_machine_is_not_watched(monkeypatch):
     monkeypatch.setattr(RunLock, "_is_touched", lambda lock: pytest.fail("it waits for nothing"))
     leave_behind(run_lock._machine())
     lock = RunLock()
-    assert lock.take(Path())
+    assert not lock.take(Path())
     lock.release()
+
+
+def test_a_run_of_another_machine_that_ends_while_it_is_watched_leaves_the_folder_free(monkeypatch):
+    monkeypatch.setattr(run_lock, "_WATCH_SECONDS", 60.0)
+    leave_behind("another")
+    ending = threading.Timer(0.5, Path(FILE).unlink)
+    ending.start()
+    lock = RunLock()
+    assert lock.take(Path())
+    ending.join()
+    assert json.loads(Path(FILE).read_text())["pid"] == os.getpid()
+    lock.release()
+
+
+def test_a_run_that_another_one_has_taken_over_leaves_its_file():
+    lock = RunLock()
+    lock.take(Path())
+    Path(FILE).unlink()
+    leave_behind("another")
+    lock.release()
+    assert json.loads(Path(FILE).read_text())["host"] == "node7"
 
 
 def test_a_file_that_was_written_in_part_is_no_obstacle():

@@ -5,12 +5,11 @@ Both begin here: what they need takes a while to load, and Ctrl-C meanwhile shou
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from contextlib import suppress
 
 from scale_train.interrupts import leave_on_ctrl_c
+from scale_train.standard_streams import open_standard_streams
 
 
 def run() -> int:
@@ -22,15 +21,6 @@ def run() -> int:
         return main()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-
-
-def open_standard_streams() -> None:
-    """Has those that were closed by whoever started this lead nowhere: else other files would get their numbers."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            with suppress(OSError):
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                setattr(sys, name, os.fdopen(nowhere, "r" if number == 0 else "w"))
 
 
 if __name__ == "__main__":

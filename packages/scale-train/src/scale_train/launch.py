@@ -21,6 +21,7 @@ from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiver
 from scale_train.memory import check_fits
 from scale_train.options import Options
 from scale_train.resolve import resolve_device
+from scale_train.standard_streams import open_standard_streams
 from scale_train.training.train import RunSummary, train_language_model
 
 # Long enough to finish a step and save it after a signal.
@@ -116,6 +117,7 @@ def start_ranks(options: Options, num_ranks: int) -> RunSummary | RankExit:
 
 def _started_rank(options: Options) -> RunSummary | RankExit | None:
     """Returns the rank's expected end, which is no failure of the process, or the summary of rank 0."""
+    open_standard_streams()
     # Until the loop catches it, Ctrl-C ends the rank at once: it may wait for one that has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ended = train_rank(options)

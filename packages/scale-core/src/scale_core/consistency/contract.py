@@ -49,6 +49,8 @@ from scale_core.errors import ContractError, ScaleDistributedError, StepError, T
 _CHECKED_PASSES = 2
 # All events since the last comparison, to name the first difference; that may be after very many passes.
 _KEPT_EVENTS = 10_000
+# In so many passes of a cycle that is not predicted, ranks compare whether forwards or backwards follow.
+_COMPARED_DIRECTIONS = 8
 # All records have one length: gloo can't take a message of another one, and ranks may be at different places.
 _NOTES = 4
 _FAILED = fingerprint_of("this rank has failed")
@@ -92,7 +94,8 @@ class History:
         self._current: Pass | None = None
         self._num_completed: dict[PassKind, int] = {}
         self.cycle: list[Pass] = []  # The complete passes since the last comparison
-        self.is_first_cycle = False  # It has such a pass, and no cycle that began like it was ever complete
+        self.predicts_nothing = False  # There is such a pass, and nothing says whether a forward or a backward is next
+        self._unpredictable: set[PassKind] = set()  # First passes after which programs go on in several ways
         self._last_cycles: dict[PassKind, list[Pass]] = {}  # by the kind of the first pass
 
     @property
@@ -144,27 +147,33 @@ class History:
         if closes:
             self._last_cycles[self.cycle[0].kind], self.cycle = self.cycle, []
         self._current, self.log = None, []
-        self.is_first_cycle = not closes and self.cycle[0].kind not in self._last_cycles
+        first = self.cycle[0].kind if self.cycle else None
+        self.predicts_nothing = (
+            first is not None
+            and (first not in self._last_cycles or first in self._unpredictable)
+            and len(self.cycle) <= _COMPARED_DIRECTIONS
+        )
 
     def reset(self) -> None:
         """Drops the current cycle; the last complete one stays."""
         self.cycle, self._current, self.log = [], None, []
-        self.is_first_cycle = False
+        self.predicts_nothing = False
 
     def coming(self) -> list[Pass]:
-        """Between passes: the rest of the current cycle, if it has been like the last one so far and goes on so."""
-        if self._current is not None or not self.cycle:
+        """Between passes: the rest of the current cycle, if the last one, alike so far, went on with a backward."""
+        first = self.cycle[0].kind if self.cycle else None
+        last_cycle = [] if first is None or first in self._unpredictable else self._last_cycles.get(first, [])
+        if len(last_cycle) <= len(self.cycle) or not last_cycle[len(self.cycle)].kind.phase.startswith("backward"):
             return []
-        last_cycle = self._last_cycles.get(self.cycle[0].kind, [])
         are_alike = all(
             last.kind == mine.kind and last.events == mine.events
             for last, mine in zip(last_cycle, self.cycle, strict=False)
         )
         return last_cycle[len(self.cycle) :] if are_alike else []
 
-    def forget_cycle(self, first: PassKind) -> None:
-        """Drops the last complete cycle that began with such a pass: it predicts no more what follows one."""
-        self._last_cycles.pop(first, None)
+    def mark_unpredictable(self, first: PassKind) -> None:
+        """Records that programs go on in several ways after such a pass: the last cycle predicts nothing."""
+        self._unpredictable.add(first)
 
     def remaining(self, *, in_order: bool) -> list[Pass] | None:
         """The rest of the current cycle, if it goes on as the last one did."""

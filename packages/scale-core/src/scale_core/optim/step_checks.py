@@ -55,7 +55,7 @@ class _CheckResult(NamedTuple):
     """What the checks have found about an optimizer: whose parameters it steps on."""
 
     owners: list[weakref.ref[Any]]  # of shards
-    models: list[weakref.ref[Any]]  # beside them, that have `recorded_steps`: pipelines, and those of `StepRecorder`
+    models: list[weakref.ref[Any]]  # pipelines and step recorders; each has `recorded_steps`
 
 
 class StepRecorder(Protocol):

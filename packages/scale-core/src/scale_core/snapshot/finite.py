@@ -16,10 +16,14 @@ _PIECE_BYTES = 1 << 20
 
 
 def first_nonfinite(path: Path, manifest: Manifest, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """The first tensor of a snapshot, by its key, that has a NaN or an infinity; "" where all numbers are finite."""
+    """The first tensor of a snapshot, by its key, that has a NaN or an infinity; "" where all numbers are finite.
+
+    Infinities of a tensor that has zeros beside them alone are meant: it is a mask, as that of causal attention.
+    """
     for key, saved in manifest.tensors.items():
         if not saved.dtype.is_floating_point and not saved.dtype.is_complex:
             continue
+        has_infinity, has_others = False, math.prod(saved.shape) == 1
         for at in manifest.chunks[key]:
             num_bytes = math.prod(at.chunk.sizes) * saved.dtype.itemsize
             with opened(path / at.file, progress) as file:
@@ -27,7 +31,12 @@ def first_nonfinite(path: Path, manifest: Manifest, progress: Callable[[int], No
                     count = min(_PIECE_BYTES, num_bytes - begin) // saved.dtype.itemsize
                     piece = torch.empty(count, dtype=saved.dtype)
                     file.read_into([memory_of(piece)], at.begin + begin)
-                    # Numbers of 8 bits have no isfinite of their own.
-                    if not bool((piece.float() if saved.dtype.itemsize == 1 else piece).isfinite().all()):
+                    wide = piece.float() if saved.dtype.itemsize == 1 else piece  # Of 8 bits there is no isfinite.
+                    finite = wide.isfinite()
+                    if bool(wide.isnan().any()):
                         return key
+                    has_infinity = has_infinity or not bool(finite.all())
+                    has_others = has_others or bool((wide[finite] != 0).any())
+        if has_infinity and has_others:
+            return key
     return ""

@@ -39,7 +39,11 @@ class ReadLock:
                 time.sleep(_PAUSE_SECONDS)
         except OSError:
             return
-        if not os.path.lexists(manifest):
+        try:
+            is_there = os.path.samestat(os.stat(manifest), os.fstat(self._descriptor))
+        except OSError:
+            is_there = False
+        if not is_there:
             self.release()
             raise FileNotFoundError(f"{directory} was removed while it was opened")
 

@@ -59,7 +59,7 @@ def _older(saved: Path) -> list[Path]:
 
 def _is_complete(path: Path) -> bool:
     try:
-        read_manifest(path)
-    except (ValueError, RuntimeError):  # Damaged, unfinished, or written by a newer program.
+        read_manifest(path, retry_seconds=0)  # In the middle of a training nobody waits for an old one.
+    except (OSError, ValueError, RuntimeError):  # Damaged, unfinished, written by a newer program, or not to be read.
         return False
     return True

@@ -36,7 +36,7 @@ from scale_core.snapshot.foreign import Format, recognize
 from scale_core.snapshot.format.metadata import JSON, Manifest, check_files, read_manifest, write_manifest
 from scale_core.snapshot.format.planner import GlobalPlan, LocalPlan, State, plan_reads, write_part
 from scale_core.snapshot.format.reads import Read, blocks_of, read_tensors
-from scale_core.snapshot.format.stored_file import retry
+from scale_core.snapshot.format.stored_file import is_temporary, retry
 from scale_core.snapshot.format.verification import (
     RankReads,
     blocks_to_verify,
@@ -181,7 +181,7 @@ def load_snapshot(
     looking = CollectiveCall(group, f"loading from {folder}", SnapshotError)
     if step is not None:
         path = folder / f"step-{step:08d}"
-        paths = looking.rank0(lambda: _finished(folder) or _refuse_foreign(folder))
+        paths = _list_to_load(looking, folder, set())
         older = [other for other in paths if _step_of(other) < step]
         try:
             return _load(path, state, group, *rules)
@@ -191,7 +191,7 @@ def load_snapshot(
             raise _explained(error, older) from error.__cause__
     passed_over: set[Path] = set()
     # Others may save and remove snapshots meanwhile: so the folder is listed again for each one.
-    while paths := looking.rank0(lambda: _to_load(folder, passed_over)):
+    while paths := _list_to_load(looking, folder, passed_over):
         path, *older = paths
         try:
             return _load(path, state, group, *rules)
@@ -208,17 +208,25 @@ def load_snapshot(
     raise SnapshotError(f"{looking.doing} failed: {missing}") from missing
 
 
-def _to_load(folder: Path, passed_over: set[Path]) -> list[Path]:
-    """The snapshots that are left to try, the newest first."""
-    found = _finished(folder)
-    return [path for path in found if path not in passed_over] if found else _refuse_foreign(folder)
+def _list_to_load(looking: CollectiveCall, folder: Path, passed_over: set[Path]) -> list[Path]:
+    """The snapshots that are left to try, the newest first, as rank 0 sees them."""
+
+    def find(progress: Progress) -> list[Path]:
+        if looking.group.rank > 0:
+            return []
+        found = _finished(folder, progress)
+        return [path for path in found if path not in passed_over] if found else _refuse_foreign(folder)
+
+    return looking.all_ranks_with_progress(find)[0]
 
 
 def _explained(error: SnapshotError, older: list[Path]) -> SnapshotError:
     """Says of a snapshot that can't be read at the moment that this is no damage, and how to go back nevertheless."""
-    if not isinstance(error.__cause__, OSError) or isinstance(error.__cause__, FileNotFoundError):
+    if not is_temporary(error.__cause__):
         return error
-    instead = f", or load the one before it, step={_step_of(older[0])}" if older else ""
+    instead = (
+        f", or load the one before it, step={_step_of(older[0])}, and save into another directory" if older else ""
+    )
     return type(error)(
         f"{error}. It can't be read now, which says nothing about damage: load it again when the file system answers"
         f"{instead}"
@@ -300,7 +308,8 @@ def _offer_older(paths: list[Path], group: Group) -> str:
     for older in paths:
         together = CollectiveCall(group, f"verifying {older}", SnapshotError)
         try:
-            manifest = together.rank0(partial(read_manifest, older))
+            manifest = together.all_ranks_with_progress(partial(_read_manifest_on_rank0, older, group))[0]
+            assert manifest is not None, "rank 0 has read it"
             _verify(together, older, manifest, [RankReads("", {})] * group.size)
         except SnapshotError:
             continue
@@ -322,7 +331,8 @@ def latest_snapshot(
         directory: As given to `save_snapshot`.
         verify: Whether to read all of it and compare the checksums, as loading it does; else the manifest and the
             lengths of the files are enough.
-        finite: Whether to pass over snapshots that have a NaN or an infinity in a tensor; what is returned is verified.
+        finite: Whether to pass over snapshots that have a NaN or an infinity in a tensor; masks, of zeros and
+            infinities alone, don't count. What is returned is verified.
         progress: Called with the number of bytes that were verified since the last call.
 
     Raises:
@@ -334,11 +344,11 @@ def latest_snapshot(
         path = paths[0]
         try:
             with ReadLock(path):
-                manifest = verify_snapshot(path, progress) if verify or finite else read_manifest(path)
-                if finite and (key := first_nonfinite(path, manifest, progress)):
+                if finite and (key := first_nonfinite(path, read_manifest(path), progress)):
                     passed_over.add(path)
                     warnings.warn(f"passing over {path}: {key} has a NaN or an infinity", stacklevel=3)
                     continue
+                verify_snapshot(path, progress) if verify or finite else read_manifest(path)
         except (DamagedSnapshotError, FileNotFoundError) as error:
             if os.path.lexists(path):  # Else it was removed, and the folder is listed again.
                 passed_over.add(path)
@@ -451,10 +461,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _finished(directory: Path) -> list[Path]:
+def _finished(directory: Path, progress: Progress = lambda num_bytes: None) -> list[Path]:
     """The snapshots of a directory by name, the newest first; what is in them is not looked at."""
     try:
-        names = retry(partial(os.listdir, directory), directory)
+        names = retry(partial(os.listdir, directory), directory, progress)
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted((directory / name for name in names if _FINISHED.fullmatch(name)), key=_step_of, reverse=True)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_core.state.validation import StateMismatch, some_keys, wrong_option
+from scale_core.state.validation import StateMismatch, some_keys
 
 GROUPS = "optim.groups"
 """What the keys of saved groups begin with: `optim.groups[<number>].<digest of the names>`."""
@@ -114,7 +114,7 @@ def matching_options(
     for number, (live, its_parts) in enumerate(zip(optimizer.param_groups, parts, strict=True)):
         if its_parts:
             found = _common_options(number, its_parts)
-            check_options(found, live)
+            check_options(found, live, optimizer.defaults)
         else:
             same = [each.options for each in saved if each.number == number]
             found = same[0] if same and all(each == same[0] for each in same) else {}
@@ -140,8 +140,8 @@ def _common_options(number: int, parts: Sequence[SavedGroup]) -> Mapping[str, An
     return first.options
 
 
-def check_options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Refuses options of another optimizer for a group."""
+def check_options(saved: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuses options of another optimizer for a group, and values of another kind for those of this one."""
     # One side alone may have more: a scheduler adds to a group, and so do newer versions of torch.
     lost, new = (sorted(a.keys() - b.keys() - NAMES) for a, b in ((saved, group), (group, saved)))
     if lost and new:
@@ -149,9 +149,31 @@ def check_options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
             f"the state is that of another optimizer: it has the option '{lost[0]}', which this one does not know, and "
             f"no '{new[0]}'"
         )
-    for name, value in group.items():
-        if name in saved and name not in NAMES and (wrong := wrong_option(name, saved[name], value)):
-            raise StateMismatch(f"{GROUPS}: {wrong}: the snapshot was changed, or is that of another optimizer")
+    for name in defaults.keys() & saved.keys() & group.keys() - NAMES:
+        if expected := _expected_kind(saved[name], group[name]):
+            raise StateMismatch(
+                f"{GROUPS}: '{name}' was saved as {saved[name]!r:.40}, expected {expected}: the snapshot was changed, "
+                "or is that of another optimizer"
+            )
+
+
+def _expected_kind(saved: Any, live: Any) -> str:
+    """What a saved option should be, by the one that the optimizer has; "" if it is that. None may stand for any."""
+    if saved is None:
+        return ""
+    if isinstance(live, bool):
+        return "" if saved in (False, True) else "true or false"
+    if isinstance(live, float):
+        return "" if _is_number(saved) else "a number"
+    if isinstance(live, tuple | list) and live and all(each is None or _is_number(each) for each in live):
+        is_list = isinstance(saved, tuple | list) and len(saved) == len(live)
+        are_numbers = is_list and all(each is None or _is_number(each) for each in saved)
+        return "" if are_numbers else f"{len(live)} numbers"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
 def fill_groups(optimizer: Optimizer, options: Iterable[Mapping[str, Any]]) -> None:

@@ -122,30 +122,7 @@ def compare_states(own: Mapping[str, Any], given: Mapping[str, Any]) -> StateDif
             found.misshapen[key] = f"{key}: the saved shape is {tuple(saved.shape)}, expected {tuple(place.shape)}"
         elif _is_tensor(saved) and saved.dtype != place.dtype:
             found.other_dtype[key] = f"{key}: the saved dtype is {saved.dtype}, expected {place.dtype}"
-        elif isinstance(saved, Mapping) and isinstance(place, Mapping):  # As the hyperparameters of a group.
-            wrong = (wrong_option(name, saved[name], value) for name, value in place.items() if name in saved)
-            if text := next(filter(None, wrong), ""):
-                found.other_kind[key] = f"{key}: {text}"
     return found
-
-
-def wrong_option(name: str, saved: Any, live: Any) -> str:
-    """What is wrong with a saved hyperparameter where the optimizer has this one; "" if nothing is."""
-    expected = ""
-    if saved is None:
-        return ""  # As of one that is left to the optimizer.
-    if isinstance(live, float) and not _is_number(saved):
-        expected = "a number"
-    elif isinstance(live, bool) and not isinstance(saved, bool):
-        expected = "true or false"
-    elif isinstance(live, list | tuple) and live and all(map(_is_number, live)):
-        is_alike = isinstance(saved, list | tuple) and len(saved) == len(live) and all(map(_is_number, saved))
-        expected = "" if is_alike else f"{len(live)} numbers"
-    return expected and f"'{name}' was saved as {saved!r:.40}, expected {expected}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -159,20 +159,18 @@ class Root(UnitContext):
         contract = self.contract
         if contract.is_broken:
             return
-        if contract.history.is_first_cycle:
+        if contract.history.predicts_nothing:
             if any(contract.directions(is_backward=False)):
                 self._forget_pass()
             return
         first, coming = contract.history.cycle[0].kind, contract.history.coming()
-        if not coming or not coming[0].kind.phase.startswith("backward"):
-            return
-        if any(unit.kept_unsharded or unit.backward_unobserved for unit in self.units):
+        if not coming or any(unit.kept_unsharded or unit.backward_unobserved for unit in self.units):
             return  # They have to stay gathered.
         pending = [unit.pending_backwards for unit in self.units]
         is_aborted = take_part_in_backward(self, coming)
         self._forget_pass()
         if not is_aborted:
-            contract.history.forget_cycle(first)
+            contract.history.mark_unpredictable(first)
             for unit, count in zip(self.units, pending, strict=True):
                 unit.pending_backwards = count
 
@@ -298,7 +296,7 @@ class Root(UnitContext):
             )
         self.in_backward = True
         self._reset()
-        if not self.contract.is_single_rank and self.contract.history.is_first_cycle:
+        if not self.contract.is_single_rank and self.contract.history.predicts_nothing:
             directions = self.contract.directions(is_backward=True)
             if not all(directions):
                 reasons = ["" if is_backward else f"RuntimeError: {SKIPPED_BACKWARD}" for is_backward in directions]

@@ -6,10 +6,12 @@ Where one of them does not, the sums over ranks are of numbers that don't belong
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -63,8 +65,7 @@ class OptimizerStepCheck(ForEachShardHook):
 
     def __init__(self, group: Group) -> None:
         self._contract = Contract(group)
-        self._model: ReferenceType[nn.Module] | None = None
-        self._num_forwards = 0
+        self._num_forwards: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # Of the model, or of its parts.
 
     @property
     def recorded_steps(self) -> OptimizerSteps:
@@ -72,18 +73,19 @@ class OptimizerStepCheck(ForEachShardHook):
         return self._contract.recorded_steps
 
     def params(self) -> Iterable[nn.Parameter]:
-        """Those of the model that has run."""
-        model = None if self._model is None else self._model()
-        return () if model is None else model.parameters()
+        """Those of all parts that have run."""
+        return (param for model in self._num_forwards for param in model.parameters())
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        if self._model is None or self._model() is not model:  # A copy of the model has a copy of this hook.
-            self._model = ref(model)
+        if threading.current_thread() is not threading.main_thread():
+            return  # A part of a pipeline in one process; its turns are not alike on all ranks.
+        if model not in self._num_forwards:  # A copy of the model has a copy of this hook.
+            self._num_forwards[model] = 0
             register_step_recorder(self)
-        self._num_forwards += 1
-        if self._num_forwards > _FIRST and self._num_forwards % _EVERY:
+        self._num_forwards[model] += 1
+        if self._num_forwards[model] > _FIRST and self._num_forwards[model] % _EVERY:
             return
         if self._contract.group.backend != "fake" and active_fake_mode() is None:
             self._compare(model)
@@ -108,7 +110,13 @@ class OptimizerStepCheck(ForEachShardHook):
             steps.end(statuses)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_model": None}
+        contract = copy.copy(self._contract)  # Without what the model of this hook has done.
+        contract.recorded_steps, contract.named_params = OptimizerSteps(), tuple
+        return {"_contract": contract}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._num_forwards = WeakKeyDictionary()
 
 
 def register_input_checks(modules: Mapping[str, nn.Module], group: Group) -> None:

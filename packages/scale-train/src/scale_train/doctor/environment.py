@@ -27,6 +27,7 @@ DISTRIBUTIONS = (
     "scale-moe",
     "scale-adascale",
     "scale-checkpoint",
+    "scale-check",
     "scale-train",
     "scale-lightning",
     "scale-fairscale",

@@ -168,11 +168,12 @@ def _last_finite(training: TrainState, point: Path) -> str:
 def check_is_of_this_training(training: TrainState, point: Path) -> None:
     """Compares what a checkpoint says of itself with the training, before anything of it is loaded."""
 
-    def said() -> Any:
-        with suppress(DamagedSnapshotError):  # Loading it says what is damaged, and which other one is whole.
-            check_said(training, point, decode_extra(read_manifest(point).extra))
+    def said(progress: Progress) -> None:
+        if training.group.rank == 0:
+            with suppress(DamagedSnapshotError):  # Loading it says what is damaged, and which other one is whole.
+                check_said(training, point, decode_extra(read_manifest(point, progress).extra))
 
-    CollectiveCall(training.group, f"comparing {point}", SnapshotError).rank0(said)
+    CollectiveCall(training.group, f"comparing {point}", SnapshotError).all_ranks_with_progress(said)
 
 
 def check_said(training: TrainState, point: Path, said: JSON) -> None:
@@ -327,6 +328,11 @@ def _check_is_newest(point: Path) -> None:
         newest = latest_snapshot(point.parent, verify=True)
     except SnapshotError as error:
         raise InputError(f"--resume {point}: {error}") from error
+    except OSError as error:
+        raise InputError(
+            f"--resume {point}: a newer checkpoint beside it can't be read now ({error.strerror}): name a new folder "
+            "with --out"
+        ) from error
     if newest is not None and newest.name != point.name:
         raise InputError(f"--resume {point}: {newest.name} is newer and stays; name a new folder with --out")
 
@@ -342,7 +348,14 @@ def _resume_point(path: Path) -> Path:
         if found is not None and found.is_foreign:
             raise InputError(f"--resume {path}: {found.advice()}")
         raise InputError(f"--resume {path}: neither a run (it has no {CHECKPOINTS}) nor a checkpoint (step-N)")
-    point = latest_snapshot(path / CHECKPOINTS, verify=True)  # A damaged one is passed over, with a warning.
+    try:
+        point = latest_snapshot(path / CHECKPOINTS, verify=True)  # A damaged one is passed over, with a warning.
+    except OSError as error:
+        raise InputError(
+            f"--resume {path}: its newest checkpoint can't be read now ({error.strerror}): start again when the file "
+            f"system answers, or go on from an older one in a new folder: --resume {path / CHECKPOINTS}/step-N --out "
+            "FOLDER"
+        ) from error
     if point is None:
         raise InputError(f"--resume {path}: there is no complete checkpoint in it")
     return point

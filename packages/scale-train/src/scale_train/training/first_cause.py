@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from scale_core.comm.group import Group
 from scale_core.consistency.flight_recorder import FlightRecorder
-from scale_core.errors import ScaleDistributedError, ScaleError
+from scale_core.errors import ScaleDistributedError, ScaleError, TransferError
 
 _RAISED = "raised "
 _LOST = "has lost another rank: "
@@ -29,9 +29,9 @@ def naming_first_cause(group: Group) -> Iterator[None]:
     recorder = FlightRecorder(group)
     try:
         yield
-    except ScaleError:  # The ranks know of these.
-        raise
     except Exception as error:
+        if isinstance(error, ScaleError) and type(error) is not TransferError:  # The ranks know of these.
+            raise
         is_lost = _is_of_transport(error)
         recorder.events.append((_LOST if is_lost else _RAISED) + _line(error))
         recorder.publish()
@@ -47,7 +47,9 @@ def _is_of_transport(error: Exception) -> bool:
     >>> _is_of_transport(RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1234"))
     True
     """
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport/" in str(error))
+    if isinstance(error, dist.DistError | TransferError):
+        return True
+    return type(error) is RuntimeError and "gloo/transport/" in str(error)
 
 
 def _line(error: Exception) -> str:

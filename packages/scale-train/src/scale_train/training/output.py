@@ -50,10 +50,8 @@ class Output:
         try:
             self._stream.flush()
         except (OSError, ValueError):
-            with suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
+            with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
     def _tell(self, error: Exception) -> None:
         if not self._failed:

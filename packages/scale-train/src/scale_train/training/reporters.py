@@ -351,7 +351,7 @@ class MultiReporter(Reporter):
 
 def uses_progress_bar(log_format: str) -> bool:
     """Whether the format is "rich", or "auto" on a terminal."""
-    return log_format == "rich" or (log_format == "auto" and sys.stdout.isatty())
+    return log_format == "rich" or (log_format == "auto" and sys.stdout is not None and sys.stdout.isatty())
 
 
 def make_reporter(options: Options, first_step: int, folder: Path) -> Reporter:

@@ -39,22 +39,31 @@ class RunLock:
         self._beats: threading.Thread | None = None
 
     def take(self, folder: Path) -> bool:
-        """Locks a folder; whether another program had it until now.
+        """Locks a folder; whether another program may have been at work there since the call began.
 
         Raises:
             InputError: Another program trains there; the error says where and since when.
             OSError: The file can't be written.
         """
         self._path = folder / FILE
-        others, has_locks = self._lock()
-        if others and (not has_locks or others.get("machine") != _machine()) and self._is_touched():
+        others, has_locks, has_waited = self._lock()
+        while others and (not has_locks or others.get("machine") != _machine()):
+            has_waited = True
+            try:
+                is_alive = self._is_touched()
+            except FileNotFoundError:  # The other run has come to its end meanwhile.
+                self._close()
+                others, has_locks, _ = self._lock()
+                continue
+            if not is_alive:
+                break
             self._close()
             raise _refusal(folder, others)
         os.ftruncate(self._opened, 0)
         os.pwrite(self._opened, json.dumps(_facts()).encode(), 0)
         self._beats = threading.Thread(target=self._beat, name="scale-train run lock", daemon=True)
         self._beats.start()
-        return bool(others)
+        return has_waited
 
     def release(self) -> None:
         """Removes the file and unlocks the folder; does nothing where none is locked."""
@@ -63,7 +72,8 @@ class RunLock:
             self._beats.join(_BEAT_SECONDS)  # A server that is gone would hold it up.
             self._beats = None
             with suppress(OSError):
-                self._path.unlink()
+                if self._is_the_file():  # Another program may have taken it over.
+                    self._path.unlink()
         self._close()
 
     @property
@@ -71,15 +81,21 @@ class RunLock:
         assert self._descriptor is not None, "it is not locked"
         return self._descriptor
 
-    def _lock(self) -> tuple[dict[str, object], bool]:
-        """Locks the file: what the program before has written there and not removed, and whether there are locks."""
-        give_up = time.monotonic() + _PATIENCE_SECONDS
+    def _lock(self) -> tuple[dict[str, object], bool, bool]:
+        """Locks the file.
+
+        Returns:
+            What the program before has written there and not removed, whether there are locks, and whether it was
+            locked at first.
+        """
+        give_up, has_waited = time.monotonic() + _PATIENCE_SECONDS, False
         while True:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             found = try_lock(self._descriptor, exclusive=True)
             others = _read(self._descriptor)
             if found is not Lock.HELD and self._is_the_file():
-                return others, found is Lock.TAKEN
+                return others, found is Lock.TAKEN, has_waited
+            has_waited = True
             self._close()
             if time.monotonic() > give_up:
                 raise _refusal(self._path.parent, others)

@@ -84,13 +84,16 @@ class Manifest:
         return {**self.tensors, **self.values}
 
     @cached_property
-    def labels(self) -> Mapping[str, set[tuple[int, str]]]:
-        """Of each file the byte at which each chunk begins, and the name that it has there."""
-        found: dict[str, set[tuple[int, str]]] = {name: set() for name in self.files}
+    def _chunks_by_file(self) -> Mapping[str, list[tuple[str, SavedChunk]]]:
+        found: dict[str, list[tuple[str, SavedChunk]]] = {name: [] for name in self.files}
         for key, chunks in self.chunks.items():
             for at in chunks:
-                found[at.file].add((at.begin, label_of(key, at.chunk)))
+                found[at.file].append((key, at))
         return found
+
+    def labels_in(self, file: str) -> set[tuple[int, str]]:
+        """The byte at which each chunk of a file begins, and the name that it has there."""
+        return {(at.begin, label_of(key, at.chunk)) for key, at in self._chunks_by_file[file]}
 
     def tensors_within(self, file: str, begin: int, end: int) -> Iterator[str]:
         """The tensors that have data in these bytes of a file."""
@@ -168,10 +171,14 @@ def _first_line(version: int, digits: str) -> bytes:
     return f'{{"format": "{FORMAT}", "version": {version}, "checksum": "{digits}",\n'.encode()
 
 
-def read_manifest(directory: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> Manifest:
+def read_manifest(
+    directory: Path,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    retry_seconds: float | None = None,
+) -> Manifest:
     """Reads a snapshot's manifest and compares the lengths of the files beside it; their data is not read.
 
-    `progress` is called as by `verify_snapshot`.
+    `progress` is called as by `verify_snapshot`, and `retry_seconds` is as of `retry`.
 
     Raises:
         DamagedSnapshotError: What is there is not what was written.
@@ -180,7 +187,7 @@ def read_manifest(directory: Path, progress: Callable[[int], None] = lambda num_
         OSError: It can't be read at present: permissions, too many open files.
     """
     path = directory / FILE
-    document = _checked_document(directory, _read_document(path, progress))
+    document = _checked_document(directory, _read_document(path, progress, retry_seconds))
     try:
         manifest = _parsed(_load_json(document))
         check_manifest(manifest)
@@ -190,13 +197,13 @@ def read_manifest(directory: Path, progress: Callable[[int], None] = lambda num_
         raise DamagedSnapshotError(
             f"{directory} has the snapshot of step {manifest.step}: rename it to step-{manifest.step:08d}"
         )
-    check_files(directory, manifest)
+    check_files(directory, manifest, progress, retry_seconds)
     return manifest
 
 
-def _read_document(path: Path, progress: Callable[[int], None]) -> bytes:
+def _read_document(path: Path, progress: Callable[[int], None], retry_seconds: float | None) -> bytes:
     try:
-        with opened(path, progress) as file:
+        with opened(path, progress, retry_seconds) as file:
             if file.num_bytes > LIMIT_BYTES:
                 raise SnapshotError(
                     f"{path} has {file.num_bytes:,} bytes, and {LIMIT_BYTES:,} are the limit of a manifest"
@@ -290,12 +297,17 @@ def _parsed(document: Mapping[str, Any]) -> Manifest:
     )
 
 
-def check_files(directory: Path, manifest: Manifest) -> None:
+def check_files(
+    directory: Path,
+    manifest: Manifest,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    retry_seconds: float | None = None,
+) -> None:
     """Compares the lengths of the files with the recorded ones."""
     for name, file in manifest.files.items():
         path = directory / name
         try:
-            found = retry(path.lstat, path)
+            found = retry(path.lstat, path, progress, retry_seconds)
         except OSError as error:
             if not is_damage(error):
                 raise

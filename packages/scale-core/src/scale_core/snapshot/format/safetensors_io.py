@@ -2,7 +2,8 @@
 
 The format is eight bytes with the length of a JSON header, the header (name → dtype, shape, byte range), and the data.
 It is written here, by its documented layout, because a checkpoint must not need twice the memory of what it saves. What
-is read goes by the manifest; of the header, only the save that it belongs to is read, and nothing in it is trusted.
+is read goes by the manifest. The header says which save a file belongs to, and which chunks are where: a file whose
+header says something else than the manifest is refused.
 """
 
 from __future__ import annotations

@@ -35,27 +35,40 @@ _TEMPORARY = frozenset(
 _BUFFERS_AT_ONCE = 512  # The system takes 1024.
 
 
-def retry(read: Callable[[], T], path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> T:
+def is_temporary(error: BaseException | None) -> bool:
+    """Whether what was raised may be over a moment later."""
+    return isinstance(error, OSError) and error.errno in _TEMPORARY
+
+
+def retry(
+    read: Callable[[], T],
+    path: Path,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    retry_seconds: float | None = None,
+) -> T:
     """Returns what `read` returns; calls it again for `SCALE_READ_RETRY_SECONDS` while the file system fails.
 
     Args:
         read: Reads something of `path`.
         path: For the warning, and for the error.
         progress: Called with 0 before each further try, so that other ranks know that this one goes on.
+        retry_seconds: In place of the variable.
 
     Raises:
         OSError: It still fails, or fails in a way that time does not mend.
     """
     began, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
-    limit = float(os.environ.get("SCALE_READ_RETRY_SECONDS", _RETRY_SECONDS))
+    limit = (
+        float(os.environ.get("SCALE_READ_RETRY_SECONDS", _RETRY_SECONDS)) if retry_seconds is None else retry_seconds
+    )
     while True:
         try:
             return read()
         except OSError as error:
-            if error.errno not in _TEMPORARY:
+            if not is_temporary(error):
                 raise
             if time.monotonic() + pause - began > limit:
-                text = f"{error.strerror}, also when tried again for {limit:g} s"
+                text = f"{error.strerror}, also when tried again for {limit:g} s" if limit else error.strerror
                 raise OSError(error.errno, text, os.fspath(path)) from error
             if pause == _FIRST_PAUSE_SECONDS:
                 warnings.warn(f"{path}: {error.strerror}; trying again for {limit:g} s", stacklevel=2)
@@ -71,12 +84,14 @@ def is_damage(error: OSError | EOFError) -> bool:
 
 
 @contextmanager
-def opened(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> Iterator[StoredFile]:
+def opened(
+    path: Path, progress: Callable[[int], None] = lambda num_bytes: None, retry_seconds: float | None = None
+) -> Iterator[StoredFile]:
     """A file that is read. Links and what is no file (a pipe would wait for a writer) are refused.
 
     `progress` is called with the number of bytes that were read since the last call; with 0 before a read is repeated.
     """
-    file = StoredFile(path, progress)
+    file = StoredFile(path, progress, retry_seconds)
     try:
         yield file
     finally:
@@ -90,8 +105,13 @@ class StoredFile:
         num_bytes: Its length.
     """
 
-    def __init__(self, path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
-        self._path, self._progress = path, progress
+    def __init__(
+        self,
+        path: Path,
+        progress: Callable[[int], None] = lambda num_bytes: None,
+        retry_seconds: float | None = None,
+    ) -> None:
+        self._path, self._progress, self._retry_seconds = path, progress, retry_seconds
         self._descriptor: int | None = None
         self.num_bytes = self._retry(lambda descriptor: os.fstat(descriptor).st_size)
 
@@ -118,9 +138,9 @@ class StoredFile:
 
     def close(self) -> None:
         """Closes the file."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _read(self, into: Sequence[memoryview], position: int) -> int:
         return self._retry(lambda descriptor: os.preadv(descriptor, into, position))
@@ -135,11 +155,14 @@ class StoredFile:
                 self.close()  # Its handle may be what is stale.
                 raise
 
-        return retry(attempt, self._path, self._progress)
+        return retry(attempt, self._path, self._progress, self._retry_seconds)
 
     def _open(self) -> int:
         descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+        except OSError:
             os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a regular file")
+            raise
         return descriptor

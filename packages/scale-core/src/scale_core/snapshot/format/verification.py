@@ -84,7 +84,7 @@ def _damage_of(
             bad += [block for block, digest in enumerate(digests, first) if digest != checksums[block]]
     refusal = ""
     if any(first == 0 for first, _ in ranges):  # Opened again, so that no byte is reported twice.
-        with opened(path / name) as file:
+        with opened(path / name, lambda num_bytes: progress(0)) as file:
             refusal = _identity_refusal(file, name, manifest)
     if not bad:
         return refusal and f"{name} {refusal}"
@@ -116,8 +116,9 @@ def _identity_refusal(file: StoredFile, name: str, manifest: Manifest) -> str:
         chunks = {(tensor.begin, tensor.entry.name) for tensor in read_entries(file)}
     except (ValueError, KeyError, TypeError) as error:
         return f"is {error}"
-    if chunks != manifest.labels[name]:
-        begin, label = min(chunks ^ manifest.labels[name])
+    expected = manifest.labels_in(name)
+    if chunks != expected:
+        begin, label = min(chunks ^ expected)
         where = "has" if (begin, label) in chunks else "does not have"
         return f"has other chunks than the manifest says: it {where} {label} at byte {begin}"
     return ""

@@ -1,0 +1,58 @@
+"""The command `scale-check`.
+
+Exit codes: 0 the ranks compute what one process does; 1 they don't; 2 the script failed, or the command is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from scale_check.comparison import ParityVerdict
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="scale-check", description=__doc__.partition("\n")[0] if __doc__ else "")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run_parser = commands.add_parser(
+        "run",
+        help="run a training script on several ranks and on one, and name the first module that differs",
+        usage="scale-check run [--ranks N] [--steps N] [--json] [-m] script.py [arguments of the script]",
+    )
+    run_parser.add_argument("--ranks", type=int, default=2, help="how many ranks (2)")
+    run_parser.add_argument("--steps", type=int, default=3, help="how many steps of the optimizer are compared (3)")
+    run_parser.add_argument("--limit-seconds", type=float, default=600.0, help="for each of the three runs (600)")
+    run_parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    run_parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name")
+    run_parser.add_argument("script", help="the training script, as it is")
+    run_parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
+    options = parser.parse_args(arguments)
+    if options.ranks < 2 or options.steps < 1:
+        parser.error("expected --ranks of at least 2, and --steps of at least 1")
+    from scale_check.script.command import ScriptError, run_script
+
+    try:
+        report = run_script(
+            [options.script, *options.rest],
+            options.ranks,
+            steps=options.steps,
+            is_module=options.is_module,
+            limit_seconds=options.limit_seconds,
+        )
+    except ScriptError as error:
+        print(f"scale-check: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report.to_json()) if options.json else report)
+    return int(report.verdict is ParityVerdict.BUG)
+
+
+def run() -> int:
+    """The entry point."""
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

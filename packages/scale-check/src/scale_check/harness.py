@@ -1,0 +1,191 @@
+"""Runs a program in one process on the whole batch, and wrapped on several ranks, and compares what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils import _pytree as pytree
+
+from scale_check import noise
+from scale_check.comparison import ParityVerdict, Report, compare
+from scale_check.recording import Recorder, Recording
+from scale_core.testing import run_ranks
+
+_NUM_NOISE_RUNS = 2
+
+Build = Callable[[], nn.Module]
+Step = Callable[[nn.Module, Optimizer, Any], Tensor | None]
+Wrap = Callable[[nn.Module], nn.Module]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class ParityError(AssertionError):
+    """The ranks compute something else than one process.
+
+    Attributes:
+        report: What was compared, and the first difference.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+def sgd_with_momentum(params: Iterable[nn.Parameter]) -> Optimizer:
+    """The optimizer of `parity` where none is given."""
+    return SGD(params, lr=0.1, momentum=0.9)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The wrapper of `parity` where none is given: the model as it is."""
+    return model
+
+
+def mean_square_step(model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
+    """The step of `parity` where none is given: the mean square of the model's output."""
+    optimizer.zero_grad()
+    output: Tensor = model(batch)
+    loss = output.square().mean()
+    loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+    optimizer.step()
+    return loss
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What `parity` was given."""
+
+    build: Build
+    step: Step
+    wrap: Wrap
+    optimizer: MakeOptimizer
+    batches: tuple[Any, ...]
+    data: str
+    dtype: torch.dtype | None
+    seed: int
+
+    def run(self, wrap: Wrap | None, rank: int, num_ranks: int, perturbation: int = 0) -> Recording:
+        """Trains in this process, and returns what was computed."""
+        torch.manual_seed(self.seed)
+        model = self.build()
+        if self.dtype is not None:
+            model = model.to(self.dtype)
+        if perturbation:
+            noise.perturb(model, perturbation)
+        model = model if wrap is None else wrap(model)
+        optimizer = self.optimizer(model.parameters())
+        recorder = Recorder()
+        with recorder.hooks():
+            for batch in self.batches:
+                mine = (
+                    batch if self.data == "all" else pytree.tree_map(lambda leaf: _part(leaf, rank, num_ranks), batch)
+                )
+                loss = self.step(model, optimizer, mine)
+                if loss is not None:
+                    recorder.add_loss(loss)
+        return recorder.recording
+
+
+def parity(
+    build: Build,
+    step: Step = mean_square_step,
+    wrap: Wrap = unwrapped,
+    ranks: int = 2,
+    *,
+    batches: Iterable[Any],
+    optimizer: MakeOptimizer = sgd_with_momentum,
+    data: Literal["split", "all"] = "split",
+    dtype: torch.dtype | None = torch.float64,
+    seed: int = 0,
+    limit_seconds: float = 300.0,
+) -> Report:
+    """Compares a wrapped program on several ranks with the plain one in one process, tensor by tensor, in time.
+
+    Compared are: the outputs of all modules, the loss, the gradients of these outputs and of the parameters, and after
+    each step weights, buffers and the optimizer's state. Differences are told beside the rounding of the program, which
+    is measured, so there is no tolerance to choose.
+
+    Args:
+        build: Returns the plain model; functions are at the top level of a module, as for `run_ranks`.
+        step: One step of training, `step(model, optimizer, batch)`: forward, backward, `optimizer.step()`. It returns
+            the loss, a mean over the samples of its batch, or None.
+        wrap: Makes of the plain model that of a rank, as `DistributedDataParallel` or `fully_shard` does.
+        ranks: How many processes; gloo connects them.
+        batches: The batches of all ranks together, one for each step: trees of tensors whose first dimension is the
+            samples, as many on each rank.
+        optimizer: Builds the optimizer of the parameters; SGD with momentum by default.
+        data: "split" gives each rank its part of the samples, as data parallelism needs, and "all" all of them, as
+            tensor parallelism and pipelines do.
+        dtype: What the model and floating-point batches are converted to. In float64 a wrong number is far above any
+            rounding; None leaves them as they are.
+        seed: Set before `build`, alike in all processes.
+        limit_seconds: For the ranks.
+
+    Returns:
+        What was compared, where all is equal, or equal but for rounding.
+
+    Raises:
+        ParityError: They differ. It names step, phase, module or parameter, ranks, index and both values.
+        ValueError: The samples don't divide among the ranks, or the model draws random numbers (dropout), which are
+            others on each rank.
+
+    Example:
+        >>> report = parity(lambda: torch.nn.Linear(4, 2), ranks=1, batches=[torch.ones(2, 4)])
+        >>> report.verdict
+        <ParityVerdict.EQUAL: 'equal to the bit'>
+    """
+    given = tuple(pytree.tree_map(lambda leaf: _converted(leaf, dtype), batch) for batch in batches)
+    _check_divides(given, ranks if data == "split" else 1)
+    program = _Program(build, step, wrap, optimizer, given, data, dtype, seed)
+    _check_draws_nothing(build())
+    with torch.random.fork_rng(devices=[]):
+        plain = program.run(None, 0, 1)
+        perturbed = [program.run(None, 0, 1, number + 1) for number in range(_NUM_NOISE_RUNS)]
+    if ranks == 1:
+        recordings = [program.run(wrap, 0, 1)]
+    else:
+        recordings = run_ranks(_run_on_rank, ranks, program, limit_seconds=limit_seconds)
+    report = compare(plain, recordings, noise.measure(plain, perturbed))
+    if report.verdict is ParityVerdict.BUG:
+        raise ParityError(report)
+    return report
+
+
+def _run_on_rank(program: _Program) -> Recording:
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    recording = program.run(program.wrap, rank, num_ranks)
+    recording.tensors = {key: tensor.contiguous() for key, tensor in recording.tensors.items()}
+    return recording
+
+
+def _part(leaf: Any, rank: int, num_ranks: int) -> Any:
+    return leaf.chunk(num_ranks)[rank] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+
+def _converted(leaf: Any, dtype: torch.dtype | None) -> Any:
+    return leaf.to(dtype) if dtype is not None and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _check_divides(batches: tuple[Any, ...], ranks: int) -> None:
+    for batch in batches:
+        for leaf in pytree.tree_leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % ranks:
+                raise ValueError(
+                    f"parity: expected samples that {ranks} ranks divide evenly, got a batch with a tensor of shape "
+                    f"{tuple(leaf.shape)}: take a multiple of {ranks}, or data='all'"
+                )
+
+
+def _check_draws_nothing(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        rate = getattr(module, "p", 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and rate > 0:
+            raise ValueError(
+                f"parity: '{name}' draws random numbers, which are others on each rank: build the model with "
+                f"{type(module).__name__}(p=0)"
+            )

@@ -1,0 +1,123 @@
+"""`scale-check run script.py`: on several ranks, on one, and once more on one for its rounding; then compared."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from scale_check import noise
+from scale_check.comparison import Report, compare
+from scale_check.script.data import Samples
+from scale_check.script.rank import ScriptResult, ScriptTask
+from scale_core.launch.rendezvous import open_store
+
+_POLL_SECONDS = 0.05
+_QUOTED_LINES = 30
+
+
+class ScriptError(RuntimeError):
+    """The script itself failed, or did nothing that can be compared."""
+
+
+def run_script(
+    arguments: Sequence[str],
+    num_ranks: int = 2,
+    *,
+    steps: int = 3,
+    is_module: bool = False,
+    limit_seconds: float = 600.0,
+) -> Report:
+    """Runs a training script on several ranks and on one, on the same samples, and compares what its modules compute.
+
+    The ranks run first, and what their loaders give, together, is what the one process gets. Dropout is off in both,
+    and random generators are seeded before the script begins. After some steps of the optimizer the script is ended.
+
+    Args:
+        arguments: The script, or the name of a module, and its arguments.
+        num_ranks: How many ranks.
+        steps: How many steps of the optimizer are compared.
+        is_module: Whether `arguments` begins with a module's name, as after `python -m`.
+        limit_seconds: For each of the runs.
+
+    Raises:
+        ScriptError: The script failed, or has no step of an optimizer of a model.
+    """
+    with tempfile.TemporaryDirectory(prefix="scale-check-") as place:
+        folder = Path(place)
+        task = ScriptTask(tuple(arguments), is_module, steps, None, 0, folder)
+        ranks = _run(task, num_ranks, folder / "ranks", limit_seconds)
+        if not any(result.recording.tensors for result in ranks):
+            raise ScriptError(f"{arguments[0]}: no module ran with gradients; is it a training script?")
+        samples = Samples.together([result.samples for result in ranks])
+        (plain,) = _run(replace(task, samples=samples), 1, folder / "plain", limit_seconds)
+        (other,) = _run(replace(task, samples=samples, perturbation=1), 1, folder / "noise", limit_seconds)
+    measured = noise.measure(plain.recording, [other.recording])
+    return compare(plain.recording, [result.recording for result in ranks], measured)
+
+
+def _run(task: ScriptTask, num_ranks: int, folder: Path, limit_seconds: float) -> list[ScriptResult]:
+    """Runs the script on so many ranks, as torchrun does; returns what each has recorded."""
+    folder.mkdir()
+    store = open_store("127.0.0.1", 0, serve=True, timeout=limit_seconds)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(num_ranks):
+            own = replace(task, result=folder / f"result-{rank}")
+            (folder / f"task-{rank}").write_bytes(pickle.dumps(own))
+            with (folder / f"output-{rank}").open("wb") as output:
+                command = [sys.executable, "-m", "scale_check.script", str(folder / f"task-{rank}")]
+                environment = {**os.environ, **_variables(rank, num_ranks, store.port)}
+                processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+        _wait(processes, folder, num_ranks, limit_seconds)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, num_ranks: int, limit_seconds: float) -> None:
+    until = time.monotonic() + limit_seconds
+    while any(process.poll() is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+        if failed or time.monotonic() > until:
+            break
+        time.sleep(_POLL_SECONDS)
+    codes = [process.poll() for process in processes]
+    failed = [rank for rank, code in enumerate(codes) if code]
+    late = [rank for rank, code in enumerate(codes) if code is None]
+    if failed or late:
+        rank = (failed or late)[0]
+        how = f"ended with code {codes[rank]}" if failed else f"still ran after {limit_seconds:g} s"
+        with suppress(OSError):
+            lines = (folder / f"output-{rank}").read_text(errors="replace").splitlines()[-_QUOTED_LINES:]
+            raise ScriptError(f"rank {rank} of {num_ranks} {how}. It said last:\n" + "\n".join(lines))
+
+
+def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """As torchrun sets them; the store is this program's."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "scale-check",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }

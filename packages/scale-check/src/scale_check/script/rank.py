@@ -1,0 +1,148 @@
+"""What runs in each process of `scale-check run`: the script, with the hooks that record it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from scale_check.noise import perturb
+from scale_check.recording import Recorder, Recording
+from scale_check.script.data import Samples, keeping, replaying
+
+SEED = 0
+
+
+class EnoughSteps(BaseException):
+    """The steps that are compared are done; not an Exception, which a script may catch."""
+
+
+@dataclass(frozen=True)
+class ScriptTask:
+    """What a process is to do.
+
+    Attributes:
+        arguments: The script and its arguments, as `sys.argv` has them.
+        is_module: Whether the script is the name of a module, as after `python -m`.
+        steps: How many steps of the optimizer are recorded; then the script is ended.
+        samples: What the one process gets; None on ranks, which keep theirs.
+        perturbation: A seed by which the weights are changed in their last place; 0 for none.
+        result: Where to write the `ScriptResult`.
+    """
+
+    arguments: tuple[str, ...]
+    is_module: bool
+    steps: int
+    samples: Samples | None
+    perturbation: int
+    result: Path
+
+
+@dataclass(frozen=True)
+class ScriptResult:
+    """What a process has recorded."""
+
+    recording: Recording
+    samples: Samples
+
+
+class ScriptRecorder(Recorder):
+    """Records a script, keeps or replaces the arguments of its model, and changes its weights for the noise."""
+
+    def __init__(self, task: ScriptTask, samples: Samples) -> None:
+        super().__init__(task.steps, _end)
+        self._task, self._samples = task, samples
+        self._has_model = False
+        self._num_calls = 0
+
+    def _before_module(self, module: nn.Module, args: Any) -> Any:
+        is_outermost = self._depth == 0 and torch.is_grad_enabled()
+        if is_outermost and not self._has_model and any(param.requires_grad for param in module.parameters()):
+            self._has_model = True
+            if self._task.perturbation:
+                perturb(module, self._task.perturbation)
+        replaced = self._arguments(args) if is_outermost else None
+        super()._before_module(module, args if replaced is None else replaced)
+        return replaced
+
+    def _arguments(self, args: Any) -> Any:
+        """Those of all ranks together, for the one process of a script without loaders."""
+        if self._task.samples is None:
+            self._samples.of_model.append(args)
+            return None
+        given = self._task.samples
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        return given.of_model[number] if not given.of_loaders and number < len(given.of_model) else None
+
+
+def _end() -> NoReturn:
+    raise EnoughSteps
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Takes the random numbers of dropout away: they are others on each rank, in a script that is right."""
+    own, attention = functional.dropout, functional.scaled_dot_product_attention
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return own(input, 0.0, training, inplace)
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        return attention(*args, **{**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})
+
+    functional.dropout, functional.scaled_dot_product_attention = dropout, scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        functional.dropout, functional.scaled_dot_product_attention = own, attention
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the generators of Python, torch, and numpy where it is loaded; a script may seed them again."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+def run_task(task: ScriptTask) -> int:
+    """Runs the script and writes what it has computed; returns the exit code of the process."""
+    samples = Samples()
+    recorder = ScriptRecorder(task, samples)
+    sys.argv = list(task.arguments)
+    script = task.arguments[0]
+    code = 0
+    seed_everything(SEED)
+    loaders = keeping(samples) if task.samples is None else replaying(task.samples)
+    with recorder.hooks(), loaders, without_dropout():
+        try:
+            if task.is_module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0:0] = [os.path.dirname(os.path.abspath(script))]
+                runpy.run_path(script, run_name="__main__")
+        except EnoughSteps:
+            pass
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    if not code:
+        with task.result.open("wb") as file:
+            pickle.dump(ScriptResult(recorder.recording, samples), file)
+    return code

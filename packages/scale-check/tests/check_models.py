@@ -1,0 +1,111 @@
+"""Models, batches and wrappers of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+BATCH = 8
+
+
+class TiedModel(nn.Module):
+    """A small language model: tied embedding, two blocks, one of them checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)) for _ in range(2))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        hidden = hidden + self.blocks[0](hidden)
+        hidden = hidden + torch.utils.checkpoint.checkpoint(self.blocks[1], hidden, use_reentrant=False)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.LayerNorm(8), nn.Linear(8, 4)
+    )
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 3))
+
+
+def batches(*shape: int, steps: int = 3) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    return [torch.randn(BATCH, *shape, generator=drawn) for _ in range(steps)]
+
+
+def tokens(steps: int = 3) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(4)
+    return [torch.randint(0, 11, (BATCH, 5), generator=drawn) for _ in range(steps)]
+
+
+def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    return AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    for child in model.children():
+        if any(True for _ in child.parameters(recurse=True)) and not isinstance(child, nn.ModuleList):
+            fully_shard(child)
+    return fully_shard(model)
+
+
+def is_rank(rank: int) -> bool:
+    """Whether this is that rank; never in the one process."""
+    return dist.is_initialized() and dist.get_rank() == rank
+
+
+def average(grad: Tensor) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def averaging(
+    model: nn.Module, change: Callable[[str, Tensor], Tensor] = lambda name, grad: average(grad)
+) -> nn.Module:
+    """Data parallelism by hand: each gradient is averaged when it is there, or what `change` makes of it."""
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: change(name, grad))
+    return model
+
+
+def fsdp2_in_one_unit(model: nn.Module) -> nn.Module:
+    return fully_shard(model)
+
+
+def accumulating_step(model: Any, optimizer: Optimizer, micro_batches: Sequence[Tensor]) -> Tensor:
+    """Two micro-batches, of which DDP averages the gradients of the second."""
+    optimizer.zero_grad()
+    total = torch.zeros((), dtype=micro_batches[0].dtype)
+    for number, part in enumerate(micro_batches):
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = number == 1
+        loss = model(part).square().mean() / 2
+        loss.backward()
+        total += loss.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return total

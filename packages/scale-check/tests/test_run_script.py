@@ -1,0 +1,149 @@
+"""`scale-check run` on scripts as people write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scale_check.cli import main
+
+DDP = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+bug = sys.argv[1] if len(sys.argv) > 1 else ""
+model = net if bug == "not averaged" else DistributedDataParallel(net)
+data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for epoch in range(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if bug == "frozen" and dist.get_rank() == 1:
+            net[3].bias.grad.zero_()
+        optimizer.step()
+"""
+FSDP2 = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+norm = nn.BatchNorm1d(16) if "bn" in sys.argv else nn.LayerNorm(16)
+net = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 3))
+for module in (net[0], net[3]):
+    fully_shard(module)
+fully_shard(net)
+data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+for x, y in loader:
+    nn.functional.cross_entropy(net(x), y).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+WITHOUT_LOADER = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+data = torch.randint(0, 50, (2000,), generator=torch.Generator().manual_seed(5))
+
+
+def get_batch():
+    places = torch.randint(len(data) - 17, (4,))
+    return torch.stack([data[i : i + 16] for i in places]), torch.stack([data[i + 1 : i + 17] for i in places])
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.1)
+
+    def forward(self, tokens, targets):
+        logits = self.head(self.block(self.embed(tokens)))
+        return logits, nn.functional.cross_entropy(logits.view(-1, 50), targets.view(-1))
+
+
+torch.manual_seed(7)
+model = DistributedDataParallel(Model())
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+torch.manual_seed(1337 + rank)
+for _ in range(10):
+    for micro in range(2):
+        model.require_backward_grad_sync = micro == 1
+        _, loss = model(*get_batch())
+        (loss / 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    for name, text in {"ddp": DDP, "fsdp2": FSDP2, "without_loader": WITHOUT_LOADER}.items():
+        Path(f"{name}.py").write_text(text)
+
+
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py", "without_loader.py"])
+def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--steps", "2", script]) == 0
+    assert "tensors are equal but for rounding" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["ddp.py", "not averaged"], "step 1: gradient of 0.weight differs"),
+        (["ddp.py", "frozen"], "step 1: gradient of 3.bias differs on rank 1"),
+        (["fsdp2.py", "bn"], "step 1: output of 1 differs on ranks 0, 1"),
+    ],
+)
+def test_wrong_scripts_are_found_wrong_where_they_are(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--steps", "1", *arguments]) == 1
+    assert capsys.readouterr().out.startswith(told)
+
+
+def test_the_report_is_json_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--steps", "1", "--json", "ddp.py", "frozen"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["first"]["name"], found["first"]["ranks"]) == ("different", "3.bias", [1])
+
+
+def test_a_script_that_fails_is_code_2_with_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("broken.py").write_text("import torch\nraise KeyError('no such option')\n")
+    assert main(["run", "broken.py"]) == 2
+    told = capsys.readouterr().err
+    assert "ended with code 1. It said last:" in told and "KeyError: 'no such option'" in told
+
+
+def test_a_script_that_trains_nothing_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("nothing.py").write_text("print('hello')\n")
+    assert main(["run", "nothing.py"]) == 2
+    assert "no module ran with gradients; is it a training script?" in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_end_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("endless.py").write_text("import time\nwhile True: time.sleep(1)\n")
+    assert main(["run", "--limit-seconds", "5", "endless.py"]) == 2
+    assert "still ran after 5 s" in capsys.readouterr().err
