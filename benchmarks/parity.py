@@ -6,9 +6,9 @@
     python benchmarks/parity.py --date 2026-11-29   # also writes results/2026-11-29-parity.*
 
 A program is a model of random layers (linear, convolution, norms, attention, residual parts), batches, and an
-optimizer, in float32 or float64, on two ranks, three steps. All of them are right, so each verdict but "equal" or "rounding" is a
-false alarm. A difference is called a bug above a ratio of 100. The last table is the time of a script under
-`scale-check run`, with its three runs, beside the script by itself on the same ranks, for as many steps.
+optimizer, in float32 or float64, on two ranks, three steps. All of them are right, so each verdict but "equal" or
+"rounding" is a false alarm. A difference is called a bug above a ratio of 100. The last table is the time of a script
+under `scale-check run`, with its three runs, beside the script by itself on the same ranks, for as many steps.
 """
 
 from __future__ import annotations
