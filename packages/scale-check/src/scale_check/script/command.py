@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -57,8 +58,12 @@ def run_script(
         if not any(result.recording.tensors for result in ranks):
             raise ScriptError(f"{arguments[0]}: no module ran with gradients; is it a training script?")
         samples = Samples.together([result.samples for result in ranks])
-        (plain,) = _run(replace(task, samples=samples), 1, folder / "plain", limit_seconds)
-        (other,) = _run(replace(task, samples=samples, perturbation=1), 1, folder / "noise", limit_seconds)
+        with ThreadPoolExecutor(2) as beside:  # Each of the two has one process.
+            runs = [
+                beside.submit(_run, replace(task, samples=samples, perturbation=seed), 1, folder / name, limit_seconds)
+                for seed, name in enumerate(("plain", "noise"))
+            ]
+            (plain,), (other,) = (run.result() for run in runs)
     measured = noise.measure(plain.recording, [other.recording])
     return compare(plain.recording, [result.recording for result in ranks], measured)
 
