@@ -121,3 +121,37 @@ def test_what_has_begun_to_move_since_the_last_event_is_known() -> None:
     assert history.transfers == [Event("gather", "b#0"), Event("gather", "b#1")]
     history.end(closes=True)
     assert not history.is_open
+
+
+def coming(history: History) -> list[PassKind]:
+    return [each.kind for each in history.coming()]
+
+
+def test_a_backward_is_expected_after_the_forwards_of_the_last_cycle_and_no_forward_is() -> None:
+    history = History()
+    run(history, FORWARD, "a")
+    assert history.predicts_nothing and coming(history) == []  # There was no cycle yet.
+    run(history, FORWARD, "a")
+    run(history, BACKWARD, "a", closes=True)
+    assert not history.predicts_nothing
+    run(history, FORWARD, "a")
+    assert coming(history) == []  # Another forward.
+    run(history, FORWARD, "a")
+    assert coming(history) == [BACKWARD] and not history.predicts_nothing
+    history.reset()
+    run(history, FORWARD, "ab")  # Another order.
+    run(history, FORWARD, "a")
+    assert coming(history) == []
+
+
+def test_of_passes_after_which_programs_go_on_in_several_ways_nothing_is_expected() -> None:
+    history = History()
+    run(history, FORWARD, "a")
+    run(history, BACKWARD, "a", closes=True)
+    history.mark_unpredictable(FORWARD)
+    run(history, FORWARD, "a")
+    assert history.predicts_nothing and coming(history) == []
+    for _ in range(20):  # As of a model that never has a backward.
+        run(history, FORWARD, "a")
+    assert not history.predicts_nothing
+
