@@ -25,8 +25,13 @@ from torch import nn
 from scale_check import ParityVerdict, parity
 
 
-def synchronized(model: nn.Module) -> nn.Module:
-    return ddp(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+def step_with_a_loss_module(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    output = model(batch)
+    loss: torch.Tensor = nn.MSELoss()(output, torch.zeros_like(output))
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 MICRO_BATCHES = list(zip(batches(6), batches(6)[::-1], strict=True))
@@ -41,6 +46,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "step": accumulating_step,
         "wrap": ddp,
         "batches": MICRO_BATCHES,
+    },
+    "a loss that is a module": {
+        "build": mlp,
+        "step": step_with_a_loss_module,
+        "wrap": ddp,
+        "batches": batches(6),
     },
     "convolutions": {"build": conv_net, "wrap": ddp, "batches": batches(2, 5, 5)},
     "tied and checkpointed, DDP": {"build": TiedModel, "wrap": ddp, "batches": tokens()},

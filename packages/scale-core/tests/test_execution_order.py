@@ -154,4 +154,3 @@ def test_of_passes_after_which_programs_go_on_in_several_ways_nothing_is_expecte
     for _ in range(20):  # As of a model that never has a backward.
         run(history, FORWARD, "a")
     assert not history.predicts_nothing
-

@@ -138,6 +138,22 @@ def test_a_rank_that_still_runs_when_others_have_ended_is_named_once(
     assert capfd.readouterr().err.count("rank 1 still runs 1 s after others have ended. If it is blocked") == 1
 
 
+def end_blocked() -> None:
+    if init_distributed(device="cpu").rank == 1:
+        vars(dist)["destroy_process_group"] = lambda: time.sleep(600)
+
+
+@pytest.mark.fault(100)
+def test_a_rank_whose_process_group_is_not_destroyed_in_time_ends_nevertheless(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SCALE_LIMIT_SECONDS", "5")
+    began = time.monotonic()
+    assert launch_local(end_blocked, 2) == 0
+    assert time.monotonic() - began < 300
+    assert "rank 1: destroy_process_group() still blocks after 5 s; the rank ends" in capfd.readouterr().err
+
+
 def test_a_signal_reaches_every_rank_and_one_that_all_handle_is_no_failure(tmp_path: Path) -> None:
     process, pids = start_program(tmp_path, "catch")
     process.send_signal(signal.SIGTERM)

@@ -135,6 +135,7 @@ def parity(
             others on each rank.
 
     Example:
+        >>> import torch
         >>> report = parity(lambda: torch.nn.Linear(4, 2), ranks=1, batches=[torch.ones(2, 4)])
         >>> report.verdict
         <ParityVerdict.EQUAL: 'equal to the bit'>

@@ -55,7 +55,6 @@ class Recording:
     """What one process has computed, in the order of time."""
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
-    batch_sizes: dict[int, int] = field(default_factory=dict)  # by step, the first dimension of the model's first input
 
     def keys_of(self, *phases: Phase) -> list[Key]:
         """The keys of some phases."""
@@ -88,8 +87,8 @@ class Recorder:
         self._last_step, self._on_last = last_step, on_last
         self._depth = 0  # of module calls
         self._optimizer_depth = 0
-        self._model: nn.Module | None = None
-        self._names: dict[nn.Module, str] = {}
+        self._models: dict[nn.Module, str] = {}  # The outermost modules that have run, with the name of each
+        self._names: dict[nn.Module, str] = {}  # Of all modules in them
         self._calls: dict[tuple[Phase, str], int] = {}
 
     @contextmanager
@@ -113,22 +112,22 @@ class Recorder:
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if _is_recomputing():
             return
-        if self._depth == 0:
-            self._begin(module, args)
+        if self._depth == 0 and module not in self._models and module not in self._names:
+            self._add_model(module)
         self._depth += 1
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        sizes = (leaf.shape[0] for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.ndim)
-        self.recording.batch_sizes.setdefault(self.step, next(sizes, 0))
-        if self._model is not model:
-            self._names = {}
-            for name, module in model.named_modules():  # A wrapper and what it wraps have one name: the inner one.
-                self._names[module] = plain_name(name)
-            wrapped = {plain_name(name): module for name, module in model.named_modules()}
-            self._names = {module: name for module, name in self._names.items() if wrapped[name] is module}
-            if self._model is None:
-                self._record_params(model, Phase.START)
-            self._model = model
+    def _add_model(self, model: nn.Module) -> None:
+        """The first model with parameters has no name of its own; others, as modules of losses, that of their class."""
+        prefix = ""
+        if "" in self._models.values() or next(model.parameters(), None) is None:
+            kind = type(model).__name__
+            number = sum(name.partition(" ")[0] == kind for name in self._models.values())
+            prefix = f"{kind} {number + 1}" if number else kind
+        self._models[model] = prefix
+        # A wrapper and what it wraps have one name; it is that of the inner one.
+        inner = {plain_name(name): module for name, module in model.named_modules()}
+        self._names |= {module: _joined(prefix, name) for name, module in inner.items()}
+        self._record_params(Phase.START, model)
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_recomputing():
@@ -147,21 +146,23 @@ class Recorder:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_depth += 1
-        if self._optimizer_depth > 1 or self._model is None:
+        if self._optimizer_depth > 1:
             return
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for name, param in self._model.named_parameters():
+        for name, param in self._named_params():
             if param.grad is not None and id(param) in stepped:
-                self.recording.tensors[Key(self.step, Phase.GRADIENT, plain_name(name))] = full_value(param.grad)
+                self.recording.tensors[Key(self.step, Phase.GRADIENT, name)] = full_value(param.grad)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_depth -= 1
-        if self._optimizer_depth or self._model is None:
+        if self._optimizer_depth or not self._models:
             return
-        self._record_params(self._model, Phase.WEIGHT)
-        for name, buffer in self._model.named_buffers():
-            self.recording.tensors[Key(self.step, Phase.BUFFER, plain_name(name))] = full_value(buffer)
-        names = {id(param): plain_name(name) for name, param in self._model.named_parameters()}
+        self._record_params(Phase.WEIGHT)
+        for model, prefix in self._models.items():
+            for name, buffer in model.named_buffers():
+                key = Key(self.step, Phase.BUFFER, _joined(prefix, plain_name(name)))
+                self.recording.tensors[key] = full_value(buffer)
+        names = {id(param): name for name, param in self._named_params()}
         for param, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and id(param) in names:
@@ -172,9 +173,18 @@ class Recorder:
         if self._last_step is not None and self.step > self._last_step:
             self._on_last()
 
-    def _record_params(self, model: nn.Module, phase: Phase) -> None:
-        for name, param in model.named_parameters():
-            self.recording.tensors[Key(self.step, phase, plain_name(name))] = full_value(param)
+    def _named_params(self, *models: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of some models, or of all, each once."""
+        seen: set[nn.Parameter] = set()
+        for model in models or self._models:
+            for name, param in model.named_parameters():
+                if param not in seen:
+                    seen.add(param)
+                    yield _joined(self._models[model], plain_name(name)), param
+
+    def _record_params(self, phase: Phase, *models: nn.Module) -> None:
+        for name, param in self._named_params(*models):
+            self.recording.tensors[Key(self.step, phase, name)] = full_value(param)
 
 
 class _GradientHook:
@@ -187,6 +197,10 @@ class _GradientHook:
         tensors = self._recorder.recording.tensors
         key = self._key
         tensors[key] = tensors[key] + full_value(grad) if key in tensors else full_value(grad)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def _is_recomputing() -> bool:

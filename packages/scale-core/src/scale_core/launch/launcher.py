@@ -226,6 +226,9 @@ def kill_all(ranks: Sequence[BaseProcess]) -> None:
         process.join()
 
 
+_DESTROY_SECONDS = 60.0
+
+
 def _run_rank(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> NoReturn:
     """The main function of a rank's process."""
     die_with_parent(parent)
@@ -237,8 +240,7 @@ def _run_rank(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         fn(*args)
         code = 0
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _destroy_process_group()
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
@@ -250,6 +252,29 @@ def _run_rank(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> 
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)  # Past every finalizer: a thread of the transport may not end, or abort the process.
+
+
+def _destroy_process_group() -> None:
+    """Destroys the group, unless that takes longer than any wait may: what the rank was started for is done."""
+    if not dist.is_initialized():
+        return
+    limit = process_limit() or _DESTROY_SECONDS
+    rank = dist.get_rank()
+    errors: list[Exception] = []
+
+    def destroy() -> None:
+        try:
+            dist.destroy_process_group()
+        except Exception as error:
+            errors.append(error)
+
+    destroying = threading.Thread(target=destroy, name="destroys the process group", daemon=True)
+    destroying.start()
+    destroying.join(limit)
+    if destroying.is_alive():
+        print(f"rank {rank}: destroy_process_group() still blocks after {limit:g} s; the rank ends", file=sys.stderr)
+    for error in errors:
+        raise error
 
 
 # New processes run the main script again to find their functions. A script that starts ranks outside of
