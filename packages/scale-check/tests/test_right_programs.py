@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -81,8 +82,49 @@ def test_one_rank_is_equal_to_the_bit() -> None:
 
 
 def test_dropout_is_refused_with_its_name() -> None:
-    with pytest.raises(ValueError, match=r"'1' draws random numbers, .* build the model with Dropout\(p=0\)"):
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"'1' draws random numbers in its forward, .*such as with Dropout\(p=0\)"):
         parity(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout()), batches=[torch.ones(2, 2)])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+
+def test_batches_that_can_not_be_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match="got a Batch, which can't be divided between the ranks"):
+        parity(mlp, batches=[Batch(torch.ones(2, 6))])
+    with pytest.raises(ValueError, match="expected tensors of samples in each batch, got none"):
+        parity(mlp, batches=[3])
+
+
+class Discriminated(nn.Module):
+    """Two models, each of which is wrapped by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 2)
+
+
+def each_wrapped(model: nn.Module) -> nn.Module:
+    assert isinstance(model, Discriminated)
+    model.first, model.second = ddp(model.first), ddp(model.second)
+    return model
+
+
+def step_of_two(model: Any, optimizer: Any, batch: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model.second(model.first(batch).tanh()).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_two_models_of_one_program_have_their_names() -> None:
+    report = parity(Discriminated, step_of_two, each_wrapped, batches=batches(6))
+    assert report.first is None and report.num_compared > 20
 
 
 def test_samples_that_do_not_divide_are_refused() -> None:

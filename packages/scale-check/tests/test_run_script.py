@@ -94,18 +94,45 @@ for _ in range(10):
 """
 
 
+WITH_SCHEDULE = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+net, loss = nn.Sequential(nn.Linear(8, 16), nn.Dropout2d(0.5), nn.Linear(16, 3)), nn.MSELoss()
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+data = TensorDataset(torch.randn(16, 2, 8))
+validation = DataLoader(data, batch_size=8)
+if "rank 0 alone" in sys.argv and dist.get_rank() == 0:
+    next(iter(validation))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3 * len(loader))
+for epoch in range(3):
+    for (x,) in loader:
+        output = model(x)
+        loss(output, torch.zeros_like(output)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+"""
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
-    for name, text in {"ddp": DDP, "fsdp2": FSDP2, "without_loader": WITHOUT_LOADER}.items():
+    for name, text in {"ddp": DDP, "fsdp2": FSDP2, "without_loader": WITHOUT_LOADER, "schedule": WITH_SCHEDULE}.items():
         Path(f"{name}.py").write_text(text)
 
 
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py", "without_loader.py"])
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py", "without_loader.py", "schedule.py"])
 def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--steps", "2", script]) == 0
+    assert main(["run", "--steps", "5" if script == "schedule.py" else "2", script]) == 0
     assert "tensors are equal but for rounding" in capsys.readouterr().out
 
 
@@ -135,6 +162,11 @@ def test_a_script_that_fails_is_code_2_with_what_it_said(capsys: pytest.CaptureF
     assert main(["run", "broken.py"]) == 2
     told = capsys.readouterr().err
     assert "ended with code 1. It said last:" in told and "KeyError: 'no such option'" in told
+
+
+def test_a_loader_that_one_rank_reads_is_code_2_and_not_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--steps", "1", "schedule.py", "rank 0 alone"]) == 2
+    assert "some ranks read a DataLoader that others don't" in capsys.readouterr().err
 
 
 def test_a_script_that_trains_nothing_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:

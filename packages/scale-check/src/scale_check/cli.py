@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 
 from scale_check.comparison import ParityVerdict
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_parser = commands.add_parser(
         "run",
         help="run a training script on several ranks and on one, and name the first module that differs",
-        usage="scale-check run [--ranks N] [--steps N] [--json] [-m] script.py [arguments of the script]",
+        usage="scale-check run [--ranks N] [--steps N] [--limit-seconds S] [--json] [-m] script.py [its arguments]",
     )
     run_parser.add_argument("--ranks", type=int, default=2, help="how many ranks (2)")
     run_parser.add_argument("--steps", type=int, default=3, help="how many steps of the optimizer are compared (3)")
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ScriptError as error:
         print(f"scale-check: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # Code 1 says that the ranks compute something else.
+        traceback.print_exc()
         return 2
     print(json.dumps(report.to_json()) if options.json else report)
     return int(report.verdict is ParityVerdict.BUG)

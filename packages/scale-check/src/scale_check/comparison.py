@@ -22,6 +22,10 @@ from scale_check.recording import Key, Phase, Recording
 BUG_RATIO = 100.0
 
 
+# What has to be there in one process where a rank has it; states may have other names on ranks.
+_ON_BOTH_SIDES = (Phase.START, Phase.OUTPUT, Phase.LOSS, Phase.GRADIENT, Phase.WEIGHT)
+
+
 class ParityVerdict(enum.Enum):
     """What a comparison has found."""
 
@@ -79,6 +83,7 @@ class Report:
         largest_ratio: Of all tensors, the largest difference beside the program's rounding.
         equal_before: The last tensor before the first difference, in words; "" where there is none.
         also: How many later tensors differ, too.
+        num_nan: How many tensors have a NaN, at the same places.
     """
 
     verdict: ParityVerdict
@@ -87,11 +92,13 @@ class Report:
     largest_ratio: float
     equal_before: str = ""
     also: int = 0
+    num_nan: int = 0
 
     def __str__(self) -> str:
         if self.first is None:
             how = "" if self.verdict is ParityVerdict.EQUAL else f" (at most {self.largest_ratio:.1f} times it)"
-            return f"{self.num_compared} tensors are {self.verdict.value}{how}"
+            nan = f"; {self.num_nan} of them have a NaN, at the same places" if self.num_nan else ""
+            return f"{self.num_compared} tensors are {self.verdict.value}{how}{nan}"
         before = f" The last tensor before it that is right: {self.equal_before}." if self.equal_before else ""
         also = f" {self.also} later ones differ, too." if self.also else ""
         return f"{self.first}.{before}{also}"
@@ -108,6 +115,7 @@ class Report:
             "largest_ratio": self.largest_ratio if math.isfinite(self.largest_ratio) else str(self.largest_ratio),
             "first": first,
             "also": self.also,
+            "num_nan": self.num_nan,
         }
 
 
@@ -119,6 +127,7 @@ class _Compared:
     ratio: float
     is_equal: bool
     difference: FirstDifference | None
+    has_nan: bool = False
 
 
 def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, float]) -> Report:
@@ -134,11 +143,15 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
     for key, expected in plain.tensors.items():
         if (compared := _compare_one(key, expected, ranks, noise.get(key, 0.0), scale)) is not None:
             found.append(compared)
+    for key in dict.fromkeys(key for recording in ranks for key in recording.keys_of(*_ON_BOTH_SIDES)):
+        if key not in plain.tensors:
+            holders = tuple(rank for rank, recording in enumerate(ranks) if key in recording.tensors)
+            found.append(_incomparable(key, holders, "one process has none"))
     wrong = [number for number, each in enumerate(found) if each.ratio > BUG_RATIO]
     largest = max((each.ratio for each in found), default=0.0)
     if not wrong:
         verdict = ParityVerdict.EQUAL if all(each.is_equal for each in found) else ParityVerdict.ROUNDING
-        return Report(verdict, None, len(found), largest)
+        return Report(verdict, None, len(found), largest, num_nan=sum(each.has_nan for each in found))
     before = str(found[wrong[0] - 1].key) if wrong[0] else ""
     return Report(ParityVerdict.BUG, found[wrong[0]].difference, len(found), largest, before, len(wrong) - 1)
 
@@ -152,12 +165,13 @@ def _compare_one(
     if held.keys() != set(range(len(ranks))) and key.phase is not Phase.STATE:
         lacking = tuple(rank for rank in range(len(ranks)) if rank not in held)
         return _incomparable(key, lacking, "there is none")
-    if not expected.ndim and key.phase in (Phase.LOSS, Phase.OUTPUT, Phase.OUTPUT_GRADIENT):
+    if expected.numel() == 1 and key.phase in (Phase.LOSS, Phase.OUTPUT, Phase.OUTPUT_GRADIENT):
         # A mean or a sum over the samples of each rank, and of a gradient what the loss of a rank was multiplied with.
         mean = torch.stack([part.double() for part in held.values()]).mean()
         candidates = (mean, mean * len(ranks), mean / len(ranks))
-        closest = min(candidates, key=lambda found: float((found - expected.double()).abs().nan_to_num(math.inf)))
-        return _difference(key, expected, closest.to(expected.dtype), tuple(held), noise)
+        target = expected.double().sum()
+        closest = min(candidates, key=lambda found: float((found - target).abs().nan_to_num(math.inf)))
+        return _difference(key, expected, closest.to(expected.dtype).view(expected.shape), tuple(held), noise)
     if key.phase is Phase.OUTPUT_GRADIENT:
         held = {rank: grad * scale for rank, grad in held.items()}
     whole = _assembled(expected, list(held.values()))
@@ -198,16 +212,18 @@ def _difference(key: Key, expected: Tensor, found: Tensor, ranks: tuple[int, ...
         return _Compared(key, 0.0, True, None)
     if torch.equal(expected, found.to(expected.dtype)) and not expected.isnan().any():
         return _Compared(key, 0.0, True, None)
+    if expected.is_complex():
+        expected, found = torch.view_as_real(expected), torch.view_as_real(found.to(expected.dtype))
     wide, other = expected.double().flatten(), found.double().flatten()
     apart = (wide - other).abs()
-    apart[wide.isnan() & other.isnan()] = 0.0
+    apart[(wide == other) | (wide.isnan() & other.isnan())] = 0.0
     apart[apart.isnan()] = math.inf
     place = int(apart.argmax())
     ratio = float(apart[place]) / noise if noise else math.inf if float(apart[place]) else 0.0
     index = tuple(int(each) for each in torch.unravel_index(torch.tensor(place), expected.shape))
     values = float(wide[place]), float(other[place])
     difference = FirstDifference(key.step, key.phase.value, key.name, ranks, index, *values, ratio)
-    return _Compared(key, ratio, float(apart[place]) == 0.0, difference)
+    return _Compared(key, ratio, float(apart[place]) == 0.0, difference, bool(wide.isnan().any()))
 
 
 def _incomparable(key: Key, ranks: tuple[int, ...], why: str) -> _Compared:

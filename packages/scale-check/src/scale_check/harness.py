@@ -120,7 +120,7 @@ def parity(
             samples, as many on each rank.
         optimizer: Builds the optimizer of the parameters; SGD with momentum by default.
         data: "split" gives each rank its part of the samples, as data parallelism needs, and "all" all of them, as
-            tensor parallelism and pipelines do.
+            tensor parallelism does.
         dtype: What the model and floating-point batches are converted to. In float64 a wrong number is far above any
             rounding; None leaves them as they are.
         seed: Set before `build`, alike in all processes.
@@ -131,8 +131,8 @@ def parity(
 
     Raises:
         ParityError: They differ. It names step, phase, module or parameter, ranks, index and both values.
-        ValueError: The samples don't divide among the ranks, or the model draws random numbers (dropout), which are
-            others on each rank.
+        ValueError: The samples don't divide among the ranks; a batch has something else than tensors, numbers and
+            texts; or the model draws random numbers, as dropout does, which are others on each rank.
 
     Example:
         >>> import torch
@@ -143,9 +143,9 @@ def parity(
     given = tuple(pytree.tree_map(lambda leaf: _converted(leaf, dtype), batch) for batch in batches)
     _check_divides(given, ranks if data == "split" else 1)
     program = _Program(build, step, wrap, optimizer, given, data, dtype, seed)
-    _check_draws_nothing(build())
     with torch.random.fork_rng(devices=[]):
         plain = program.run(None, 0, 1)
+        _check_draws_nothing(plain)
         perturbed = [program.run(None, 0, 1, number + 1) for number in range(_NUM_NOISE_RUNS)]
     if ranks == 1:
         recordings = [program.run(wrap, 0, 1)]
@@ -174,7 +174,18 @@ def _converted(leaf: Any, dtype: torch.dtype | None) -> Any:
 
 def _check_divides(batches: tuple[Any, ...], ranks: int) -> None:
     for batch in batches:
-        for leaf in pytree.tree_leaves(batch):
+        leaves = pytree.tree_leaves(batch)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor | int | float | str | bytes | None):
+                raise ValueError(
+                    f"parity: expected batches of tensors in lists, tuples and dicts, got a {type(leaf).__name__}, "
+                    "which can't be divided between the ranks: pass its tensors, and build it in step"
+                )
+        if ranks > 1 and not any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
+            raise ValueError(
+                "parity: expected tensors of samples in each batch, got none, so there is nothing to divide"
+            )
+        for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % ranks:
                 raise ValueError(
                     f"parity: expected samples that {ranks} ranks divide evenly, got a batch with a tensor of shape "
@@ -182,11 +193,9 @@ def _check_divides(batches: tuple[Any, ...], ranks: int) -> None:
                 )
 
 
-def _check_draws_nothing(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        rate = getattr(module, "p", 0.0)
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and rate > 0:
-            raise ValueError(
-                f"parity: '{name}' draws random numbers, which are others on each rank: build the model with "
-                f"{type(module).__name__}(p=0)"
-            )
+def _check_draws_nothing(plain: Recording) -> None:
+    if plain.draws:
+        raise ValueError(
+            f"parity: '{plain.draws[0]}' draws random numbers in its forward, which are others on each rank: build the "
+            "model without, such as with Dropout(p=0)"
+        )

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 # What DDP, FSDP1, torch.compile and checkpoint wrappers put into the names of what they wrap.
 _WRAPPERS = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
@@ -55,10 +56,20 @@ class Recording:
     """What one process has computed, in the order of time."""
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
+    draws: list[str] = field(default_factory=list)  # Modules that have drawn random numbers in their forward
 
     def keys_of(self, *phases: Phase) -> list[Key]:
         """The keys of some phases."""
         return [key for key in self.tensors if key.phase in phases]
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps of an optimizer it has."""
+        return max((key.step for key in self.keys_of(Phase.WEIGHT)), default=0)
+
+    def num_calls(self, step: int) -> int:
+        """How many tensors the model itself gave in a step: as many times as it was called, or a multiple of that."""
+        return sum(key.step == step and not key.name for key in self.keys_of(Phase.OUTPUT))
 
 
 def plain_name(name: str) -> str:
@@ -86,6 +97,8 @@ class Recorder:
         self.step = 1
         self._last_step, self._on_last = last_step, on_last
         self._depth = 0  # of module calls
+        self._states: list[Tensor] = []  # of the random generator, when the modules that run now began
+        self._handles: list[RemovableHandle] = []  # of hooks on tensors
         self._optimizer_depth = 0
         self._models: dict[nn.Module, str] = {}  # The outermost modules that have run, with the name of each
         self._names: dict[nn.Module, str] = {}  # Of all modules in them
@@ -101,13 +114,15 @@ class Recorder:
             register_optimizer_step_post_hook(self._after_step),
         )
         with ExitStack() as stack:
+            stack.callback(self._remove_tensor_hooks)
             for handle in handles:
                 stack.callback(handle.remove)
             yield
 
-    def add_loss(self, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor | float) -> None:
         """Records the loss of the step that has just ended."""
-        self.recording.tensors[Key(self.step - 1, Phase.LOSS, "")] = full_value(loss)
+        value = full_value(loss) if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+        self.recording.tensors[Key(self.step - 1, Phase.LOSS, "")] = value
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if _is_recomputing():
@@ -115,17 +130,18 @@ class Recorder:
         if self._depth == 0 and module not in self._models and module not in self._names:
             self._add_model(module)
         self._depth += 1
+        self._states.append(torch.get_rng_state())
 
     def _add_model(self, model: nn.Module) -> None:
         """The first model with parameters has no name of its own; others, as modules of losses, that of their class."""
+        # A wrapper and what it wraps have one name; it is that of the inner one.
+        inner = {plain_name(name): module for name, module in model.named_modules()}
         prefix = ""
         if "" in self._models.values() or next(model.parameters(), None) is None:
-            kind = type(model).__name__
+            kind = type(inner[""]).__name__.removeprefix("FSDP")
             number = sum(name.partition(" ")[0] == kind for name in self._models.values())
             prefix = f"{kind} {number + 1}" if number else kind
         self._models[model] = prefix
-        # A wrapper and what it wraps have one name; it is that of the inner one.
-        inner = {plain_name(name): module for name, module in model.named_modules()}
         self._names |= {module: _joined(prefix, name) for name, module in inner.items()}
         self._record_params(Phase.START, model)
 
@@ -134,6 +150,8 @@ class Recorder:
             return
         self._depth -= 1
         name = self._names.get(module)
+        if not torch.equal(self._states.pop(), torch.get_rng_state()) and name is not None:
+            self.recording.draws.append(name)
         if output is None or name is None or not torch.is_grad_enabled():
             return
         for tensor in _tensors_in(output):
@@ -142,7 +160,8 @@ class Recorder:
             key = Key(self.step, Phase.OUTPUT, name, number)
             self.recording.tensors[key] = full_value(tensor)
             if tensor.requires_grad:
-                tensor.register_hook(_GradientHook(self, key._replace(phase=Phase.OUTPUT_GRADIENT)))
+                hook = _GradientHook(self, key._replace(phase=Phase.OUTPUT_GRADIENT))
+                self._handles.append(tensor.register_hook(hook))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_depth += 1
@@ -170,8 +189,14 @@ class Recorder:
                     self.recording.tensors[Key(self.step, Phase.STATE, name)] = full_value(value)
         self.step += 1
         self._calls.clear()
+        self._remove_tensor_hooks()
         if self._last_step is not None and self.step > self._last_step:
             self._on_last()
+
+    def _remove_tensor_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _named_params(self, *models: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of some models, or of all, each once."""

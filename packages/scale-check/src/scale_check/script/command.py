@@ -16,7 +16,8 @@ from pathlib import Path
 
 from scale_check import noise
 from scale_check.comparison import Report, compare
-from scale_check.script.data import Samples
+from scale_check.recording import Recording
+from scale_check.script.data import Samples, SamplesError
 from scale_check.script.rank import ScriptResult, ScriptTask
 from scale_core.launch.rendezvous import open_store
 
@@ -57,15 +58,39 @@ def run_script(
         ranks = _run(task, num_ranks, folder / "ranks", limit_seconds)
         if not any(result.recording.tensors for result in ranks):
             raise ScriptError(f"{arguments[0]}: no module ran with gradients; is it a training script?")
-        samples = Samples.together([result.samples for result in ranks])
+        try:
+            samples = Samples.together([result.samples for result in ranks])
+        except SamplesError as error:
+            raise ScriptError(f"{arguments[0]}: {error}") from error
         with ThreadPoolExecutor(2) as beside:  # Each of the two has one process.
             runs = [
                 beside.submit(_run, replace(task, samples=samples, perturbation=seed), 1, folder / name, limit_seconds)
                 for seed, name in enumerate(("plain", "noise"))
             ]
             (plain,), (other,) = (run.result() for run in runs)
+    _check_same_course(arguments[0], plain.recording, [result.recording for result in ranks])
     measured = noise.measure(plain.recording, [other.recording])
     return compare(plain.recording, [result.recording for result in ranks], measured)
+
+
+def _check_same_course(script: str, plain: Recording, ranks: Sequence[Recording]) -> None:
+    """Refuses what can't be compared: another number of steps or of micro-batches, and random numbers."""
+    if plain.draws:
+        raise ScriptError(
+            f"{script}: '{plain.draws[0]}' draws random numbers in its forward, which are others on each rank: run the "
+            "script without them"
+        )
+    for rank, recording in enumerate(ranks):
+        if recording.num_steps != plain.num_steps:
+            raise ScriptError(
+                f"{script}: the one process makes {plain.num_steps} steps of its optimizer, and rank {rank} makes "
+                f"{recording.num_steps}: something in the script depends on the number of ranks"
+            )
+        if recording.num_calls(1) != plain.num_calls(1):
+            raise ScriptError(
+                f"{script}: the one process calls its model {plain.num_calls(1)} times in a step, and rank {rank} "
+                f"{recording.num_calls(1)} times: let the number of micro-batches not depend on the number of ranks"
+            )
 
 
 def _run(task: ScriptTask, num_ranks: int, folder: Path, limit_seconds: float) -> list[ScriptResult]:

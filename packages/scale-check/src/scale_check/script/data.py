@@ -7,8 +7,10 @@ arguments of these are kept, and take the place of those of the one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,26 +18,43 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 
+class SamplesError(RuntimeError):
+    """The samples of the ranks can't be those of one process."""
+
+
 class Samples:
     """What the loaders of a process have given, and the arguments of its model, in the order of time."""
 
     def __init__(self) -> None:
-        self.of_loaders: dict[int, list[Any]] = {}  # by the number of the loader, in the order of first use
+        # By the number of the loader, in the order of first use: the batches of each of its iterations, and its length.
+        self.of_loaders: dict[int, list[list[Any]]] = {}
+        self.lengths: dict[int, int] = {}
         self.of_model: list[Any] = []
 
     @classmethod
     def together(cls, ranks: Sequence[Samples]) -> Samples:
-        """The samples of all ranks in one: those of rank 0 first."""
+        """The samples of all ranks in one: those of rank 0 first.
+
+        Raises:
+            SamplesError: Some ranks have read a loader that others have not, or their batches have other structures.
+        """
         whole = cls()
+        whole.lengths = dict(ranks[0].lengths)
+        if any(rank.of_loaders.keys() != ranks[0].of_loaders.keys() for rank in ranks):
+            raise SamplesError("some ranks read a DataLoader that others don't: their samples can't be put together")
         for number in ranks[0].of_loaders:
+            iterations = zip(*(rank.of_loaders[number] for rank in ranks), strict=False)
             whole.of_loaders[number] = [
-                joined(batches) for batches in zip(*(rank.of_loaders.get(number, []) for rank in ranks), strict=False)
+                [joined(batches, f"DataLoader number {number + 1}") for batches in zip(*each, strict=False)]
+                for each in iterations
             ]
-        whole.of_model = [joined(args) for args in zip(*(rank.of_model for rank in ranks), strict=False)]
+        if not whole.of_loaders:
+            of_model = zip(*(rank.of_model for rank in ranks), strict=False)
+            whole.of_model = [joined(args, "the arguments of the model") for args in of_model]
         return whole
 
 
-def joined(batches: Sequence[Any]) -> Any:
+def joined(batches: Sequence[Any], what: str = "a batch") -> Any:
     """Batches with the same structure as one: tensors along their first dimension, lists one after the other.
 
     >>> joined([{"x": torch.ones(2, 3), "ids": ["a"]}, {"x": torch.zeros(2, 3), "ids": ["b"]}])["x"].shape
@@ -43,15 +62,25 @@ def joined(batches: Sequence[Any]) -> Any:
     """
     first = batches[0]
     if isinstance(first, Tensor):
-        return torch.cat(list(batches)) if first.ndim else torch.stack(list(batches)).mean()
+        if not first.ndim:
+            return torch.stack(list(batches)).mean() if first.is_floating_point() else first
+        shapes = {tuple(batch.shape[1:]) for batch in batches}
+        if len(shapes) > 1:
+            raise SamplesError(
+                f"{what} has tensors of {' and '.join(str(tuple(batch.shape)) for batch in batches)} on the ranks, "
+                "which can't be joined: pad them to one length"
+            )
+        return torch.cat(list(batches))
     if isinstance(first, Mapping):
-        content = {key: joined([batch[key] for batch in batches]) for key in first}
+        content = {key: joined([batch[key] for batch in batches], what) for key in first}
         return content if type(first) is dict else type(first)(content)  # type: ignore[call-arg]
     if isinstance(first, tuple | list):
         if first and not any(isinstance(each, Tensor | Mapping | tuple | list) for each in first):
             return type(first)([each for batch in batches for each in batch])
-        parts = [joined(parts) for parts in zip(*batches, strict=True)]
+        parts = [joined(parts, what) for parts in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if not isinstance(first, int | float | str | bytes | None):
+        raise SamplesError(f"{what} has a {type(first).__name__}, which can't be joined: give tensors, lists and dicts")
     return first
 
 
@@ -59,41 +88,54 @@ def joined(batches: Sequence[Any]) -> Any:
 def keeping(samples: Samples) -> Iterator[None]:
     """Keeps what the loaders of this process give."""
 
-    def read(number: int, batches: Iterator[Any]) -> Iterator[Any]:
-        kept = samples.of_loaders.setdefault(number, [])
+    def read(loader: DataLoader[Any], number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        kept: list[Any] = []
+        samples.of_loaders.setdefault(number, []).append(kept)
+        with suppress(TypeError):  # A stream has no length.
+            samples.lengths[number] = len(loader)
         for batch in batches:
             kept.append(_copied(batch))
             yield batch
 
-    with _loaders_read_by(read):
+    with _loaders_read_by(read, lambda number, length: length):
         yield
 
 
 @contextmanager
 def replaying(samples: Samples) -> Iterator[None]:
-    """Has the loaders of this process give these samples."""
-    given = {number: iter(batches) for number, batches in samples.of_loaders.items()}
+    """Has the loaders of this process give these samples, and say the lengths that those of the ranks have."""
+    given = {number: iter(iterations) for number, iterations in samples.of_loaders.items()}
 
-    def read(number: int, batches: Iterator[Any]) -> Iterator[Any]:
-        yield from given.get(number, batches)
+    def read(loader: DataLoader[Any], number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from next(given.get(number, iter(())), [])
 
-    with _loaders_read_by(read):
+    with _loaders_read_by(read, lambda number, length: samples.lengths.get(number, length)):
         yield
 
 
 @contextmanager
-def _loaders_read_by(read: Callable[[int, Iterator[Any]], Iterator[Any]]) -> Iterator[None]:
-    own, numbers = DataLoader.__iter__, {}  # type: ignore[var-annotated]
+def _loaders_read_by(
+    read: Callable[[DataLoader[Any], int, Iterator[Any]], Iterator[Any]], length_of: Callable[[int, int], int]
+) -> Iterator[None]:
+    own_iter, own_len = DataLoader.__iter__, DataLoader.__len__
+    numbers: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
+
+    def number_of(loader: DataLoader[Any]) -> int:
+        return numbers.setdefault(loader, next(counter) if loader not in numbers else -1)
+
+    counter = count()
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        number = numbers.setdefault(id(self), len(numbers))
-        return read(number, own(self))
+        return read(self, number_of(self), own_iter(self))
 
-    DataLoader.__iter__ = iterate  # type: ignore[assignment, method-assign]
+    def length(self: DataLoader[Any]) -> int:
+        return length_of(number_of(self), own_len(self))
+
+    DataLoader.__iter__, DataLoader.__len__ = iterate, length  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        DataLoader.__iter__ = own  # type: ignore[method-assign]
+        DataLoader.__iter__, DataLoader.__len__ = own_iter, own_len  # type: ignore[method-assign]
 
 
 def _copied(batch: Any) -> Any:

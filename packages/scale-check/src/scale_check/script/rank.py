@@ -8,7 +8,7 @@ import random
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from scale_check.recording import Recorder, Recording
 from scale_check.script.data import Samples, keeping, replaying
 
 SEED = 0
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
 class EnoughSteps(BaseException):
@@ -64,15 +65,15 @@ class ScriptRecorder(Recorder):
     def __init__(self, task: ScriptTask, samples: Samples) -> None:
         super().__init__(task.steps, _end)
         self._task, self._samples = task, samples
-        self._has_model = False
+        self._perturbed: set[nn.Module] = set()
         self._num_calls = 0
 
     def _before_module(self, module: nn.Module, args: Any) -> Any:
         is_outermost = self._depth == 0 and torch.is_grad_enabled()
-        if is_outermost and not self._has_model and any(param.requires_grad for param in module.parameters()):
-            self._has_model = True
-            if self._task.perturbation:
-                perturb(module, self._task.perturbation)
+        is_outermost = is_outermost and any(param.requires_grad for param in module.parameters())
+        if is_outermost and self._task.perturbation and module not in self._perturbed:
+            self._perturbed.add(module)
+            perturb(module, self._task.perturbation)
         replaced = self._arguments(args) if is_outermost else None
         super()._before_module(module, args if replaced is None else replaced)
         return replaced
@@ -94,21 +95,29 @@ def _end() -> NoReturn:
 @contextmanager
 def without_dropout() -> Iterator[None]:
     """Takes the random numbers of dropout away: they are others on each rank, in a script that is right."""
-    own, attention = functional.dropout, functional.scaled_dot_product_attention
+    attention = functional.scaled_dot_product_attention
+    owns = {name: getattr(functional, name) for name in _DROPOUTS}
 
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return own(input, 0.0, training, inplace)
+    def without(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            return own(input, 0.0, training, inplace)
+
+        return dropout
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         if len(args) > 4:
             args = (*args[:4], 0.0, *args[5:])
         return attention(*args, **{**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})
 
-    functional.dropout, functional.scaled_dot_product_attention = dropout, scaled_dot_product_attention
+    functional.scaled_dot_product_attention = scaled_dot_product_attention
+    for name, own in owns.items():
+        setattr(functional, name, without(own))
     try:
         yield
     finally:
-        functional.dropout, functional.scaled_dot_product_attention = own, attention
+        functional.scaled_dot_product_attention = attention
+        for name, own in owns.items():
+            setattr(functional, name, own)
 
 
 def seed_everything(seed: int) -> None:
@@ -139,10 +148,17 @@ def run_task(task: ScriptTask) -> int:
             pass
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                print(end.code)
         except BaseException:
             traceback.print_exc()
             code = 1
     if not code:
-        with task.result.open("wb") as file:
-            pickle.dump(ScriptResult(recorder.recording, samples), file)
+        try:
+            task.result.write_bytes(pickle.dumps(ScriptResult(recorder.recording, samples)))
+        except Exception as error:  # Each class has its own.
+            print(
+                f"the samples can't be kept: {error}: give tensors, lists and dicts, and no class of the script itself"
+            )
+            code = 1
     return code

@@ -1,0 +1,55 @@
+"""What a comparison says of tensors that are missing, not finite, complex or single."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from scale_check import ParityVerdict, Report
+from scale_check.comparison import compare
+from scale_check.recording import Key, Phase, Recording
+
+WEIGHT = Key(1, Phase.WEIGHT, "weight")
+
+
+def of(tensor: Tensor, key: Key = WEIGHT) -> Recording:
+    return Recording({key: tensor})
+
+
+def beside(plain: Tensor, *ranks: Tensor, key: Key = WEIGHT, noise: float = 1e-15) -> Report:
+    return compare(of(plain, key), [of(tensor, key) for tensor in ranks], {key: noise})
+
+
+def test_a_tensor_that_one_process_lacks_is_a_difference() -> None:
+    report = compare(Recording(), [of(torch.ones(2)), Recording()], {})
+    assert report.verdict is ParityVerdict.BUG
+    assert str(report).startswith("step 1: weight after the step: weight differs on rank 0: one process has none")
+
+
+def test_infinities_are_equal_and_what_stands_beside_them_is_compared() -> None:
+    plain = torch.tensor([1.0, -math.inf], dtype=torch.float64)
+    assert beside(plain, plain + 1e-16).verdict is not ParityVerdict.BUG
+    assert beside(plain, plain.clone().fill_(2.0)).verdict is ParityVerdict.BUG
+
+
+def test_a_nan_is_told_where_both_have_it_and_a_difference_where_one_has() -> None:
+    plain = torch.tensor([1.0, math.nan])
+    report = beside(plain, plain.clone())
+    assert report.verdict is ParityVerdict.EQUAL and str(report).endswith("1 of them have a NaN, at the same places")
+    assert beside(torch.ones(2), plain).verdict is ParityVerdict.BUG
+
+
+def test_imaginary_parts_count() -> None:
+    plain = torch.ones(2, dtype=torch.complex64)
+    assert beside(plain, plain + 5j).verdict is ParityVerdict.BUG
+
+
+def test_of_one_number_the_ranks_have_a_mean_or_a_sum() -> None:
+    key = Key(1, Phase.OUTPUT, "")
+    for shape in ((), (1,)):
+        plain = torch.full(shape, 2.0)
+        assert beside(plain, torch.full(shape, 1.0), torch.full(shape, 3.0), key=key).first is None
+        assert beside(plain, torch.full(shape, 0.5), torch.full(shape, 1.5), key=key).first is None
+        assert beside(plain, torch.full(shape, 0.5), torch.full(shape, 9.5), key=key).first is not None
