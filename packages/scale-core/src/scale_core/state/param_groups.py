@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -140,8 +141,10 @@ def _common_options(number: int, parts: Sequence[SavedGroup]) -> Mapping[str, An
     return first.options
 
 
-def check_options(saved: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuses options of another optimizer for a group, and values of another kind for those of this one."""
+def check_options(
+    saved: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Refuses options of another optimizer for a group, and for those that it has by default values of another kind."""
     # One side alone may have more: a scheduler adds to a group, and so do newer versions of torch.
     lost, new = (sorted(a.keys() - b.keys() - NAMES) for a, b in ((saved, group), (group, saved)))
     if lost and new:
