@@ -17,8 +17,8 @@ from torch import Tensor
 
 from scale_check.recording import Key, Phase, Recording
 
-# A difference above so many times the program's rounding is no rounding. In right programs it is below 10, and a wrong
-# one in float64 is above a million: see `benchmarks/parity.py`.
+# A difference above this multiple of the program's rounding is a bug. In right programs the largest one is below 10,
+# and in wrong ones in float64 above a million: see `benchmarks/parity.py`.
 BUG_RATIO = 100.0
 
 
@@ -45,7 +45,7 @@ class FirstDifference:
         ranks: Which ranks have it otherwise; all of those whose parts were put together.
         index: Where it differs most, in the full tensor.
         expected: What one process has there.
-        found: What the ranks have there.
+        actual: What the ranks have there.
         ratio: How many times the rounding of the program the difference is; infinite where a rank has no such tensor.
         why: What differs, where that is not a number: a shape, or a tensor that is missing.
     """
@@ -56,7 +56,7 @@ class FirstDifference:
     ranks: tuple[int, ...]
     index: tuple[int, ...]
     expected: float
-    found: float
+    actual: float
     ratio: float
     why: str = ""
 
@@ -67,7 +67,7 @@ class FirstDifference:
             return what + self.why
         times = f"{self.ratio:,.0f}" if self.ratio < 1e6 else f"{self.ratio:.1e}"
         return (
-            f"{what}at {list(self.index)} one process has {self.expected:.9g}, and they have {self.found:.9g}, which "
+            f"{what}at {list(self.index)} one process has {self.expected:.9g}, the ranks have {self.actual:.9g}, which "
             f"is {times} times the rounding of this program"
         )
 
@@ -106,7 +106,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The report as JSON knows it."""
         first = None if self.first is None else {**asdict(self.first), "text": str(self.first)}
-        for number in ("expected", "found", "ratio"):
+        for number in ("expected", "actual", "ratio"):
             if first is not None and not math.isfinite(first[number]):
                 first[number] = str(first[number])
         return {
@@ -138,58 +138,62 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
         ranks: Of each rank.
         noise: Of each tensor of the one process, by how much rounding changes it; see `noise.measure`.
     """
-    found: list[_Compared] = []
+    comparisons: list[_Compared] = []
     scale = _gradient_scale(plain, ranks)
     for key, expected in plain.tensors.items():
-        if (compared := _compare_one(key, expected, ranks, noise.get(key, 0.0), scale)) is not None:
-            found.append(compared)
+        if (comparison := _compare_one(key, expected, ranks, noise.get(key, 0.0), scale)) is not None:
+            comparisons.append(comparison)
     for key in dict.fromkeys(key for recording in ranks for key in recording.keys_of(*_ON_BOTH_SIDES)):
         if key not in plain.tensors:
             holders = tuple(rank for rank, recording in enumerate(ranks) if key in recording.tensors)
-            found.append(_incomparable(key, holders, "one process has none"))
-    wrong = [number for number, each in enumerate(found) if each.ratio > BUG_RATIO]
-    largest = max((each.ratio for each in found), default=0.0)
-    if not wrong:
-        verdict = ParityVerdict.EQUAL if all(each.is_equal for each in found) else ParityVerdict.ROUNDING
-        return Report(verdict, None, len(found), largest, num_nan=sum(each.has_nan for each in found))
-    before = str(found[wrong[0] - 1].key) if wrong[0] else ""
-    return Report(ParityVerdict.BUG, found[wrong[0]].difference, len(found), largest, before, len(wrong) - 1)
+            comparisons.append(_incomparable(key, holders, "one process has none"))
+    differing = [number for number, comparison in enumerate(comparisons) if comparison.ratio > BUG_RATIO]
+    largest = max((comparison.ratio for comparison in comparisons), default=0.0)
+    if not differing:
+        are_equal = all(comparison.is_equal for comparison in comparisons)
+        verdict = ParityVerdict.EQUAL if are_equal else ParityVerdict.ROUNDING
+        num_nan = sum(comparison.has_nan for comparison in comparisons)
+        return Report(verdict, None, len(comparisons), largest, num_nan=num_nan)
+    first, *later = differing
+    before = str(comparisons[first - 1].key) if first else ""
+    return Report(ParityVerdict.BUG, comparisons[first].difference, len(comparisons), largest, before, len(later))
 
 
 def _compare_one(
     key: Key, expected: Tensor, ranks: Sequence[Recording], noise: float, scale: float
 ) -> _Compared | None:
-    held = {rank: recording.tensors[key] for rank, recording in enumerate(ranks) if key in recording.tensors}
-    if key.phase is Phase.STATE and not held:
+    by_rank = {rank: recording.tensors[key] for rank, recording in enumerate(ranks) if key in recording.tensors}
+    if key.phase is Phase.STATE and not by_rank:
         return None  # Optimizers that divide their state among the ranks keep it under names of their own.
-    if held.keys() != set(range(len(ranks))) and key.phase is not Phase.STATE:
-        lacking = tuple(rank for rank in range(len(ranks)) if rank not in held)
-        return _incomparable(key, lacking, "there is none")
+    if by_rank.keys() != set(range(len(ranks))) and key.phase is not Phase.STATE:
+        missing_ranks = tuple(rank for rank in range(len(ranks)) if rank not in by_rank)
+        return _incomparable(key, missing_ranks, "there is none")
     if expected.numel() == 1 and key.phase in (Phase.LOSS, Phase.OUTPUT, Phase.OUTPUT_GRADIENT):
-        # A mean or a sum over the samples of each rank, and of a gradient what the loss of a rank was multiplied with.
-        mean = torch.stack([part.double() for part in held.values()]).mean()
+        # Each rank has the mean over its own samples, or a summand; a loss may also be multiplied by the ranks' number.
+        mean = torch.stack([part.double() for part in by_rank.values()]).mean()
         candidates = (mean, mean * len(ranks), mean / len(ranks))
         target = expected.double().sum()
-        closest = min(candidates, key=lambda found: float((found - target).abs().nan_to_num(math.inf)))
-        return _difference(key, expected, closest.to(expected.dtype).view(expected.shape), tuple(held), noise)
+        closest = min(candidates, key=lambda candidate: float((candidate - target).abs().nan_to_num(math.inf)))
+        return _difference(key, expected, closest.to(expected.dtype).view(expected.shape), tuple(by_rank), noise)
     if key.phase is Phase.OUTPUT_GRADIENT:
-        held = {rank: grad * scale for rank, grad in held.items()}
-    whole = _assembled(expected, list(held.values()))
-    if whole is not None:
-        return _difference(key, expected, whole, tuple(held), noise)
-    shapes = sorted({tuple(tensor.shape) for tensor in held.values()})
+        by_rank = {rank: grad * scale for rank, grad in by_rank.items()}
+    joined = _assembled(expected, list(by_rank.values()))
+    if joined is not None:
+        return _difference(key, expected, joined, tuple(by_rank), noise)
+    shapes = sorted({tuple(tensor.shape) for tensor in by_rank.values()})
     if any(shape != tuple(expected.shape) for shape in shapes):
         if key.phase is Phase.STATE:
             return None  # Flat pieces of it.
         return _incomparable(
-            key, tuple(held), f"its shape is {shapes[0]}, of which no joining makes {tuple(expected.shape)}"
+            key, tuple(by_rank), f"its shape is {shapes[0]}, of which no joining makes {tuple(expected.shape)}"
         )
-    each = [_difference(key, expected, tensor, (rank,), noise) for rank, tensor in held.items()]
-    worst = max(each, key=lambda compared: compared.ratio)
+    of_ranks = [_difference(key, expected, tensor, (rank,), noise) for rank, tensor in by_rank.items()]
+    worst = max(of_ranks, key=lambda comparison: comparison.ratio)
     if key.phase is Phase.OUTPUT_GRADIENT and worst.ratio > BUG_RATIO:
-        # Of what is the same for all samples, as the embedding of positions, each rank has a summand.
-        total = torch.stack([tensor.double() for tensor in held.values()]).sum(0).to(expected.dtype)
-        worst = min(worst, _difference(key, expected, total, tuple(held), noise), key=lambda compared: compared.ratio)
+        # An output that all samples share, such as an embedding of positions: each rank has a summand of its gradient.
+        total = torch.stack([tensor.double() for tensor in by_rank.values()]).sum(0).to(expected.dtype)
+        of_total = _difference(key, expected, total, tuple(by_rank), noise)
+        worst = min(worst, of_total, key=lambda comparison: comparison.ratio)
     return worst
 
 
@@ -205,25 +209,25 @@ def _assembled(expected: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
     return None
 
 
-def _difference(key: Key, expected: Tensor, found: Tensor, ranks: tuple[int, ...], noise: float) -> _Compared:
-    if tuple(expected.shape) != tuple(found.shape):
-        return _incomparable(key, ranks, f"its shape is {tuple(found.shape)}, expected {tuple(expected.shape)}")
+def _difference(key: Key, expected: Tensor, actual: Tensor, ranks: tuple[int, ...], noise: float) -> _Compared:
+    if tuple(expected.shape) != tuple(actual.shape):
+        return _incomparable(key, ranks, f"its shape is {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     if not expected.numel():
         return _Compared(key, 0.0, True, None)
-    if torch.equal(expected, found.to(expected.dtype)) and not expected.isnan().any():
+    if torch.equal(expected, actual.to(expected.dtype)) and not expected.isnan().any():
         return _Compared(key, 0.0, True, None)
     if expected.is_complex():
-        expected, found = torch.view_as_real(expected), torch.view_as_real(found.to(expected.dtype))
-    wide, other = expected.double().flatten(), found.double().flatten()
-    apart = (wide - other).abs()
-    apart[(wide == other) | (wide.isnan() & other.isnan())] = 0.0
-    apart[apart.isnan()] = math.inf
-    place = int(apart.argmax())
-    ratio = float(apart[place]) / noise if noise else math.inf if float(apart[place]) else 0.0
+        expected, actual = torch.view_as_real(expected), torch.view_as_real(actual.to(expected.dtype))
+    expected_values, actual_values = expected.double().flatten(), actual.double().flatten()
+    distance = (expected_values - actual_values).abs()
+    distance[(expected_values == actual_values) | (expected_values.isnan() & actual_values.isnan())] = 0.0
+    distance[distance.isnan()] = math.inf
+    place = int(distance.argmax())
+    ratio = float(distance[place]) / noise if noise else math.inf if float(distance[place]) else 0.0
     index = tuple(int(each) for each in torch.unravel_index(torch.tensor(place), expected.shape))
-    values = float(wide[place]), float(other[place])
+    values = float(expected_values[place]), float(actual_values[place])
     difference = FirstDifference(key.step, key.phase.value, key.name, ranks, index, *values, ratio)
-    return _Compared(key, ratio, float(apart[place]) == 0.0, difference, bool(wide.isnan().any()))
+    return _Compared(key, ratio, float(distance[place]) == 0.0, difference, bool(expected_values.isnan().any()))
 
 
 def _incomparable(key: Key, ranks: tuple[int, ...], why: str) -> _Compared:

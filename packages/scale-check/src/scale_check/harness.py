@@ -82,10 +82,10 @@ class _Program:
         recorder = Recorder()
         with recorder.hooks():
             for batch in self.batches:
-                mine = (
+                local_batch = (
                     batch if self.data == "all" else pytree.tree_map(lambda leaf: _part(leaf, rank, num_ranks), batch)
                 )
-                loss = self.step(model, optimizer, mine)
+                loss = self.step(model, optimizer, local_batch)
                 if loss is not None:
                     recorder.add_loss(loss)
         return recorder.recording
@@ -106,23 +106,23 @@ def parity(
 ) -> Report:
     """Compares a wrapped program on several ranks with the plain one in one process, tensor by tensor, in time.
 
-    Compared are: the outputs of all modules, the loss, the gradients of these outputs and of the parameters, and after
-    each step weights, buffers and the optimizer's state. Differences are told beside the rounding of the program, which
-    is measured, so there is no tolerance to choose.
+    It compares the outputs of all modules, the loss, the gradients of these outputs and of the parameters, and after
+    each step weights, buffers and the optimizer's state. Each difference is a multiple of the program's own rounding,
+    which is measured, so you choose no tolerance.
 
     Args:
         build: Returns the plain model; functions are at the top level of a module, as for `run_ranks`.
         step: One step of training, `step(model, optimizer, batch)`: forward, backward, `optimizer.step()`. It returns
             the loss, a mean over the samples of its batch, or None.
-        wrap: Makes of the plain model that of a rank, as `DistributedDataParallel` or `fully_shard` does.
+        wrap: Wraps the plain model on each rank, as `DistributedDataParallel` or `fully_shard` does.
         ranks: How many processes; gloo connects them.
         batches: The batches of all ranks together, one for each step: trees of tensors whose first dimension is the
             samples, as many on each rank.
         optimizer: Builds the optimizer of the parameters; SGD with momentum by default.
         data: "split" gives each rank its part of the samples, as data parallelism needs, and "all" all of them, as
             tensor parallelism does.
-        dtype: What the model and floating-point batches are converted to. In float64 a wrong number is far above any
-            rounding; None leaves them as they are.
+        dtype: The dtype of the model and of floating-point batches. In float64 a bug is far above any rounding; None
+            converts nothing.
         seed: Set before `build`, alike in all processes.
         limit_seconds: For the ranks.
 
@@ -140,9 +140,9 @@ def parity(
         >>> report.verdict
         <ParityVerdict.EQUAL: 'equal to the bit'>
     """
-    given = tuple(pytree.tree_map(lambda leaf: _converted(leaf, dtype), batch) for batch in batches)
-    _check_divides(given, ranks if data == "split" else 1)
-    program = _Program(build, step, wrap, optimizer, given, data, dtype, seed)
+    converted = tuple(pytree.tree_map(lambda leaf: _converted(leaf, dtype), batch) for batch in batches)
+    _check_divides(converted, ranks if data == "split" else 1)
+    program = _Program(build, step, wrap, optimizer, converted, data, dtype, seed)
     with torch.random.fork_rng(devices=[]):
         plain = program.run(None, 0, 1)
         _check_draws_nothing(plain)

@@ -85,8 +85,8 @@ def full_value(tensor: Tensor) -> Tensor:
     """The full tensor of one that may be a shard, on the host; called on all ranks that have a part of it."""
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     with torch.no_grad():
-        whole = tensor.detach() if gather is None else gather().detach()
-        return whole.to("cpu", copy=True)
+        full = tensor.detach() if gather is None else gather().detach()
+        return full.to("cpu", copy=True)
 
 
 class Recorder:

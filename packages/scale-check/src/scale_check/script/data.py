@@ -1,7 +1,7 @@
-"""The samples of a script: what each rank has had is kept, and the one process gets that of all ranks together.
+"""The samples of a script: each rank keeps its own, and the one process gets the samples of all ranks.
 
-Kept is what `DataLoader`s give. A script that has none gets its samples in the calls of its model: then the positional
-arguments of these are kept, and take the place of those of the one process.
+They are the batches of `DataLoader`s. In a script without a loader they are the positional arguments of the model,
+which replace the arguments in the one process.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Samples:
 
     @classmethod
     def together(cls, ranks: Sequence[Samples]) -> Samples:
-        """The samples of all ranks in one: those of rank 0 first.
+        """Joins the samples of all ranks, rank 0 first.
 
         Raises:
             SamplesError: Some ranks have read a loader that others have not, or their batches have other structures.
         """
-        whole = cls()
-        whole.lengths = dict(ranks[0].lengths)
+        samples = cls()
+        samples.lengths = dict(ranks[0].lengths)
         if any(rank.of_loaders.keys() != ranks[0].of_loaders.keys() for rank in ranks):
             raise SamplesError("some ranks read a DataLoader that others don't: their samples can't be put together")
         for number in ranks[0].of_loaders:
             iterations = zip(*(rank.of_loaders[number] for rank in ranks), strict=False)
-            whole.of_loaders[number] = [
+            samples.of_loaders[number] = [
                 [joined(batches, f"DataLoader number {number + 1}") for batches in zip(*each, strict=False)]
                 for each in iterations
             ]
-        if not whole.of_loaders:
+        if not samples.of_loaders:
             of_model = zip(*(rank.of_model for rank in ranks), strict=False)
-            whole.of_model = [joined(args, "the arguments of the model") for args in of_model]
-        return whole
+            samples.of_model = [joined(args, "the arguments of the model") for args in of_model]
+        return samples
 
 
 def joined(batches: Sequence[Any], what: str = "a batch") -> Any:
@@ -89,12 +89,12 @@ def keeping(samples: Samples) -> Iterator[None]:
     """Keeps what the loaders of this process give."""
 
     def read(loader: DataLoader[Any], number: int, batches: Iterator[Any]) -> Iterator[Any]:
-        kept: list[Any] = []
-        samples.of_loaders.setdefault(number, []).append(kept)
+        iteration: list[Any] = []
+        samples.of_loaders.setdefault(number, []).append(iteration)
         with suppress(TypeError):  # A stream has no length.
             samples.lengths[number] = len(loader)
         for batch in batches:
-            kept.append(_copied(batch))
+            iteration.append(_copied(batch))
             yield batch
 
     with _loaders_read_by(read, lambda number, length: length):
@@ -103,11 +103,11 @@ def keeping(samples: Samples) -> Iterator[None]:
 
 @contextmanager
 def replaying(samples: Samples) -> Iterator[None]:
-    """Has the loaders of this process give these samples, and say the lengths that those of the ranks have."""
-    given = {number: iter(iterations) for number, iterations in samples.of_loaders.items()}
+    """Has the loaders of this process give these samples, with the lengths of the ranks' loaders."""
+    iterations_of = {number: iter(iterations) for number, iterations in samples.of_loaders.items()}
 
     def read(loader: DataLoader[Any], number: int, batches: Iterator[Any]) -> Iterator[Any]:
-        yield from next(given.get(number, iter(())), [])
+        yield from next(iterations_of.get(number, iter(())), [])
 
     with _loaders_read_by(read, lambda number, length: samples.lengths.get(number, length)):
         yield
@@ -117,7 +117,7 @@ def replaying(samples: Samples) -> Iterator[None]:
 def _loaders_read_by(
     read: Callable[[DataLoader[Any], int, Iterator[Any]], Iterator[Any]], length_of: Callable[[int, int], int]
 ) -> Iterator[None]:
-    own_iter, own_len = DataLoader.__iter__, DataLoader.__len__
+    original_iter, original_len = DataLoader.__iter__, DataLoader.__len__
     numbers: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
 
     def number_of(loader: DataLoader[Any]) -> int:
@@ -126,16 +126,16 @@ def _loaders_read_by(
     counter = count()
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        return read(self, number_of(self), own_iter(self))
+        return read(self, number_of(self), original_iter(self))
 
     def length(self: DataLoader[Any]) -> int:
-        return length_of(number_of(self), own_len(self))
+        return length_of(number_of(self), original_len(self))
 
     DataLoader.__iter__, DataLoader.__len__ = iterate, length  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        DataLoader.__iter__, DataLoader.__len__ = own_iter, own_len  # type: ignore[method-assign]
+        DataLoader.__iter__, DataLoader.__len__ = original_iter, original_len  # type: ignore[method-assign]
 
 
 def _copied(batch: Any) -> Any:

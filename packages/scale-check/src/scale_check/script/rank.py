@@ -79,13 +79,13 @@ class ScriptRecorder(Recorder):
         return replaced
 
     def _arguments(self, args: Any) -> Any:
-        """Those of all ranks together, for the one process of a script without loaders."""
+        """The joined arguments of all ranks, in the one process of a script without loaders; else None."""
         if self._task.samples is None:
             self._samples.of_model.append(args)
             return None
-        given = self._task.samples
+        samples = self._task.samples
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        return given.of_model[number] if not given.of_loaders and number < len(given.of_model) else None
+        return samples.of_model[number] if not samples.of_loaders and number < len(samples.of_model) else None
 
 
 def _end() -> NoReturn:
@@ -94,13 +94,13 @@ def _end() -> NoReturn:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Takes the random numbers of dropout away: they are others on each rank, in a script that is right."""
+    """Switches dropout off: also in a right script each rank draws its own random numbers."""
     attention = functional.scaled_dot_product_attention
-    owns = {name: getattr(functional, name) for name in _DROPOUTS}
+    originals = {name: getattr(functional, name) for name in _DROPOUTS}
 
-    def without(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def without(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-            return own(input, 0.0, training, inplace)
+            return original(input, 0.0, training, inplace)
 
         return dropout
 
@@ -110,14 +110,14 @@ def without_dropout() -> Iterator[None]:
         return attention(*args, **{**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})
 
     functional.scaled_dot_product_attention = scaled_dot_product_attention
-    for name, own in owns.items():
-        setattr(functional, name, without(own))
+    for name, original in originals.items():
+        setattr(functional, name, without(original))
     try:
         yield
     finally:
         functional.scaled_dot_product_attention = attention
-        for name, own in owns.items():
-            setattr(functional, name, own)
+        for name, original in originals.items():
+            setattr(functional, name, original)
 
 
 def seed_everything(seed: int) -> None:
