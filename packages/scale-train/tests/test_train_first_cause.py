@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from program_folder import enter_program_folder
 
 # An error that nobody expects, or a kill, in the third step of one rank.
 PROGRAM = """
@@ -35,11 +36,7 @@ OPTIONS = (
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "PYTHONWARNINGS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    Path("text").write_bytes(bytes((7 * index * index) % 26 + 97 for index in range(3_000)))
+    enter_program_folder(tmp_path, monkeypatch)
     Path("program.py").write_text(PROGRAM)
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from program_folder import TEXT, enter_program_folder
 
 from scale_core.comm.group import group_of
 from scale_core.testing import faults, run_ranks
@@ -25,7 +26,6 @@ ARGUMENTS = (
     f"--steps {STEPS} --warmup 2 --sample-length 0 --device cpu --ranks 2 --log-every 1 --log-format json"
 ).split()
 
-TEXT = bytes((7 * index * index) % 26 + 97 for index in range(3_000))
 UNDER_TORCHRUN = " ".join(ARGUMENTS).replace("--ranks 2 ", "").split()
 
 
@@ -73,13 +73,7 @@ def losses(run: str) -> dict[int, float]:
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # Warnings are errors here, not in the program that is started: Python's multiprocessing itself has some at its end.
-    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
-    Path("text").write_bytes(TEXT)
+    enter_program_folder(tmp_path, monkeypatch)
 
 
 def train_here(options: Options) -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from program_folder import enter_program_folder
 
 from scale_core.file_lock import Lock
 from scale_train.cli import main
@@ -36,13 +37,8 @@ ARGUMENTS = ["lm", *OPTIONS.split()]
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    enter_program_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(run_lock, "_PATIENCE_SECONDS", 0.5)
-    Path("text").write_bytes(bytes((7 * index * index) % 26 + 97 for index in range(3_000)))
 
 
 def holder(folder: Path) -> subprocess.Popen:
