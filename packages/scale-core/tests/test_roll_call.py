@@ -7,11 +7,20 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from scale_core.errors import LaunchError
-from scale_core.launch.roll_call import RankFacts, compare, differences, facts_of, roll_call, versions
+from scale_core.launch.roll_call import (
+    RankFacts,
+    compare,
+    differences,
+    facts_of,
+    grace,
+    roll_call,
+    versions,
+    warn_lead,
+)
 
 
 def facts(rank: int, world_size: int = 2, torch: str = "2.13.0", config: Any = None) -> RankFacts:
-    return RankFacts(rank, world_size, {"torch": torch}, config)
+    return RankFacts(rank, world_size, {"torch": torch}, config, job="the test")
 
 
 def call_all(store: Any, everyone: list[RankFacts], timeout: float = 60.0) -> list[str]:
@@ -64,6 +73,37 @@ def test_what_ranks_that_have_ended_left_in_the_store_is_passed_over() -> None:
 )
 def test_ranks_that_do_not_belong_together_all_hear_why(everyone: list[RankFacts], message: str) -> None:
     assert all(told.startswith(message) for told in call_all(HashStore(), everyone))
+
+
+def of_job(job: str, origin: str) -> RankFacts:
+    return RankFacts(0, 2, {}, None, job, origin)
+
+
+def test_ranks_of_one_launcher_begin_at_once_and_others_give_time_to_contradict() -> None:
+    assert grace([of_job("Slurm 7", "a"), of_job("Slurm 7", "b")], 300) == 0
+    by_hand = grace([of_job("", "a"), of_job("", "a")], 300)
+    elsewhere = grace([of_job("", "a"), of_job("", "b")], 300)
+    assert 0 < by_hand < elsewhere == grace([of_job("Slurm 7", "a"), of_job("Slurm 8", "b")], 300)
+    assert grace([of_job("", "a"), of_job("", "b")], 4) == 1  # The others wait no longer than the limit.
+
+
+def test_a_second_rank_0_ends_a_start_and_does_not_disturb_a_job_that_has_begun() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    told = [""]
+
+    def lead() -> None:
+        with pytest.raises(LaunchError) as caught:
+            roll_call(store, facts(0), 60.0)
+        told[0] = str(caught.value)
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    warn_lead(store, RankFacts(0, 2, {}, None, process="process 8"))
+    thread.join()
+    assert told[0].startswith("two ranks have RANK=0, the other is process 8; two jobs are at this port")
+    names = call_all(store, [facts(0), facts(1)])
+    assert warn_lead(store, facts(0)) == facts(0).process and names[0] == names[1]
 
 
 def test_who_did_not_come_is_named_on_every_rank() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
-from scale_core import ContractError
+from scale_core import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 
@@ -53,6 +53,67 @@ def outcomes() -> dict[str, str]:
         optimizers = [OSS(layers.parameters(), SGD, lr=0.4)]
         said[f"oss {differ}"] = train(DistributedDataParallel(layers), optimizers, rank, differ)
     return said
+
+
+class Failing(Adam):
+    """Raises where it is told to, before its part of a step or in the middle."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.fails:
+            self.param_groups[0]["params"][0].add_(1)
+            raise MemoryError("no memory for the step")
+        super().step()
+
+
+def without_memory(wrapping: str, rank: int) -> str:
+    """The program catches that one rank has no memory for its second step, and goes on."""
+    layers = model()
+    together = wrapping == "together"
+    inner = SGD if wrapping == "in turn" else Failing
+    optimizer = OSS(layers.parameters(), inner, lr=0.1, together=together, bucket_numel=40, limit_seconds=60)
+    wrapped = (DistributedDataParallel if wrapping == "ddp" else ShardedDataParallel)(
+        *((layers,) if wrapping == "ddp" else (layers, optimizer))
+    )
+    original = optimizer.optim.step
+
+    def fail(**_: object) -> None:
+        raise MemoryError("no memory for the step")
+
+    for number in range(4):
+        fails = number == 1 and rank == (0 if together else 1)
+        Failing.fails = fails
+        if inner is SGD:
+            optimizer.optim.step = fail if fails else original  # type: ignore[method-assign]
+        try:
+            wrapped(torch.ones(2, 6, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+        except MemoryError:
+            if wrapping in ("ddp", "together"):  # The others have heard of it in this step.
+                return f"{number}: its own"
+        except ScaleDistributedError as error:
+            return f"{number}: {type(error).__name__}: {error}"
+    return "nothing"
+
+
+def outcomes_without_memory() -> dict[str, str]:
+    return {
+        wrapping: without_memory(wrapping, dist.get_rank()) for wrapping in ("sharded", "in turn", "ddp", "together")
+    }
+
+
+@pytest.mark.fault(101)
+def test_a_step_without_memory_on_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(outcomes_without_memory, 2)
+    for said in (first, second):
+        assert said["sharded"].startswith("2: ContractError: ")
+        assert "rank 0: OSS; rank 1: OSS that failed with MemoryError" in said["sharded"]
+        assert "go back to the last checkpoint" in said["sharded"]
+        assert "rank 0: OSS; rank 1: OSS that failed with MemoryError" in said["in turn"]
+    assert first["ddp"].startswith("1: ContractError: ") and second["ddp"] == "1: its own"
+    assert "MemoryError: no memory for the step. They may be updated in part" in second["together"], second
 
 
 @pytest.fixture(scope="module")

@@ -24,12 +24,12 @@ from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.compat import profiler_runs
-from scale_core.consistency.all_ranks import call_on_all_ranks
+from scale_core.consistency.all_ranks import all_gather_json, call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import check_interval, compare_replicas
 from scale_core.consistency.execution_order import message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
-from scale_core.errors import renamed_arguments
+from scale_core.errors import ScaleDistributedError, recovery_hint, renamed_arguments
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
@@ -241,7 +241,8 @@ class OSS(OSSStateDictMixin):
 
         Raises:
             RuntimeError: Gradients have not been reduced, or a rank can't be reached.
-            ContractError: Ranks have other hyperparameters, for example of a scheduler that saw other losses. With
+            ContractError: Ranks have other hyperparameters, for example of a scheduler that saw other losses; or the
+                step of `optim` has raised on some rank, as without memory, which raises its own error. With
                 `ShardedDataParallel` it is raised at the end of the next backward pass.
         """
         return self._step(closure, kwargs)
@@ -266,12 +267,18 @@ class OSS(OSSStateDictMixin):
         for bucket in self.full_param_buckets:
             bucket.prepare()
         copy_options(self.param_groups, self.optim.param_groups)
-        self._step_optimizer(kwargs)
+        failure = self._step_optimizer(kwargs)
+        if failure is not None:
+            self.recorded_steps.mark_failed(failure)
         copy_options(self.optim.param_groups, self.param_groups)
         for shards in self.in_place_buckets:
             shards.mark_updated()
-        if self.buckets and not self.gets_reduced_gradients:  # No pass of ours compares; beside the all-gathers.
-            self.contract.compare_steps()
+        try:
+            if self.buckets and not self.gets_reduced_gradients:  # No pass of ours compares; beside the all-gathers.
+                self.contract.compare_steps()
+        finally:
+            if failure is not None:
+                raise failure
         self._wait_unless_overlapped()
         return loss
 
@@ -458,29 +465,44 @@ class OSS(OSSStateDictMixin):
             bucket.prepare_step()
 
     @on_local_tensors
-    def _step_optimizer(self, kwargs: Mapping[str, Any]) -> None:
-        """Steps on this rank's shard and starts the all-gathers of the buckets."""
+    def _step_optimizer(self, kwargs: Mapping[str, Any]) -> Exception | None:
+        """Steps on this rank's shard and starts the all-gathers of the buckets.
+
+        Returns what the inner optimizer has raised. The rank still takes part in all collectives of the step.
+        """
         here = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
         parts = [bucket.optimizer_params for bucket in self.buckets]
         if self._optim_class in KINDS and len(parts) > 1 and not self.full_param_buckets and not self.together:
             turns = [params or None for params in (*parts, here)]
-            step_in_turn(self.optim, turns, self.contract, kwargs, self._gather_bucket)
-            return
+            return step_in_turn(self.optim, turns, self.contract, kwargs, self._gather_bucket)
         # An unknown optimizer takes one step: it may count its calls.
+        failure = None
         if self.together:
             call_on_one_rank(self.optim, self.contract, "step", (), kwargs, self.buckets)
         elif self.full_param_buckets:
             here += [param for params in parts for param in params]
             try:
-                step_in_turn(self.optim, self._full_parts(here), self.contract, kwargs)
+                failure = step_in_turn(self.optim, self._full_parts(here), self.contract, kwargs)
             except BaseException:
                 for bucket in self.full_param_buckets:
                     bucket.release()
                 raise
+            self._raise_if_one_failed(failure)
         else:
-            self.optim.step(**kwargs)
+            failure = _failure_of(lambda: self.optim.step(**kwargs), self.contract)
         for number in range(len(parts)):
             self._gather_bucket(number)
+        return failure
+
+    def _raise_if_one_failed(self, failure: Exception | None) -> None:
+        """Raises on all ranks where the step of one has: each updates full parameters for the others."""
+        reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        reasons = all_gather_json(reason, self.contract, f"the step of {self._optim_class.__name__}")
+        if failure is not None:
+            raise failure
+        for rank, reason in enumerate(reasons):
+            if reason:
+                raise _failed_step(f"{self._optim_class.__name__}.step()", rank, reason)
 
     def _full_parts(self, local_params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
         """Yields what to step on: local parameters, if any rank has some, and gathered full parameters of buckets.
@@ -557,13 +579,22 @@ def call_on_one_rank(
     group, packed, result = contract.group, "", None
     pieces = [piece for bucket in buckets for piece in bucket.pieces]
     has_grads = [piece.grad is not None for piece in pieces]
+    failure: Exception | None = None
     if group.rank == 0:
-        result = getattr(optim, name)(*args, **kwargs)
+        try:
+            result = getattr(optim, name)(*args, **kwargs)
+        except Exception as error:
+            failure = error
         options = [{key: value for key, value in options.items() if key != "params"} for options in optim.param_groups]
-        packed = pickle.dumps((options, [piece.grad is not None for piece in pieces])).hex()
+        reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        packed = pickle.dumps((options, [piece.grad is not None for piece in pieces], reason)).hex()
     with contract.waiting("the owner's options"):
         packed = exchange_text(packed, group, limit_seconds=contract.limit_seconds)[0]
-    options, keeps_grads = pickle.loads(bytes.fromhex(packed))
+    options, keeps_grads, reason = pickle.loads(bytes.fromhex(packed))
+    if failure is not None:
+        raise failure
+    if reason:
+        raise _failed_step(f"{type(optim).__name__}.{name}()", 0, reason)
     copy_options(options, optim.param_groups)
     params = [param for bucket in buckets for param in bucket.params]
     for param, piece, had_grad, keeps_grad in zip(params, pieces, has_grads, keeps_grads, strict=True):
@@ -573,29 +604,54 @@ def call_on_one_rank(
     return result
 
 
+def _failed_step(call: str, rank: int, reason: str) -> ScaleDistributedError:
+    return ScaleDistributedError(
+        f"{call} has raised on rank {rank}, which updates parameters for all: {reason}. They may be updated in part: "
+        f"{recovery_hint()}",
+        rank=rank,
+    )
+
+
 def step_in_turn(
     optim: Optimizer,
     parts: Iterable[Sequence[nn.Parameter] | None],
     contract: Contract,
     kwargs: Mapping[str, Any],
     after_part: Callable[[int], None] | None = None,
-) -> None:
+) -> Exception | None:
     """Steps on one part of the parameters after the other, so that each is sent beside the next step.
 
     `optim` looks at one parameter at a time; a part that is None has nothing to step on. `after_part` is called with
-    the number of each part when it is updated.
+    the number of each part when it is updated. Returns what `optim` has raised; it steps on no part after that.
     """
     groups = stepped = optim.param_groups
+    failure: Exception | None = None
+
+    def step(params: Sequence[nn.Parameter]) -> None:
+        nonlocal stepped
+        stepped = _step_params(optim, params, kwargs)
+
     try:
         for number, params in enumerate(parts):
-            if params is not None:
-                stepped = _step_params(optim, params, kwargs)
+            if params is not None and failure is None:
+                failure = _failure_of(functools.partial(step, params), contract)
             if after_part is not None:
                 after_part(number)
     except BaseException as error:
         contract.report_failure(error)
         raise
     copy_options(stepped, groups)
+    return failure
+
+
+def _failure_of(step: Callable[[], object], contract: Contract) -> Exception | None:
+    """Calls an optimizer's step; returns what it raises, which the others can read."""
+    try:
+        step()
+    except Exception as error:
+        contract.report_failure(error)
+        return error
+    return None
 
 
 def _step_params(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -132,8 +132,8 @@ def compare_replicas(named: Sequence[tuple[str, Tensor]], contract: Contract, st
         here = {piece.key: piece.title for piece in pieces}
         titles = all_gather_json([here.get(key, "") for key in diverged], contract, _COMPARISON)
         named_by_rank = [next(filter(None, names)) for names in zip(*titles, strict=True)]
-        found = [_Divergence(name, held[key]) for name, key in zip(named_by_rank, diverged, strict=True)]
-        raise _divergence_error(found, len(held), step)
+        found = [Divergence(name, held[key]) for name, key in zip(named_by_rank, diverged, strict=True)]
+        raise divergence_error(found, len(held), step)
 
 
 @torch.no_grad()
@@ -188,7 +188,7 @@ class _Piece(NamedTuple):
     key: int  # of the same elements of the same tensor on all ranks; not 0
 
 
-class _Divergence(NamedTuple):
+class Divergence(NamedTuple):
     """A piece that ranks hold with different values."""
 
     title: str
@@ -267,7 +267,7 @@ def _sums(tensor: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _divergence_error(found: Sequence[_Divergence], num_compared: int, step: int) -> DivergenceError:
+def divergence_error(found: Sequence[Divergence], num_compared: int, step: int) -> DivergenceError:
     """The error that all ranks raise; the ranks in its text are those of the group."""
     apart = sorted({rank for each in found for ranks in each.ranks_by_values[1:] for rank in ranks})
     lines = [f"  {each}" for each in found[:_NAMED]]

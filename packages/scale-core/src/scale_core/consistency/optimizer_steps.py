@@ -87,6 +87,12 @@ class OptimizerSteps:
         self._steps.append(_Step(id(optimizer), type(optimizer).__name__, names, list(number_of), numbers, params))
         self._has_any = True
 
+    def mark_failed(self, error: Exception) -> None:
+        """Records that the last step has raised, perhaps on this rank alone."""
+        if self._steps:
+            last = self._steps.pop()
+            self._steps.append(last._replace(kind=f"{last.kind} that failed with {type(error).__name__}"))
+
     def status(self) -> int:
         """Returns a number that is equal where kinds, hyperparameters and the number of steps are."""
         fingerprint = fingerprint_of(*(step[1:-1] for step in self._steps)) if self._steps else 0

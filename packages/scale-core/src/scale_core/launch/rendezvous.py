@@ -24,7 +24,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import process_limit
 from scale_core.errors import LaunchError, renamed_arguments
 from scale_core.launch.parent import die_with_parent, is_orphan
-from scale_core.launch.roll_call import facts_of, roll_call
+from scale_core.launch.roll_call import RankFacts, facts_of, roll_call, warn_lead
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -146,6 +146,16 @@ def _what_listens(host: str, port: int) -> str:
     return "something listens there, and has not answered as torch's store does: look whether it is rank 0"
 
 
+def _who_has(host: str, port: int, mine: RankFacts) -> str:
+    """Who has the port on which rank 0 would serve; another job's rank 0 is told that there is this one."""
+    lead = ""
+    with suppress(Exception):  # torch has several types for it, and no common one
+        lead = warn_lead(prefixed("scale", _open_within(host, port, serve=False, timeout=_REFUSAL_SECONDS)), mine)
+    if lead:
+        return f"another job has its store there, with {lead} as rank 0: choose another MASTER_PORT"
+    return "another program has this port"
+
+
 def prefixed(name: str, store: Any) -> Any:
     """A view of a store with its own key prefix."""
     return cast(Any, dist).PrefixStore(name, store)
@@ -217,7 +227,7 @@ def _rendezvous(place: _RankEnvironment, timeout: float, config: object) -> Any:
             serve = place.rank == 0 and not place.agent_has_store
             _stores[address] = _open_within(*address, serve=serve, timeout=timeout)
     except Exception as error:  # torch has several types for it, and no common one
-        taken = "another program has this port" if "ADDRINUSE" in str(error) else _what_listens(place.host, place.port)
+        taken = _who_has(*address, mine) if "ADDRINUSE" in str(error) else _what_listens(*address)
         raise _error(f"no store at {place.host}:{place.port} within {timeout:g} s: {taken}") from error
     store = prefixed("scale", _stores[address])
     try:

@@ -3,13 +3,21 @@
 torchrun's agent keeps its store over restarts, and the counts of restarts of two machines may differ. So nothing that a
 launcher counts names a start: rank 0 draws a name and announces it, every rank answers under it, and rank 0 sets the
 verdict that all wait for. Answers of ranks that have ended stand under other names.
+
+Two jobs that were given one port meet in one store: a rank 0 that finds the port taken says so there (`warn_lead`).
+Until it does, a rank of one job can stand for that of the other. So where no launcher says that the ranks are of one
+job, rank 0 gives others some seconds to contradict, before any rank begins.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import os
 import platform
+import re
+import socket
 import sys
 import time
 import uuid
@@ -27,24 +35,56 @@ if TYPE_CHECKING:
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.2  # between two looks at the store
 _STAY_SECONDS = 0.5  # of a rank that hosts the store, so that the others read why it leaves
+# Seconds for ranks of another job to come: where this job's ranks have one origin, and where they have several.
+_SHORT_GRACE, _LONG_GRACE = 1.0, 5.0
+_JOB_IDS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID")
+# Variables that say which rank of a job this is, which device it has, or by which process it was started.
+_OF_RANK = re.compile("RANK|LOCAL|PROC|NODE|DEVICE|PID|SHLVL|^_$")
+_TWO_JOBS = "two jobs are at this port: give each a MASTER_PORT of its own"
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank says of itself; all but `rank` has to be the same on all ranks."""
+    """What a rank says of itself; all but `rank` and how it was started has to be the same on all ranks."""
 
     rank: int
     world_size: int
     versions: dict[str, str]
     config: Any  # as JSON gives it back
+    job: str = ""  # the launcher's name for the job
+    origin: str = ""  # equal where processes were started in one place, by one process
+    process: str = ""  # for people
 
 
 def facts_of(rank: int, world_size: int, config: object) -> RankFacts:
     """This rank's facts; a TypeError where `config` is nothing that JSON knows."""
     try:
-        return RankFacts(rank, world_size, versions(), json.loads(json.dumps(config)))
+        known = json.loads(json.dumps(config))
     except (TypeError, ValueError) as error:
         raise TypeError(f"expected a config of what JSON knows (dict, list, str, numbers): {error}") from error
+    process = f"process {os.getpid()} on {socket.gethostname()}, {' '.join(sys.argv)[:100]}"
+    return RankFacts(rank, world_size, versions(), known, _job(), _origin(), process)
+
+
+def _job() -> str:
+    names = [f"{name}={os.environ[name]}" for name in _JOB_IDS if os.environ.get(name, "none") != "none"]
+    if not names and "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"the agent {os.getppid()} on {socket.gethostname()}"
+    return " ".join(names)
+
+
+def _origin() -> str:
+    variables = sorted(item for item in os.environ.items() if not _OF_RANK.search(item[0]))
+    parts = (socket.gethostname(), os.getppid(), os.getcwd(), sys.argv, variables)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def grace(answers: Sequence[RankFacts], timeout: float) -> float:
+    """For how many seconds ranks of another job may contradict: none where a launcher says that this is one job."""
+    jobs, origins = ({getattr(answer, name) for answer in answers} for name in ("job", "origin"))
+    if len(jobs) == 1 and "" not in jobs:
+        return 0.0
+    return min(_SHORT_GRACE if len(origins) == 1 else _LONG_GRACE, timeout / 4)
 
 
 def versions() -> dict[str, str]:
@@ -69,20 +109,28 @@ def roll_call(store: Store, mine: RankFacts, timeout: float) -> str:
 
 def _lead(store: Store, mine: RankFacts, deadline: float, timeout: float) -> tuple[str, str]:
     name = uuid.uuid4().hex
+    store.set(f"{name}/lead", mine.process)
     store.set("start", name)
     answers = [mine]
     trouble = remark = ""
-    while not trouble and len(answers) < mine.world_size:
+    all_came = 0.0  # when
+    while not trouble:
         answers += _answers(store, name, len(answers))
         trouble, remark = compare(answers)
         if (later := store.get("start").decode()) != name:  # The other one reads this answer, and says the same.
             _answer(store, later, mine)
             trouble = "two ranks have RANK=0"
-        if not trouble and len(answers) < mine.world_size:
-            if time.monotonic() > deadline:
-                trouble = _absent(answers, mine.world_size, timeout)
-            else:
-                time.sleep(_SHORTEST_SECONDS)
+        if store.check([f"{name}/other lead"]):
+            trouble = f"two ranks have RANK=0, the other is {store.get(f'{name}/other lead').decode()}; {_TWO_JOBS}"
+        now = time.monotonic()
+        if not trouble and len(answers) == mine.world_size:
+            all_came = all_came or now
+            if now >= all_came + grace(answers, timeout):
+                break
+        elif not trouble and now > deadline:
+            trouble = _absent(answers, mine.world_size, timeout)
+        if not trouble:
+            time.sleep(_SHORTEST_SECONDS)
     store.set(f"{name}/verdict", json.dumps([trouble, remark]))
     if remark:
         warnings.warn(remark, RuntimeWarning, stacklevel=5)
@@ -92,7 +140,7 @@ def _lead(store: Store, mine: RankFacts, deadline: float, timeout: float) -> tup
 
 
 def _follow(store: Store, mine: RankFacts, deadline: float, timeout: float) -> tuple[str, str]:
-    name, pause = "", _SHORTEST_SECONDS
+    name, latest, pause = "", "", _SHORTEST_SECONDS
     while time.monotonic() < deadline:
         latest = store.get("start").decode() if store.check(["start"]) else ""
         is_new = latest not in ("", name)
@@ -105,8 +153,27 @@ def _follow(store: Store, mine: RankFacts, deadline: float, timeout: float) -> t
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_SECONDS)
     if not name:
-        return name, f"rank 0 of {mine.world_size} did not come within {timeout:g} s"
+        trouble = f"rank 0 of {mine.world_size} did not come within {timeout:g} s"
+        if latest and store.check([f"{latest}/lead"]):  # Of an earlier start of this job, or of another job.
+            lead = store.get(f"{latest}/lead").decode()
+            trouble += f"; a job that has begun has its store at this port, with {lead} as rank 0"
+        return name, trouble
     return name, _absent([RankFacts(0, 0, {}, None), *_answers(store, name, 1)], mine.world_size, timeout)
+
+
+def warn_lead(store: Store, mine: RankFacts) -> str:
+    """Tells the rank 0 whose store this is that there is another one; returns what that is, "" if it says nothing.
+
+    A start that has its verdict goes on: nobody of this rank's job is in it.
+    """
+    deadline = time.monotonic() + _SHORT_GRACE
+    while not store.check(["start"]):
+        if time.monotonic() > deadline:
+            return ""
+        time.sleep(_SHORTEST_SECONDS)
+    name = store.get("start").decode()
+    store.set(f"{name}/other lead", mine.process)
+    return store.get(f"{name}/lead").decode()
 
 
 def _answer(store: Store, name: str, mine: RankFacts) -> None:
@@ -139,7 +206,9 @@ def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
         if other.world_size != first.world_size:
             return f"WORLD_SIZE is {first.world_size} on rank {first.rank} and {other.world_size} on {who}", ""
         if other.rank in seen:
-            return f"two ranks have RANK={other.rank}", ""
+            twin = next(answer for answer in answers if answer.rank == other.rank)
+            who = f": {twin.process}; and {other.process}" if other.process else ""
+            return f"two ranks have RANK={other.rank}{who}", ""
         seen.add(other.rank)
         for what in first.versions.keys() & other.versions.keys():
             ours, theirs = first.versions[what], other.versions[what]

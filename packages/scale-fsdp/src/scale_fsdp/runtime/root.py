@@ -29,6 +29,7 @@ from torch import Tensor
 from scale_core import uneven_inputs
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.divergence import check_interval, compare_replicas
+from scale_core.consistency.equal_values import EqualValues
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
 from scale_core.errors import StepError
 from scale_core.flat.buffer import FlatBuffer
@@ -97,9 +98,10 @@ class Root(UnitContext):
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
         self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
         group = self.contract.group
-        has_replicas = any(unit.options.mesh_info.replicas.size > 1 for unit in self.units)
-        self._check_every = check_interval(self.outermost.options.check_replicas_every) if has_replicas else 0
+        self._has_replicas = any(unit.options.mesh_info.replicas.size > 1 for unit in self.units)
+        self._check_every = check_interval(self.outermost.options.check_replicas_every)
         self._num_training_passes = 0
+        self._equal_buffers = EqualValues(self._check_every)
         self.nonfinite = NonFiniteSearch(group.rank) if self.outermost.options.error_if_nonfinite else None
         check_units(self.units, group)
         self.contract.check_equal("how the model is built and wrapped", describe_units(self.units, group))
@@ -136,10 +138,7 @@ class Root(UnitContext):
         if self.contract.history.cycle and not self.contract.is_single_rank:
             self._end_skipped_backward()
         if self._check_every and torch.is_grad_enabled() and not self.contract.is_broken:
-            self._num_training_passes += 1
-            if self._num_training_passes % self._check_every == 1 % self._check_every:
-                named = list(self.outermost.module.named_parameters())
-                compare_replicas(named, self.contract, self.contract.step + 1)
+            self._compare_replicas()
         self.entry_unit = unit
         idle = self._idle_units()
         # Another method runs other units as a rule, or the same in another order: its passes are of another kind.
@@ -150,6 +149,15 @@ class Root(UnitContext):
             # What an earlier pass has left is gathered again: `param.data` can be written to without a trace.
             if member in idle or member.is_stale:
                 member.release()
+
+    def _compare_replicas(self) -> None:
+        """Compares, every so many training passes, copies of shards, and buffers."""
+        step, module = self.contract.step + 1, self.outermost.module
+        if self._has_replicas and self._num_training_passes % self._check_every == 0:
+            compare_replicas(list(module.named_parameters()), self.contract, step)
+        self._num_training_passes += 1
+        if self._equal_buffers.begin_pass():
+            self._equal_buffers.compare(list(module.named_buffers()), self.contract, step)
 
     def _end_skipped_backward(self) -> None:
         """A forward follows a forward: where other ranks have begun the backward of the first one, aborts that step.

@@ -1,0 +1,103 @@
+"""Comparison of tensors of which nobody has said whether ranks hold them alike: buffers, and layers built by hand.
+
+Some of them are equal on all ranks and stay so, such as a table of positions; others are each rank's own, such as a
+running statistic. Their history says which: what was equal on all ranks each time, as a constant or through several
+changes, has to stay equal. What has differed before that is each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scale_core import compat
+from scale_core.comm.collectives import exchange
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.divergence import Divergence, digests_of, divergence_error
+from scale_core.consistency.execution_order import fingerprint_of
+
+_FIRST = 3  # passes in which all are compared
+_ENOUGH = 2  # Comparisons, beside the first one, that found a tensor equal: it is no accident.
+_ESCAPE = "They were equal before. Where each rank is to have its own values there, pass check_replicas_every=0"
+_COMPARISON = "the comparison of values that were equal"
+
+
+@dataclass
+class _History:
+    """What was seen of a tensor that has been equal on all ranks each time."""
+
+    digest: int
+    num_repeats: int = 0
+    num_changes: int = 0
+
+
+class EqualValues:
+    """The tensors of one model that have been equal on all ranks so far.
+
+    Args:
+        every: After how many passes they are compared, beside the first three; 0 is never.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._num_passes = 0
+        self._histories: dict[str, _History] = {}
+        self._of_each_rank: set[str] = set()  # names of tensors that have differed, the same on all ranks
+
+    def begin_pass(self) -> bool:
+        """Counts a pass; returns whether the tensors are to be compared before it."""
+        self._num_passes += bool(self._every)
+        return bool(self._every) and (self._num_passes <= _FIRST or self._num_passes % self._every == 1 % self._every)
+
+    @torch.no_grad()
+    def compare(self, named: Sequence[tuple[str, Tensor]], contract: Contract, step: int) -> None:
+        """Compares tensors of floating point by name, any shape; all ranks of the contract call it together.
+
+        Raises:
+            DivergenceError: On all ranks alike: one has changed on some ranks only, or otherwise than on the others.
+            ScaleDistributedError: A rank did not come.
+        """
+        if contract.is_single_rank or contract.group.backend == "fake" or compat.active_fake_mode() is not None:
+            return
+        candidates = [(name, tensor) for name, tensor in named if tensor.is_floating_point() and not tensor.is_meta]
+        candidates = [(name, tensor) for name, tensor in candidates if name not in self._of_each_rank]
+        names = [name for name, _ in candidates]
+        digests = digests_of([tensor for _, tensor in candidates])
+        with contract.waiting(_COMPARISON):
+            summary = [fingerprint_of(*names), fingerprint_of(*digests)]
+            rows = exchange(summary, contract.group, limit_seconds=contract.limit_seconds)
+            if any(row[0] != rows[0][0] for row in rows):  # Ranks have different tensors.
+                self._histories.clear()
+                return
+            by_rank = [digests] * len(rows)
+            if any(row[1] != rows[0][1] for row in rows):
+                by_rank = exchange(digests, contract.group, limit_seconds=contract.limit_seconds)
+        diverged = []
+        for name, *held in zip(names, *by_rank, strict=True):
+            if self._has_diverged(name, held):
+                diverged.append(Divergence(f"'{name}'", dict(enumerate(held))))
+        if diverged:
+            error = divergence_error(diverged, len(names), step)
+            error.add_note(_ESCAPE)
+            raise error
+
+    def _has_diverged(self, name: str, held: Sequence[int]) -> bool:
+        """Takes in each rank's digest of a tensor; returns whether they had to be equal and are not."""
+        history = self._histories.get(name)
+        if len(set(held)) == 1:
+            if history is None:
+                self._histories[name] = _History(held[0])
+            elif history.digest == held[0]:
+                history.num_repeats += 1
+            else:
+                history.digest, history.num_changes = held[0], history.num_changes + 1
+            return False
+        if history is not None and history.num_changes >= _ENOUGH:
+            return True
+        if history is not None and history.num_repeats >= _ENOUGH and history.digest in held:
+            return True  # A constant that some ranks alone have changed.
+        self._of_each_rank.add(name)
+        return False
