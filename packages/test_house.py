@@ -45,7 +45,7 @@ FILES_AND_JUMPS = {
     "DistributedPipe": (19, 128),
     "Pipe": (10, 120),
     "parallelize": (14, 81),
-    "ColumnParallelLinear": (9, 28),
+    "ColumnParallelLinear": (12, 34),
     "AdaScale": (13, 68),
     "checkpoint_wrapper": (3, 26),
 }

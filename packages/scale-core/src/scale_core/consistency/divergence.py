@@ -80,12 +80,12 @@ def check_replicas(
     compare_replicas(named, Contract(group_of(process_group), limit_seconds), step)
 
 
-def check_interval(every: int | None, default: int = _DEFAULT_EVERY) -> int:
-    """Returns after how many steps replicas are compared: as asked for, or by `SCALE_CHECK_REPLICAS_EVERY`, or default.
+def check_interval(every: int | None) -> int:
+    """Returns after how many steps replicas are compared: as asked for, or by `SCALE_CHECK_REPLICAS_EVERY`, or 100.
 
     Raises ValueError for what is no number of steps.
     """
-    asked: int | str = os.environ.get(EVERY_VARIABLE, default) if every is None else every
+    asked: int | str = os.environ.get(EVERY_VARIABLE, _DEFAULT_EVERY) if every is None else every
     if isinstance(asked, bool) or not str(asked).isdecimal():
         name = EVERY_VARIABLE if every is None else "check_replicas_every"
         raise ValueError(f"expected a number of steps in {name}, got {asked!r}: 0 is never")

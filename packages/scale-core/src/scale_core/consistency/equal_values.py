@@ -19,7 +19,9 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import Divergence, digests_of, divergence_error
 from scale_core.consistency.execution_order import fingerprint_of
 
-_FIRST = 3  # passes in which all are compared
+FIRST_PASSES = 3
+"""Passes before which tensors are compared each time, beside those at an interval."""
+
 _ENOUGH = 2  # Comparisons, beside the first one, that found a tensor equal: it is no accident.
 _ESCAPE = "They were equal before. Where each rank is to have its own values there, pass check_replicas_every=0"
 _COMPARISON = "the comparison of values that were equal"
@@ -35,22 +37,11 @@ class _History:
 
 
 class EqualValues:
-    """The tensors of one model that have been equal on all ranks so far.
+    """The tensors of one model that have been equal on all ranks so far."""
 
-    Args:
-        every: After how many passes they are compared, beside the first three; 0 is never.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._num_passes = 0
+    def __init__(self) -> None:
         self._histories: dict[str, _History] = {}
         self._of_each_rank: set[str] = set()  # names of tensors that have differed, the same on all ranks
-
-    def begin_pass(self) -> bool:
-        """Counts a pass; returns whether the tensors are to be compared before it."""
-        self._num_passes += bool(self._every)
-        return bool(self._every) and (self._num_passes <= _FIRST or self._num_passes % self._every == 1 % self._every)
 
     @torch.no_grad()
     def compare(self, named: Sequence[tuple[str, Tensor]], contract: Contract, step: int) -> None:
@@ -80,6 +71,8 @@ class EqualValues:
             if self._has_diverged(name, held):
                 diverged.append(Divergence(f"'{name}'", dict(enumerate(held))))
         if diverged:
+            self._histories.clear()  # Nothing is known of the state that the program goes back to.
+            self._of_each_rank.clear()
             error = divergence_error(diverged, len(names), step)
             error.add_note(_ESCAPE)
             raise error

@@ -115,6 +115,10 @@ class OptimizerSteps:
             return 0
         return fingerprint_of(*((step.kind, len(step.numbers), step.values("initial_lr")) for step in self._steps))
 
+    def params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters of the optimizers that have stepped since the last comparison, each with their kind."""
+        return ((step.kind, param) for step in self._steps for params in step.params for param in params)
+
     def of_part(self) -> StepsByName:
         """Returns all steps, where ranks hold different parameters."""
         return {"their parts of the model": [(step.kind, texts) for step in self._steps for texts, _ in step.groups]}

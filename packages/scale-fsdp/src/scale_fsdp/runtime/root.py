@@ -29,7 +29,7 @@ from torch import Tensor
 from scale_core import uneven_inputs
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.divergence import check_interval, compare_replicas
-from scale_core.consistency.equal_values import EqualValues
+from scale_core.consistency.equal_values import FIRST_PASSES, EqualValues
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
 from scale_core.errors import StepError
 from scale_core.flat.buffer import FlatBuffer
@@ -101,7 +101,7 @@ class Root(UnitContext):
         self._has_replicas = any(unit.options.mesh_info.replicas.size > 1 for unit in self.units)
         self._check_every = check_interval(self.outermost.options.check_replicas_every)
         self._num_training_passes = 0
-        self._equal_buffers = EqualValues(self._check_every)
+        self._equal_buffers = EqualValues()
         self.nonfinite = NonFiniteSearch(group.rank) if self.outermost.options.error_if_nonfinite else None
         check_units(self.units, group)
         self.contract.check_equal("how the model is built and wrapped", describe_units(self.units, group))
@@ -137,8 +137,10 @@ class Root(UnitContext):
         """A forward pass begins with `unit`: that of its module or, unless it is "", another method."""
         if self.contract.history.cycle and not self.contract.is_single_rank:
             self._end_skipped_backward()
-        if self._check_every and torch.is_grad_enabled() and not self.contract.is_broken:
-            self._compare_replicas()
+        if self._check_every and torch.is_grad_enabled():
+            number, self._num_training_passes = self._num_training_passes, self._num_training_passes + 1
+            if number < FIRST_PASSES or number % self._check_every == 0:
+                self._compare_replicas(number)
         self.entry_unit = unit
         idle = self._idle_units()
         # Another method runs other units as a rule, or the same in another order: its passes are of another kind.
@@ -150,14 +152,14 @@ class Root(UnitContext):
             if member in idle or member.is_stale:
                 member.release()
 
-    def _compare_replicas(self) -> None:
-        """Compares, every so many training passes, copies of shards, and buffers."""
-        step, module = self.contract.step + 1, self.outermost.module
-        if self._has_replicas and self._num_training_passes % self._check_every == 0:
+    def _compare_replicas(self, number: int) -> None:
+        """Compares buffers and, every so many training passes, copies of shards; `number` is that of the pass."""
+        if self.contract.is_broken:
+            return
+        module, step = self.outermost.module, self.contract.step + 1
+        if self._has_replicas and number % self._check_every == 0:
             compare_replicas(list(module.named_parameters()), self.contract, step)
-        self._num_training_passes += 1
-        if self._equal_buffers.begin_pass():
-            self._equal_buffers.compare(list(module.named_buffers()), self.contract, step)
+        self._equal_buffers.compare(list(module.named_buffers()), self.contract, step)
 
     def _end_skipped_backward(self) -> None:
         """A forward follows a forward: where other ranks have begun the backward of the first one, aborts that step.

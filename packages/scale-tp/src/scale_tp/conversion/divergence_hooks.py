@@ -17,28 +17,30 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
-from scale_core.consistency.contract import SAME_TRAINED, Contract
+from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import compare_inputs, compare_replicas
-from scale_core.consistency.execution_order import fingerprint_of
-from scale_core.consistency.optimizer_steps import OptimizerSteps, are_different
-from scale_core.errors import TransferError
+from scale_core.consistency.optimizer_steps import OptimizerSteps
 from scale_core.hooks.module_parts import ForEachShardHook
 from scale_core.optim.step_checks import register_step_recorder
-from scale_core.shard import Placement, shard_of
-from scale_tp.failed_pass import add_explanation
-
-_FIRST = 4  # Forwards in which optimizers' steps are compared each time
-_EVERY = 10
+from scale_tp.rank_checks import (
+    EVERY_FORWARDS,
+    FIRST_FORWARDS,
+    compare_optimizer_steps,
+    is_replica,
+    is_reproducible,
+)
 
 
 class ReplicaCheck(ForEachShardHook):
-    """Forward pre-hook of a model: compares the replicated parameters, every so many forwards."""
+    """Forward pre-hook of a model: compares the replicated parameters, every so many forwards.
 
-    def __init__(self, group: Group, every: int) -> None:
-        self._group, self._every = group, every
+    With `only_reproducible` those on devices where equal computations have equal results, to the bit.
+    """
+
+    def __init__(self, group: Group, every: int, *, only_reproducible: bool) -> None:
+        self._group, self._every, self._only_reproducible = group, every, only_reproducible
         self._num_forwards = 0
 
     def __call__(self, model: nn.Module, args: Any) -> None:
@@ -50,10 +52,7 @@ class ReplicaCheck(ForEachShardHook):
             compare_replicas(named, Contract(self._group), self._num_forwards)
 
     def _is_replica(self, param: nn.Parameter) -> bool:
-        # What a unit has gathered says nothing of itself until it is released.
-        shard = shard_of(param)
-        axes = () if shard is None else shard.axes
-        return any(axis.group == self._group and axis.placement is Placement.REPLICATE for axis in axes)
+        return is_replica(param, self._group) and (not self._only_reproducible or is_reproducible(param))
 
 
 class OptimizerStepCheck(ForEachShardHook):
@@ -84,30 +83,9 @@ class OptimizerStepCheck(ForEachShardHook):
         if model not in self._num_forwards:  # A copy of the model has a copy of this hook.
             self._num_forwards[model] = 0
             register_step_recorder(self)
-        self._num_forwards[model] += 1
-        if self._num_forwards[model] > _FIRST and self._num_forwards[model] % _EVERY:
-            return
-        if self._contract.group.backend != "fake" and active_fake_mode() is None:
-            self._compare(model)
-
-    def _compare(self, model: nn.Module) -> None:
-        contract, steps = self._contract, self._contract.recorded_steps
-        trained = [name for name, param in model.named_parameters() if param.requires_grad]
-        # No other record has so many integers, so that none of another check is taken for this one.
-        record = [steps.status(), fingerprint_of(*trained), *[0] * 6]
-        try:
-            rows = exchange(record, contract.group)
-        except TransferError as error:
-            add_explanation(error, contract.group)
-            raise
-        statuses, fingerprints = ([row[place] for row in rows] for place in range(2))
-        if len(set(fingerprints)) > 1:
-            contract.check_equal("which parameters train", trained, SAME_TRAINED)
-        if are_different(statuses):
-            contract.named_params = model.named_parameters
-            contract.compare_steps()
-        else:
-            steps.end(statuses)
+        number = self._num_forwards[model] = self._num_forwards[model] + 1
+        if number <= FIRST_FORWARDS or number % EVERY_FORWARDS == 0:
+            compare_optimizer_steps(self._contract, model.named_parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         contract = copy.copy(self._contract)  # Without what the model of this hook has done.

@@ -7,6 +7,7 @@ each layer gets what it expects from the one before, and whether all ranks are a
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, GroupLike
-from scale_core.consistency.divergence import check_interval
+from scale_core.consistency.divergence import EVERY_VARIABLE, check_interval
 from scale_core.consistency.same_call import check_same_call
 from scale_core.optim.step_checks import register_replaced
 from scale_core.shard import shard_of
@@ -85,8 +86,9 @@ def parallelize(
             the first place, and each rank's value there. For one run, not for all: it reads all of them once more, and
             waits for the ranks at each of these layers.
         check_replicas_every: After how many forwards with gradients to compare the replicated parameters,
-            such as those of norms, beginning with the first. None is what `SCALE_CHECK_REPLICAS_EVERY` says, or 0:
-            never. A difference is a `DivergenceError`.
+            such as those of norms, beginning with the first; 0 is never. None is what `SCALE_CHECK_REPLICAS_EVERY`
+            says, or 100 on the CPU and with `torch.use_deterministic_algorithms`; elsewhere replicas drift by rounding,
+            and are not compared. A difference is a `DivergenceError`.
 
     Returns:
         The model.
@@ -103,7 +105,8 @@ def parallelize(
     validation.check_arguments(model, plan, attention_rules)
     ranks = tensor_parallel_group(process_group)
     check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
-    check_every = check_interval(check_replicas_every, default=0)
+    check_every = check_interval(check_replicas_every)
+    is_asked_for = check_replicas_every is not None or EVERY_VARIABLE in os.environ
     is_model_plan = plan is None
     plan = _model_plan(model) if plan is None else plan
     modules = dict(model.named_modules())
@@ -123,7 +126,8 @@ def parallelize(
             register_input_checks(built.modules_with_whole_inputs(), ranks)
         model.register_forward_pre_hook(OptimizerStepCheck(ranks))
         if check_every:
-            model.register_forward_pre_hook(ReplicaCheck(ranks, check_every))
+            replica_check = ReplicaCheck(ranks, check_every, only_reproducible=not is_asked_for)
+            model.register_forward_pre_hook(replica_check)
     if ranks.rank == 0:
         kinds = Counter(conversion.mixin.__name__ for conversion in built.conversions)
         number = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

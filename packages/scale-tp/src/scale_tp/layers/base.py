@@ -15,6 +15,7 @@ from scale_core.comm.group import Group
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_module import ShardedModule, full_tensor
 from scale_core.sharded_tensor.tensor import local_tensor
+from scale_tp.layers.layer_checks import before_forward
 from scale_tp.split import Split, check_size
 from scale_tp.weight_init import FullWeightProxy, Initializer, init_shard
 
@@ -65,6 +66,7 @@ class ParallelModule(ShardedModule):
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group, self.shardings = group, {}
+        self.register_forward_pre_hook(before_forward)
 
     def add_parameter(
         self, name: str, sharding: ParamSharding, *, device: torch.device | str | None, dtype: torch.dtype | None

@@ -1,0 +1,99 @@
+"""What has been equal on all ranks has to stay so; what each rank has for itself may be anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scale_core import DivergenceError
+from scale_core.comm.group import group_of
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.equal_values import EqualValues
+from scale_core.testing import run_ranks
+
+Value = Callable[[int, int], float]  # of a rank, in a pass
+
+
+def constant(rank: int, number: int) -> float:
+    return 1.0
+
+
+def flipped_constant(rank: int, number: int) -> float:
+    return 2.0 if rank == 1 and number >= 4 else 1.0
+
+
+def changing(rank: int, number: int) -> float:
+    return number
+
+
+def flipped_while_changing(rank: int, number: int) -> float:
+    return number + (0.5 if rank == 1 and number == 4 else 0)
+
+
+def statistic(rank: int, number: int) -> float:
+    return number * (1.0 + rank)  # It begins alike.
+
+
+def late_statistic(rank: int, number: int) -> float:
+    return number * (1.0 + rank) if number >= 4 else 0.0  # On all ranks it changes.
+
+
+def early_event(rank: int, number: int) -> float:
+    return 1.0 if rank == 1 and number >= 2 else 0.0
+
+
+EQUAL: list[Value] = [constant, changing]
+OF_EACH_RANK: list[Value] = [statistic, late_statistic, early_event]
+DIVERGED: list[Value] = [flipped_constant, flipped_while_changing]
+
+
+def train(values: list[Value], dtype: torch.dtype = torch.float32) -> str:
+    rank, equal, contract = dist.get_rank(), EqualValues(), Contract(group_of())
+    for number in range(6):
+        named = [(value.__name__, torch.full((3,), value(rank, number), dtype=dtype)) for value in values]
+        try:
+            equal.compare(named, contract, number)
+        except DivergenceError as error:
+            return f"{number}: {error}{error.__notes__}"
+    return "nothing"
+
+
+def other_tensors() -> str:
+    equal, contract = EqualValues(), Contract(group_of())
+    for number in range(5):
+        named: list[tuple[str, Tensor]] = [(f"of rank {dist.get_rank()}", torch.full((2,), float(number)))]
+        equal.compare(named, contract, number)
+    return "nothing"
+
+
+def outcomes() -> dict[str, str]:
+    said = {value.__name__: train([*EQUAL, value, *OF_EACH_RANK]) for value in DIVERGED}
+    said["alike"] = train([*EQUAL, *OF_EACH_RANK])
+    said["counters"] = train(DIVERGED, dtype=torch.int64)
+    said["others"] = other_tensors()
+    return said
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, str]]:
+    return run_ranks(outcomes, 2)
+
+
+@pytest.mark.parametrize("value", DIVERGED, ids=lambda value: value.__name__)
+def test_what_was_equal_and_has_changed_on_one_rank_is_an_error_on_all(
+    value: Value, said: list[dict[str, str]]
+) -> None:
+    for outcome in said:
+        assert (
+            outcome[value.__name__].startswith("4: step 4: 1 of ") and f"'{value.__name__}'" in outcome[value.__name__]
+        )
+        assert "pass check_replicas_every=0" in outcome[value.__name__]
+
+
+def test_what_each_rank_has_for_itself_is_none(said: list[dict[str, str]]) -> None:
+    for outcome in said:
+        assert [outcome[name] for name in ("alike", "counters", "others")] == ["nothing"] * 3
