@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -154,6 +155,8 @@ def _last_finite(training: TrainState, point: Path) -> str:
     def look(progress: Progress) -> Path | None:
         if training.group.rank > 0:
             return None
+        with suppress(OSError, ValueError):  # Nobody may read it.
+            print(f"scale-train: {point} has others than finite numbers; looking for one without", file=sys.stderr)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # They name what is passed over.
             return latest_snapshot(point.parent, finite=True, progress=progress)
