@@ -1,6 +1,7 @@
 """The command `scale-check`.
 
-Exit codes: 0 the ranks compute what one process does; 1 they don't; 2 the script failed, or the command is wrong.
+Exit codes: 0 the ranks compute what one process does; 1 they don't; 2 the script failed, or the command is wrong. For
+programs of `fuzz`, 1 is also for ranks that hang or die, and errors that all ranks raise are none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from scale_check.comparison import ParityVerdict
 
@@ -30,9 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name")
     run_parser.add_argument("script", help="the training script, as it is")
     run_parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
+    fuzz_parser = commands.add_parser("fuzz", help="draw random programs, and compare a library with one process")
+    fuzz_parser.add_argument("--engine", required=True, help="the library: ddp, fsdp2, ..., or module:Class")
+    fuzz_parser.add_argument("--programs", type=int, default=50, help="how many programs (50)")
+    fuzz_parser.add_argument("--seed", type=int, default=0, help="of the first program (0)")
+    fuzz_parser.add_argument("--ranks", type=int, default=2, help="how many ranks (2)")
+    fuzz_parser.add_argument("--no-shrink", action="store_true", help="print programs as they were drawn")
+    fuzz_parser.add_argument("--json", action="store_true", help="print a line of JSON for each finding")
     options = parser.parse_args(arguments)
-    if options.ranks < 2 or options.steps < 1:
-        parser.error("expected --ranks of at least 2, and --steps of at least 1")
+    if options.ranks < 2:
+        parser.error("expected --ranks of at least 2")
+    return _fuzz(parser, options) if options.command == "fuzz" else _run(parser, options)
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.steps < 1:
+        parser.error("expected --steps of at least 1")
     from scale_check.script.command import ScriptError, run_script
 
     try:
@@ -51,6 +66,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(json.dumps(report.to_json()) if options.json else report)
     return int(report.verdict is ParityVerdict.BUG)
+
+
+def _fuzz(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from scale_check.fuzz.command import Finding, fuzz
+    from scale_check.fuzz.engines import engine_class
+
+    try:
+        engine_class(options.engine)
+    except (ValueError, ImportError) as error:
+        parser.error(f"--engine: {error}")
+    if options.programs < 1:
+        parser.error("expected --programs of at least 1")
+
+    report = sys.stdout
+
+    def tell(finding: Finding) -> None:
+        if options.json:
+            print(json.dumps(finding.to_json()), file=report, flush=True)
+        elif finding.kind != "error":
+            print(f"{finding.program!r}\n  {finding.kind}: {finding.text}\n", file=report, flush=True)
+
+    seeds = range(options.seed, options.seed + options.programs)
+    try:
+        with redirect_stdout(sys.stderr):  # What programs and libraries print.
+            summary = fuzz(options.engine, seeds, options.ranks, shrinks=not options.no_shrink, tell=tell)
+    except Exception:
+        traceback.print_exc()
+        return 2
+    print(summary, file=sys.stderr if options.json else sys.stdout)
+    return int(not summary.is_right)
 
 
 def run() -> int:

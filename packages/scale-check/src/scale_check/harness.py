@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,14 +13,15 @@ from torch.utils import _pytree as pytree
 
 from scale_check import noise
 from scale_check.comparison import ParityVerdict, Report, compare
-from scale_check.recording import Recorder, Recording
+from scale_check.recording import Key, Phase, Recorder, Recording
 from scale_core.testing import run_ranks
 
 _NUM_NOISE_RUNS = 2
+_LARGEST_NOISE = 1e-4  # of a loss; that of float32 is below 1e-5
 
 Build = Callable[[], nn.Module]
 Step = Callable[[nn.Module, Optimizer, Any], Tensor | None]
-Wrap = Callable[[nn.Module], nn.Module]
+Wrap = Callable[[nn.Module], nn.Module | tuple[nn.Module, Optimizer]]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -57,7 +58,7 @@ def mean_square_step(model: nn.Module, optimizer: Optimizer, batch: Any) -> Tens
 
 
 @dataclass(frozen=True)
-class _Program:
+class ParityProgram:
     """What `parity` was given."""
 
     build: Build
@@ -77,8 +78,8 @@ class _Program:
             model = model.to(self.dtype)
         if perturbation:
             noise.perturb(model, perturbation)
-        model = model if wrap is None else wrap(model)
-        optimizer = self.optimizer(model.parameters())
+        wrapped = model if wrap is None else wrap(model)
+        model, optimizer = wrapped if isinstance(wrapped, tuple) else (wrapped, self.optimizer(wrapped.parameters()))
         recorder = Recorder()
         with recorder.hooks():
             for batch in self.batches:
@@ -89,6 +90,22 @@ class _Program:
                 if loss is not None:
                     recorder.add_loss(loss)
         return recorder.recording
+
+    def run_on_rank(self) -> Recording:
+        """Trains the wrapped model on a rank of the default group."""
+        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        recording = self.run(self.wrap, rank, num_ranks)
+        recording.tensors = {key: tensor.contiguous() for key, tensor in recording.tensors.items()}
+        return recording
+
+    def measure(self) -> tuple[Recording, Mapping[Key, float]]:
+        """Trains the plain model in this process; returns what it computes, and the rounding of each tensor."""
+        with torch.random.fork_rng(devices=[]):
+            plain = self.run(None, 0, 1)
+            _check_draws_nothing(plain)
+            perturbed = [self.run(None, 0, 1, number + 1) for number in range(_NUM_NOISE_RUNS)]
+        _check_repeats(plain, perturbed)
+        return plain, noise.measure(plain, perturbed)
 
 
 def parity(
@@ -114,7 +131,8 @@ def parity(
         build: Returns the plain model; functions are at the top level of a module, as for `run_ranks`.
         step: One step of training, `step(model, optimizer, batch)`: forward, backward, `optimizer.step()`. It returns
             the loss, a mean over the samples of its batch, or None.
-        wrap: Wraps the plain model on each rank, as `DistributedDataParallel` or `fully_shard` does.
+        wrap: Wraps the plain model on each rank, as `DistributedDataParallel` or `fully_shard` does. It may return the
+            wrapped model and its optimizer.
         ranks: How many processes; gloo connects them.
         batches: The batches of all ranks together, one for each step: trees of tensors whose first dimension is the
             samples, as many on each rank.
@@ -142,26 +160,17 @@ def parity(
     """
     converted = tuple(pytree.tree_map(lambda leaf: _converted(leaf, dtype), batch) for batch in batches)
     _check_divides(converted, ranks if data == "split" else 1)
-    program = _Program(build, step, wrap, optimizer, converted, data, dtype, seed)
-    with torch.random.fork_rng(devices=[]):
-        plain = program.run(None, 0, 1)
-        _check_draws_nothing(plain)
-        perturbed = [program.run(None, 0, 1, number + 1) for number in range(_NUM_NOISE_RUNS)]
+    program = ParityProgram(build, step, wrap, optimizer, converted, data, dtype, seed)
+    plain, rounding = program.measure()
     if ranks == 1:
-        recordings = [program.run(wrap, 0, 1)]
+        with torch.random.fork_rng(devices=[]):
+            recordings = [program.run(wrap, 0, 1)]
     else:
-        recordings = run_ranks(_run_on_rank, ranks, program, limit_seconds=limit_seconds)
-    report = compare(plain, recordings, noise.measure(plain, perturbed))
+        recordings = run_ranks(program.run_on_rank, ranks, limit_seconds=limit_seconds)
+    report = compare(plain, recordings, rounding)
     if report.verdict is ParityVerdict.BUG:
         raise ParityError(report)
     return report
-
-
-def _run_on_rank(program: _Program) -> Recording:
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    recording = program.run(program.wrap, rank, num_ranks)
-    recording.tensors = {key: tensor.contiguous() for key, tensor in recording.tensors.items()}
-    return recording
 
 
 def _part(leaf: Any, rank: int, num_ranks: int) -> Any:
@@ -190,6 +199,21 @@ def _check_divides(batches: tuple[Any, ...], ranks: int) -> None:
                 raise ValueError(
                     f"parity: expected samples that {ranks} ranks divide evenly, got a batch with a tensor of shape "
                     f"{tuple(leaf.shape)}: take a multiple of {ranks}, or data='all'"
+                )
+
+
+def _check_repeats(plain: Recording, others: Sequence[Recording]) -> None:
+    """Refuses a program whose loss is another one in each run, for its "rounding" would hide any bug."""
+    for key in plain.keys_of(Phase.LOSS):
+        loss = plain.tensors[key].double()
+        least = _LARGEST_NOISE * max(1.0, float(loss.abs()))
+        for other in (recording.tensors.get(key) for recording in others):
+            if other is not None and float((loss - other.double()).abs()) > least:
+                raise ValueError(
+                    f"parity: in step {key.step} the loss of one process is {float(loss):.6g} in one run and "
+                    f"{float(other):.6g} in another, which is no rounding: let build and step keep nothing between "
+                    "runs, such as a scheduler of learning rates; or, if the training amplifies rounding so much, "
+                    "compare fewer steps"
                 )
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz_models import Boom, Net, batch_of, build, loss_of, tensors_of
 from fuzz_programs import Evaluate, Fail, Freeze, Program, Reload, Train, Wrapping
 from fuzz_wrappings import Wrapped, optimizer_of, read_into, scheduler_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_adascale import AdaScale
+from scale_check.fuzz.models import Boom, Net, batch_of, build, loss_of, tensors_of
 from scale_core.comm.group import Group
 
 ALIKE, SLACK = 2**8, 2**18

@@ -11,7 +11,9 @@ from random import Random
 from typing import Any
 
 import torch
-from fuzz_models import NESTED, ModelSpec, build, random_model
+
+from scale_check.fuzz.models import NESTED, ModelSpec, build, random_model
+from scale_check.fuzz.programs import OPTIMIZERS, with_one_less
 
 NOT_YET: frozenset[str] = frozenset()
 """What is not drawn, since it is known to be wrong. Take a line away once it is right."""
@@ -159,18 +161,6 @@ class Program:
         return [self.wrapping, *(step.wrapping for step in self.steps if isinstance(step, Reload))]
 
 
-OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("SGD", {"lr": 0.1}),
-    ("SGD", {"lr": 0.05, "momentum": 0.9}),
-    ("SGD", {"lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01}),
-    ("Adam", {"lr": 0.02, "eps": 1e-2}),
-    ("Adam", {"lr": 0.02, "eps": 1e-2, "amsgrad": True, "weight_decay": 0.01}),
-    ("AdamW", {"lr": 0.02, "eps": 1e-2, "weight_decay": 0.1}),
-    ("RMSprop", {"lr": 0.01, "eps": 1e-2, "momentum": 0.5, "centered": False}),
-    ("Adagrad", {"lr": 0.02, "eps": 1e-2}),
-)
-"""A large eps, so that a difference in the last place of a gradient stays one of the weights."""
-
 HOWS: tuple[Any, ...] = ("recompute", "selective", "offload", ["addmm", "mm"])
 
 
@@ -181,7 +171,7 @@ def program_of(seed: int, world: int | None = None) -> Program:
     mesh = random.choice(_meshes(world))
     pipelined, tensor = mesh[0] > 1 or (world == 1 and random.random() < 0.25), mesh[2] > 1
     adascale = random.random() < 0.15
-    avoid: set[str] = set()
+    avoid = {"branches", "second"}
     if pipelined:
         avoid |= {"dropout", "sometimes", "tied" if random.random() < 0.6 else ""}
     if tensor:
@@ -436,7 +426,7 @@ def smaller(program: Program) -> Iterator[Program]:
     """Programs with one thing less, the largest parts first."""
     for number in range(len(program.steps)):
         yield replace(program, steps=program.steps[:number] + program.steps[number + 1 :])
-    for blocks in _with_one_less(program.model.blocks):
+    for blocks in with_one_less(program.model.blocks):
         yield replace(program, model=replace(program.model, blocks=blocks))
     for name in ("adascale", "groups"):
         if getattr(program, name):
@@ -457,20 +447,6 @@ def smaller(program: Program) -> Iterator[Program]:
         model = replace(program.model, **change)
         if model != program.model:
             yield replace(program, model=model)
-
-
-def _with_one_less(blocks: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    for number, block in enumerate(blocks):
-        before, after = blocks[:number], blocks[number + 1 :]
-        if block[0] == "pack":
-            yield before + after[1:]
-        elif block[0] != "unpack":
-            yield before + after
-        if block[0] in NESTED:
-            yield before + block[1] + after
-            for inner in _with_one_less(block[1]):
-                if inner:
-                    yield (*before, (block[0], inner), *after)
 
 
 def _simpler(wrapping: Wrapping) -> Iterator[Wrapping]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fuzz_models import Boom, Net, batch_of, build, loss_of
 from fuzz_programs import Evaluate, Fail, Freeze, Program, Train, Wrapping, flat_list
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 
 from scale_adascale import AdaScale
+from scale_check.fuzz.models import Boom, Net, batch_of, build, loss_of
 from scale_checkpoint import checkpoint_modules
 from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group

@@ -5,8 +5,9 @@ SCALE_FUZZ_SEEDS says, for instance
 
     SCALE_FUZZ_SEEDS=0:20000 nox -s soak -- packages/scale-train/tests/fuzz
 
-which is some hours. What a program is made of stands in `fuzz_models`, what is done with it in `fuzz_programs`, how our
-packages run it in `fuzz_wrappings`, how plain PyTorch does and how equal both must be in `fuzz_following`.
+which is some hours. What a program is made of stands in `scale_check.fuzz.models`, what is done with it in
+`fuzz_programs`, how our packages run it in `fuzz_wrappings`, how plain PyTorch does and how equal both must be in
+`fuzz_following`.
 
 A seed that fails is printed with its program and the command that repeats it; with `--shrink` that command leaves out
 one thing after the other for as long as the program fails in the same words. Then:
@@ -25,8 +26,10 @@ from dataclasses import replace
 
 import fuzz_programs
 import pytest
-from fuzz_pool import failure_of, failures, kind_of, shrunk
+from fuzz_pool import failure_of, failures, shrunk
 from fuzz_programs import Evaluate, Fail, Program, Train, Wrapping, code_of, program_of, smaller
+
+from scale_check.fuzz.pool import kind_of
 
 DEFAULT_SEEDS = range(80)
 SOAK_SEEDS = "80:4000"

@@ -2,7 +2,7 @@
 
 A `ShardedParameter` answers for the full parameter, which costs a call of Python for each attribute that is read. An
 optimizer that is known to update each element by itself needs none of that, so its `step` runs where shards are plain
-tensors.
+tensors. Hooks around the step, and functions that schedulers and others put around it, see shards as everywhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +43,11 @@ class BoundMethod:
 
 
 def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda _, *args, **kwargs: method(*args, **kwargs)
+    @functools.wraps(method)
+    def call(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return call
 
 
 class StateOfShards(MutableMapping[Any, Any]):
@@ -120,31 +125,32 @@ def step_on_local_tensors(optimizer: Optimizer) -> None:
 
 
 def _local_step(method: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    if not getattr(method, "hooked", False):
-        return _run_local(method, optimizer, *args, **kwargs)
-    # torch has wrapped the step, to call the users' hooks around it. To these shards are sharded.
-    inner: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
-
-    @functools.wraps(inner)
-    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return _run_local(inner, optimizer, *args, **kwargs)
-
-    return Optimizer.profile_hook_step(step)(optimizer, *args, **kwargs)
-
-
-def _run_local(method: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     if args and callable(args[0]):
         args = (_with_sharded_tensors(args[0]), *args[1:])
     if callable(kwargs.get("closure")):
         kwargs["closure"] = _with_sharded_tensors(kwargs["closure"])
+    with ExitStack() as local:
+        if not getattr(method, "hooked", False):
+            _enter_local(local, optimizer)
+            return method(optimizer, *args, **kwargs)
+        # torch calls the hooks within `method`, which others may have wrapped: the last hook before the step enters,
+        # and the first one after it leaves.
+        before = optimizer.register_step_pre_hook(lambda *_: _enter_local(local, optimizer))
+        after = optimizer.register_step_post_hook(lambda *_: local.close())
+        cast(Any, optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
+        try:
+            return method(optimizer, *args, **kwargs)
+        finally:
+            before.remove()
+            after.remove()
+
+
+def _enter_local(local: ExitStack, optimizer: Optimizer) -> None:
     state = optimizer.state
     if isinstance(state, StateOfShards):
         vars(optimizer)["state"] = state.by_param
-    try:
-        with as_local():
-            return method(optimizer, *args, **kwargs)
-    finally:
-        vars(optimizer)["state"] = state
+        local.callback(vars(optimizer).update, state=state)
+    local.enter_context(as_local())
 
 
 def _with_sharded_tensors(closure: Callable[..., Any]) -> Callable[..., Any]:

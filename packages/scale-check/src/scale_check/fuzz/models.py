@@ -7,10 +7,11 @@ always followed by the block that takes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,8 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+        output: Tensor = x + self.down(F.gelu(self.up(x)))
+        return output
 
 
 class Residual(nn.Module):
@@ -95,14 +97,16 @@ class Residual(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.5 * self.inner(x)
+        output: Tensor = x + 0.5 * self.inner(x)
+        return output
 
 
 class Again(Residual):
     """Blocks that are used twice in a pass."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(self.inner(x)))
+        output: Tensor = self.inner(torch.tanh(self.inner(x)))
+        return output
 
 
 class Odd(nn.Module):
@@ -145,8 +149,41 @@ class Sometimes(nn.Module):
         return y + self.chosen(x) if float(x.detach()[0, 0]) > 0.1 else y
 
 
+class Branches(nn.Module):
+    """Two layers whose results are added; the data decide which comes first, on each rank by itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left, self.right = Linear(width, True), Linear(width, True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach()[0, 0]) > 0:
+            left, right = self.left(x), self.right(x)
+        else:
+            right, left = self.right(x), self.left(x)
+        return torch.tanh(left) + torch.sigmoid(right)
+
+
+class EverySecond(nn.Module):
+    """A layer that every second call uses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.always, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += torch.is_grad_enabled()
+        y = torch.tanh(self.always(x))
+        return y if self.num_calls % 2 else y + self.second(x)
+
+
 class Counting(nn.Module):
     """Buffers of its own: a count, a moving mean, and one that no state dict has."""
+
+    count: Tensor
+    mean: Tensor
+    factor: Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -183,7 +220,8 @@ class Unpack(nn.Module):
 
     def forward(self, x: dict[str, Any]) -> Tensor:
         (y, _), packed = x["pair"], x["packed"]
-        return y + packed.first * self.weight + 0.25 * packed.rest["twice"][0]
+        output: Tensor = y + packed.first * self.weight + 0.25 * packed.rest["twice"][0]
+        return output
 
 
 class InPlace(nn.Module):
@@ -208,7 +246,8 @@ class View(nn.Module):
         self.layer = nn.Linear(width, 2 * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).view(len(x), 2, -1)[:, 1]
+        output: Tensor = self.layer(x).view(len(x), 2, -1)[:, 1]
+        return output
 
 
 class Gru(nn.Module):
@@ -219,7 +258,8 @@ class Gru(nn.Module):
         self.gru = nn.GRU(width, width, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gru(torch.stack([x, x.flip(1)], 1))[0][:, -1]
+        output: Tensor = self.gru(torch.stack([x, x.flip(1)], 1))[0][:, -1]
+        return output
 
 
 class Attention(nn.Module):
@@ -232,7 +272,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         both = x[:, None] + self.place
-        return self.attention(both, both, both, need_weights=False)[0].mean(1)
+        output: Tensor = self.attention(both, both, both, need_weights=False)[0].mean(1)
+        return output
 
 
 class OtherDtype(nn.Module):
@@ -256,7 +297,8 @@ class Entry(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         x = self.layer(batch)
-        return x.mean(1) if x.dim() == 3 else x
+        output: Tensor = x.mean(1) if x.dim() == 3 else x
+        return output
 
 
 class Exit(nn.Module):
@@ -300,13 +342,15 @@ class Net(nn.Module):
         kind, *rest = block
         if kind in NESTED:
             inner = nn.Sequential(*(self._made(each, width) for each in rest[0]))
-            return NESTED[kind](inner)
+            nested: nn.Module = NESTED[kind](inner)
+            return nested
         if kind == "frozen":
             return self._made(rest[0], width).requires_grad_(False)
         if kind == "tied":
             linear = next((each for each in self.modules() if isinstance(each, Linear)), None)
-            return Linear(width, False) if linear is None else Tied(linear.weight)
-        return KINDS[kind](width, *rest)
+            return Linear(width, False) if linear is None else Tied(cast(nn.Parameter, linear.weight))
+        module: nn.Module = KINDS[kind](width, *rest)
+        return module
 
     def forward(self, batch: Tensor) -> Any:
         x = self.entry(batch)
@@ -327,6 +371,8 @@ KINDS: dict[str, Any] = {
     "odd": Odd,
     "unused": Unused,
     "sometimes": Sometimes,
+    "branches": Branches,
+    "second": EverySecond,
     "counting": Counting,
     "pack": Pack,
     "unpack": Unpack,
@@ -337,8 +383,10 @@ KINDS: dict[str, Any] = {
     "other": OtherDtype,
     "dropout": lambda width, p: nn.Dropout(p),
 }
-NOT_EVERYWHERE = {"sometimes", "dropout", "batchnorm", "counting"}
-"""Blocks that draw random numbers, keep state, or are used on some ranks alone."""
+DTYPES = ("float64",) * 6 + ("float32",) * 3 + ("bfloat16",)
+"""Those of models, as often as they are drawn."""
+OF_EACH_RANK = frozenset({"sometimes", "dropout", "batchnorm", "counting"})
+"""Blocks that compute otherwise with a part of a batch: by random numbers, statistics, or what the data decide."""
 
 
 def build(spec: ModelSpec, seed: int) -> Net:
@@ -384,22 +432,28 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(each)
 
 
-def random_model(random: Random, *, avoid: set[str], num_blocks: int, width: int | None = None) -> ModelSpec:
+def random_model(
+    random: Random,
+    *,
+    avoid: AbstractSet[str],
+    num_blocks: int,
+    dtypes: Sequence[str] = DTYPES,
+) -> ModelSpec:
     """Draws a model.
 
     Args:
         random: What draws.
         avoid: Kinds of blocks that it is not to have; "tied" for any tied weight.
         num_blocks: How many blocks there are at least.
-        width: What it is, if not drawn.
+        dtypes: One of them is drawn.
     """
     words = random.choice([0, 0, 5, 11])
     blocks: list[Block] = []
     while len(blocks) < num_blocks:
         blocks += _random_blocks(random, avoid, depth=0)
     return ModelSpec(
-        dtype=random.choice(["float64"] * 6 + ["float32"] * 3 + ["bfloat16"]),
-        width=width or random.choice([3, 4, 5, 8]),
+        dtype=random.choice(dtypes),
+        width=random.choice([3, 4, 5, 8]),
         words=words,
         tied=bool(words) and "tied" not in avoid and random.random() < 0.5,
         output=random.choice(["tensor", "tuple", "dict", "dataclass"]),
@@ -407,7 +461,7 @@ def random_model(random: Random, *, avoid: set[str], num_blocks: int, width: int
     )
 
 
-def _random_blocks(random: Random, avoid: set[str], depth: int) -> list[Block]:
+def _random_blocks(random: Random, avoid: AbstractSet[str], depth: int) -> list[Block]:
     """One block, or two that belong together."""
     kinds = [each for each in (*KINDS, "linear", "mlp", "tied", "residual", "again", "frozen") if each not in avoid]
     kind = random.choice([each for each in kinds if each != "unpack"])

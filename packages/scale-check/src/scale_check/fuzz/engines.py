@@ -1,0 +1,215 @@
+"""How each library wraps a model, and what it calls for a step: one class for each that `scale-check fuzz` knows.
+
+A class says in `can` what its programs may have: "units" (modules that are sharded by themselves), "unused" (parameters
+without a gradient), "tied" (parameters that two modules share), "freeze" (parameters that stop to train).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MakeOptimizer = Callable[..., Optimizer]
+"""Called with the optimizer's class, parameters and further options."""
+
+
+class Engine:
+    """Plain PyTorch in one process."""
+
+    can: ClassVar[frozenset[str]] = frozenset()
+
+    def wrap(
+        self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        """Returns the wrapped model and its optimizer."""
+        return model, make_optimizer(kind, model.parameters())
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """A context in which gradients are only accumulated."""
+        return nullcontext()
+
+    def backward(self, model: nn.Module, loss: Tensor) -> None:
+        """Computes gradients."""
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+
+    def clip(self, model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
+        """Scales the gradients so that their norm is at most so large."""
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def scheduler(self, kind: Callable[..., Any], optimizer: Optimizer, **options: Any) -> Any:
+        """Builds a scheduler of the learning rates."""
+        return kind(optimizer, **options)
+
+    def zero_grad(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Clears the gradients."""
+        optimizer.zero_grad()
+
+
+class DDP(Engine):
+    """torch's DistributedDataParallel, which looks for unused parameters."""
+
+    can = frozenset({"unused", "tied"})
+
+    def wrap(
+        self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        return wrapped, make_optimizer(kind, wrapped.parameters())
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        return model.no_sync()
+
+
+class ZeRO1(DDP):
+    """torch's ZeroRedundancyOptimizer beside DDP."""
+
+    def wrap(
+        self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        wrapped, _ = super().wrap(model, units, make_optimizer, kind)
+        return wrapped, make_optimizer(ZeroRedundancyOptimizer, wrapped.parameters(), optimizer_class=kind)
+
+
+class FSDP2(Engine):
+    """torch's fully_shard, over some modules and the model."""
+
+    can = frozenset({"units", "unused", "freeze"})
+
+    def wrap(
+        self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        from torch.distributed.fsdp import fully_shard
+
+        for name in sorted(units, key=lambda name: -name.count(".")):
+            fully_shard(model.get_submodule(name))
+        fully_shard(model)
+        return model, make_optimizer(kind, model.parameters())
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        return _WithoutGradientSync(model)
+
+
+class _WithoutGradientSync(AbstractContextManager[None]):
+    """FSDP2 has a switch in place of a context."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._model.set_requires_gradient_sync(False)
+
+    def __exit__(self, *_: object) -> None:
+        self._model.set_requires_gradient_sync(True)
+
+
+class Accelerate(Engine):
+    """Accelerator.prepare, which wraps a model in DDP."""
+
+    can = frozenset({"unused", "tied"})
+
+    def wrap(
+        self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        from accelerate import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
+            Accelerator,
+            DistributedDataParallelKwargs,
+        )
+
+        # It takes a process without these variables for one that trains alone, whatever torch.distributed says.
+        os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "MASTER_PORT": "0"}
+        self._accelerator = Accelerator(
+            cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+        )
+        model, optimizer = self._accelerator.prepare(model, make_optimizer(kind, model.parameters()))
+        return model, optimizer
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = self._accelerator.no_sync(model)
+        return context
+
+    def backward(self, model: nn.Module, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def clip(self, model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
+        self._accelerator.clip_grad_norm_(model.parameters(), max_norm)
+
+    def scheduler(self, kind: Callable[..., Any], optimizer: Optimizer, **options: Any) -> Any:
+        return self._accelerator.prepare(kind(optimizer, **options))
+
+
+class ScaleFSDP(FSDP2):
+    """fully_shard of scale-fsdp, over some modules and the model."""
+
+    can = frozenset({"units", "unused", "freeze"})
+
+    def wrap(
+        self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        from scale_fsdp import fully_shard  # type: ignore[import-not-found, unused-ignore]
+
+        for name in sorted(units, key=lambda name: -name.count(".")):
+            fully_shard(model.get_submodule(name))
+        fully_shard(model)
+        return model, make_optimizer(kind, model.parameters())
+
+
+class ScaleOSS(Engine):
+    """OSS and ShardedDataParallel of scale-oss."""
+
+    can = frozenset({"unused", "tied", "freeze"})
+
+    def wrap(
+        self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        from scale_oss import OSS, ShardedDataParallel  # type: ignore[import-not-found, unused-ignore]
+
+        def with_class(params: Iterable[Any], **options: Any) -> Optimizer:
+            optimizer: Optimizer = OSS(params, kind, **options)
+            return optimizer
+
+        optimizer = make_optimizer(with_class, model.parameters())
+        return ShardedDataParallel(model, optimizer), optimizer
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = model.no_sync()  # type: ignore[operator]
+        return context
+
+    def clip(self, model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
+        optimizer.clip_grad_norm_(max_norm)  # type: ignore[attr-defined]
+
+
+ENGINES: dict[str, type[Engine]] = {
+    "ddp": DDP,
+    "zero1": ZeRO1,
+    "fsdp2": FSDP2,
+    "accelerate": Accelerate,
+    "scale-fsdp": ScaleFSDP,
+    "scale-oss": ScaleOSS,
+}
+"""By the names that `scale-check fuzz --engine` takes."""
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Returns the class of a name in `ENGINES`, or of "module:Class", a subclass of `Engine`.
+
+    Raises ValueError where there is none.
+    """
+    module, colon, kind = name.partition(":")
+    found = getattr(importlib.import_module(module), kind, None) if colon else ENGINES.get(name)
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise ValueError(
+            f"expected an engine to be one of {', '.join(ENGINES)}, or module:Class of a subclass of "
+            f"scale_check.fuzz.engines.Engine, got {name}"
+        )
+    return found
