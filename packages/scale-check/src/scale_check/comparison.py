@@ -165,6 +165,8 @@ def _compare_one(
     by_rank = {rank: recording.tensors[key] for rank, recording in enumerate(ranks) if key in recording.tensors}
     if key.phase is Phase.STATE and not by_rank:
         return None  # Optimizers that divide their state among the ranks keep it under names of their own.
+    if key.phase is Phase.GRADIENT and any(recording.hides_gradients for recording in ranks):
+        return None
     if by_rank.keys() != set(range(len(ranks))) and key.phase is not Phase.STATE:
         missing_ranks = tuple(rank for rank in range(len(ranks)) if rank not in by_rank)
         return _incomparable(key, missing_ranks, "there is none")

@@ -7,6 +7,7 @@ The outermost module that runs is the model; names are those of its modules and 
 from __future__ import annotations
 
 import enum
+import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -57,6 +58,7 @@ class Recording:
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     draws: list[str] = field(default_factory=list)  # Modules that have drawn random numbers in their forward
+    hides_gradients: bool = False  # The library has no full gradients when its optimizer steps.
 
     def keys_of(self, *phases: Phase) -> list[Key]:
         """The keys of some phases."""
@@ -85,8 +87,22 @@ def full_value(tensor: Tensor) -> Tensor:
     """The full tensor of one that may be a shard, on the host; called on all ranks that have a part of it."""
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     with torch.no_grad():
-        full = tensor.detach() if gather is None else gather().detach()
+        if hasattr(tensor, "ds_tensor"):
+            full: Tensor = _of_deepspeed("safe_get_full_fp32_param", tensor)
+        else:
+            full = tensor.detach() if gather is None else gather().detach()
         return full.to("cpu", copy=True)
+
+
+def full_gradient(param: nn.Parameter) -> Tensor | None:
+    """The full gradient of a parameter, also where ZeRO-3 keeps it elsewhere; called as `full_value`."""
+    grad = _of_deepspeed("safe_get_full_grad", param) if hasattr(param, "ds_tensor") else param.grad
+    return None if grad is None else full_value(grad)
+
+
+def _of_deepspeed(function: str, param: Tensor) -> Any:
+    """Calls one of DeepSpeed's functions on a parameter whose values, gradient and state are in its own tensors."""
+    return getattr(importlib.import_module("deepspeed.utils"), function)(param)
 
 
 class Recorder:
@@ -100,6 +116,7 @@ class Recorder:
         self._states: list[Tensor] = []  # of the random generator, when the modules that run now began
         self._handles: list[RemovableHandle] = []  # of hooks on tensors
         self._optimizer_depth = 0
+        self._stepped_copies = False  # An optimizer has stepped on tensors that are no parameters of the models.
         self._models: dict[nn.Module, str] = {}  # The outermost modules that have run, with the name of each
         self._names: dict[nn.Module, str] = {}  # Of all modules in them
         self._calls: dict[tuple[Phase, str], int] = {}
@@ -118,15 +135,19 @@ class Recorder:
             for handle in handles:
                 stack.callback(handle.remove)
             yield
+            self._end_step()
 
     def add_loss(self, loss: Tensor | float) -> None:
         """Records the loss of the step that has just ended."""
+        self._end_step()
         value = full_value(loss) if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
         self.recording.tensors[Key(self.step - 1, Phase.LOSS, "")] = value
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if _is_recomputing():
             return
+        if self._depth == 0:
+            self._end_step()
         if self._depth == 0 and module not in self._models and module not in self._names:
             self._add_model(module)
         self._depth += 1
@@ -165,28 +186,48 @@ class Recorder:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_depth += 1
-        if self._optimizer_depth > 1:
+        if self._optimizer_depth > 1 or self._stepped_copies:
             return
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for name, param in self._named_params():
-            if param.grad is not None and id(param) in stepped:
-                self.recording.tensors[Key(self.step, Phase.GRADIENT, name)] = full_value(param.grad)
+        named = list(self._named_params())
+        # DeepSpeed's optimizers step on tensors of their own, group by group, and the parameters get the values later.
+        self._stepped_copies = bool(named) and all(id(param) not in stepped for _, param in named)
+        for name, param in named:
+            if self._stepped_copies or id(param) in stepped:
+                grad = full_gradient(param)
+                if grad is not None:
+                    self.recording.tensors[Key(self.step, Phase.GRADIENT, name)] = grad
+                elif self._stepped_copies and param.requires_grad:  # ZeRO-1 and 2 have divided it already.
+                    self.recording.hides_gradients = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_depth -= 1
-        if self._optimizer_depth or not self._models:
+        if self._optimizer_depth or not self._models or self._stepped_copies:
             return
-        self._record_params(Phase.WEIGHT)
-        for model, prefix in self._models.items():
-            for name, buffer in model.named_buffers():
-                key = Key(self.step, Phase.BUFFER, _joined(prefix, plain_name(name)))
-                self.recording.tensors[key] = full_value(buffer)
+        self._record_weights()
         names = {id(param): name for name, param in self._named_params()}
         for param, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and id(param) in names:
                     name = f"{names[id(param)]}: {key}"
                     self.recording.tensors[Key(self.step, Phase.STATE, name)] = full_value(value)
+        self._begin_next_step()
+
+    def _end_step(self) -> None:
+        """Ends a step of an optimizer of copies: what it has computed is in the parameters by now."""
+        if self._stepped_copies:
+            self._stepped_copies = False
+            self._record_weights()
+            self._begin_next_step()
+
+    def _record_weights(self) -> None:
+        self._record_params(Phase.WEIGHT)
+        for model, prefix in self._models.items():
+            for name, buffer in model.named_buffers():
+                key = Key(self.step, Phase.BUFFER, _joined(prefix, plain_name(name)))
+                self.recording.tensors[key] = full_value(buffer)
+
+    def _begin_next_step(self) -> None:
         self.step += 1
         self._calls.clear()
         self._remove_tensor_hooks()

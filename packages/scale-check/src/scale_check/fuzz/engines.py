@@ -1,15 +1,16 @@
 """How each library wraps a model, and what it calls for a step: one class for each that `scale-check fuzz` knows.
 
 A class says in `can` what its programs may have: "units" (modules that are sharded by themselves), "unused" (parameters
-without a gradient), "tied" (parameters that two modules share), "freeze" (parameters that stop to train).
+without a gradient), "tied" (parameters that two modules share), "freeze" (parameters that stop to train), "clip", and
+"float64".
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -23,7 +24,8 @@ MakeOptimizer = Callable[..., Optimizer]
 class Engine:
     """Plain PyTorch in one process."""
 
-    can: ClassVar[frozenset[str]] = frozenset()
+    can: ClassVar[frozenset[str]] = frozenset({"clip", "float64"})
+    accumulates_without_sync: ClassVar[bool] = False  # It can't in another way.
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -47,6 +49,10 @@ class Engine:
         """Builds a scheduler of the learning rates."""
         return kind(optimizer, **options)
 
+    def step(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Updates the parameters."""
+        optimizer.step()
+
     def zero_grad(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Clears the gradients."""
         optimizer.zero_grad()
@@ -55,7 +61,7 @@ class Engine:
 class DDP(Engine):
     """torch's DistributedDataParallel, which looks for unused parameters."""
 
-    can = frozenset({"unused", "tied"})
+    can = Engine.can | {"unused", "tied"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -83,7 +89,7 @@ class ZeRO1(DDP):
 class FSDP2(Engine):
     """torch's fully_shard, over some modules and the model."""
 
-    can = frozenset({"units", "unused", "freeze"})
+    can = Engine.can | {"units", "unused", "freeze"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -115,7 +121,7 @@ class _WithoutGradientSync(AbstractContextManager[None]):
 class Accelerate(Engine):
     """Accelerator.prepare, which wraps a model in DDP."""
 
-    can = frozenset({"unused", "tied"})
+    can = Engine.can | {"unused", "tied"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -125,9 +131,7 @@ class Accelerate(Engine):
             DistributedDataParallelKwargs,
         )
 
-        # It takes a process without these variables for one that trains alone, whatever torch.distributed says.
-        os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "127.0.0.1"}
-        os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "MASTER_PORT": "0"}
+        _set_variables()  # Without them it trains alone, whatever torch.distributed says.
         self._accelerator = Accelerator(
             cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
         )
@@ -148,10 +152,68 @@ class Accelerate(Engine):
         return self._accelerator.prepare(kind(optimizer, **options))
 
 
+class DeepSpeed1(Engine):
+    """DeepSpeed's ZeRO-1 in float32; its clipping is an option of the whole training, and is left out."""
+
+    can = frozenset({"unused"})
+    accumulates_without_sync = True
+    stage: ClassVar[int] = 1
+
+    def wrap(
+        self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        import deepspeed  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        _set_variables()
+        deepspeed.init_distributed("gloo")
+        self._optimizer = make_optimizer(kind, model.parameters())
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer, config=config)
+        engine.set_gradient_accumulation_boundary(True)
+        return engine, self._optimizer
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """DeepSpeed calls it a pass that is no boundary of the accumulation; each pass has a `step`."""
+        model.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+            model.step()
+        finally:
+            model.set_gradient_accumulation_boundary(True)
+
+    def backward(self, model: Any, loss: Tensor) -> None:
+        model.backward(loss)
+
+    def step(self, model: Any, optimizer: Optimizer) -> None:
+        model.step()
+
+    def zero_grad(self, model: nn.Module, optimizer: Optimizer) -> None:
+        pass  # Its step does.
+
+
+class DeepSpeed2(DeepSpeed1):
+    """DeepSpeed's ZeRO-2 in float32."""
+
+    stage = 2
+
+
+class DeepSpeed3(DeepSpeed1):
+    """DeepSpeed's ZeRO-3 in float32."""
+
+    stage = 3
+
+
 class ScaleFSDP(FSDP2):
     """fully_shard of scale-fsdp, over some modules and the model."""
 
-    can = frozenset({"units", "unused", "freeze"})
+    can = Engine.can | {"units", "unused", "freeze"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -167,7 +229,7 @@ class ScaleFSDP(FSDP2):
 class ScaleOSS(Engine):
     """OSS and ShardedDataParallel of scale-oss."""
 
-    can = frozenset({"unused", "tied", "freeze"})
+    can = Engine.can | {"unused", "tied", "freeze"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -194,10 +256,20 @@ ENGINES: dict[str, type[Engine]] = {
     "zero1": ZeRO1,
     "fsdp2": FSDP2,
     "accelerate": Accelerate,
+    "deepspeed1": DeepSpeed1,
+    "deepspeed2": DeepSpeed2,
+    "deepspeed3": DeepSpeed3,
     "scale-fsdp": ScaleFSDP,
     "scale-oss": ScaleOSS,
 }
 """By the names that `scale-check fuzz --engine` takes."""
+
+
+def _set_variables() -> None:
+    """Sets the variables of a launcher."""
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def engine_class(name: str) -> type[Engine]:

@@ -145,14 +145,14 @@ class Run:
             self._scheduler = engine.scheduler(ExponentialLR, optimizer, gamma=0.5)
         losses = []
         for turn, part in enumerate(batch["parts"]):
-            is_last = turn == step.passes - 1
-            with engine.no_sync(model) if step.no_sync and not is_last else nullcontext():
+            no_sync = (step.no_sync or engine.accumulates_without_sync) and turn < step.passes - 1
+            with engine.no_sync(model) if no_sync else nullcontext():
                 loss = loss_of(model(part)) / step.passes
                 engine.backward(model, loss)
             losses.append(loss.detach())
         if step.clip is not None:
             engine.clip(model, optimizer, step.clip)
-        optimizer.step()
+        engine.step(model, optimizer)
         if step.schedule:
             self._scheduler.step()
         engine.zero_grad(model, optimizer)
@@ -163,8 +163,18 @@ def program_of(engine: str, seed: int) -> Program:
     """The program of a library and a seed."""
     random = Random(f"fuzz {seed}")
     can = engine_class(engine).can
-    avoid = OF_EACH_RANK | (set() if "unused" in can else {"unused", "second"}) | (set() if "tied" in can else {"tied"})
-    model = random_model(random, avoid=avoid, num_blocks=random.randint(1, 5), dtypes=("float64", "float64", "float32"))
+    avoid = (
+        OF_EACH_RANK
+        | (set() if "float64" in can else {"other"})
+        | (set() if "unused" in can else {"unused", "second"})
+        | (set() if "tied" in can else {"tied"})
+    )
+    model = random_model(
+        random,
+        avoid=avoid,
+        num_blocks=random.randint(1, 5),
+        dtypes=("float64", "float64", "float32") if "float64" in can else ("float32",),
+    )
     net = build(model, 0)
     names = [name for name, module in net.named_modules() if name and name != "blocks" and _can_be_unit(net, name)]
     units = tuple(name for name in names if random.random() < 0.4) if "units" in can else ()
@@ -197,7 +207,7 @@ def _steps(random: Random, can: frozenset[str], top: list[str]) -> Iterator[Trai
         yield Train(
             passes=passes,
             no_sync=passes > 1 and random.random() < 0.5,
-            clip=random.choice([0.01, 0.1, 1e6]) if random.random() < 0.3 else None,
+            clip=random.choice([0.01, 0.1, 1e6]) if random.random() < 0.3 and "clip" in can else None,
             frozen="" if not freezes else "-" if frozen else random.choice(top),
             schedule=random.random() < 0.3,
         )

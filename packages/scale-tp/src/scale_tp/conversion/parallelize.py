@@ -264,7 +264,7 @@ def _build_plan(
         for path, module in modules.items()
         if path in converted
     ]
-    validation.check_producer_splits(conversions)
+    validation.check_producer_splits(conversions, converted, heads)
     validation.check_tied_params(model, conversions)
     if ranks.size > 1:
         validation.check_memory(model, conversions)

@@ -34,6 +34,8 @@ class Style:
         output: What goes out: all of it, or a rank's "part"; or a "summand", which another module sums.
         stacked: How many matrices of equal size the weight is made of, each divided by itself: 2 for gate and up
             projections in one layer.
+        interleaved: The matrices of several outputs alternate row by row, as where the model takes `x[..., ::2]` and
+            `x[..., 1::2]`; so that each part has rows of all of them.
         sums_gradients: The parameters are replicated, but ranks compute with other data, so their gradients are summed.
     """
 
@@ -42,6 +44,7 @@ class Style:
     output: Output = "whole"
     stacked: int = 1
     sums_gradients: bool = False
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -57,6 +60,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "colwise_rep": Style("outputs"),
         "colwise_gather_output": Style("outputs"),
         "packed_colwise": Style("outputs", output="part", stacked=2),
+        "interleaved_colwise": Style("outputs", output="part", interleaved=True),
         "rowwise": Style("inputs", input="part"),
         "rowwise_rep": Style("inputs"),
         "rowwise_split_input": Style("inputs"),
@@ -75,7 +79,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "all_reduce": Style("nothing", input="part"),
     }
 )
-"""The styles by the names that transformers gives them, those of older releases included."""
+"""The styles by the names that transformers gives them, those of older releases included; and "interleaved_colwise"."""
 
 UNSUPPORTED_STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -114,8 +118,8 @@ def resolve_styles(plan: Plan, names: Iterable[str], *, needs_all: bool = True) 
     has to match all of a name.
 
     Example:
-        >>> resolve_styles({"layers.*.up": "colwise"}, ["", "layers", "layers.0", "layers.0.up"])
-        {'layers.0.up': Style(divides='outputs', input='whole', output='part', stacked=1, sums_gradients=False)}
+        >>> list(resolve_styles({"layers.*.up": "colwise"}, ["", "layers", "layers.0", "layers.0.up"]))
+        ['layers.0.up']
     """
     names = list(names)
     found: dict[str, tuple[str, Style]] = {}

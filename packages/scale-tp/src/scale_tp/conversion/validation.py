@@ -206,7 +206,9 @@ def check_key_values(modules: Mapping[str, nn.Module], styles: Mapping[str, Styl
                 )
 
 
-def check_producer_splits(changes: Sequence[Conversion]) -> None:
+def check_producer_splits(
+    changes: Sequence[Conversion], styles: Mapping[str, Style], heads: Mapping[str, Heads]
+) -> None:
     """Refuses row parallel layers whose input is divided in another way than their sibling's output."""
     parents: dict[str, list[Conversion]] = {}
     for change in changes:
@@ -224,6 +226,25 @@ def check_producer_splits(changes: Sequence[Conversion]) -> None:
                     f"'{giving[0].path}' gives {given[0].total} outputs in parts of {list(given[0].sizes)}: give "
                     "them styles of one kind, such as 'colwise' and 'rowwise'"
                 )
+            fused = next((one for one, split in zip(giving, given, strict=True) if _is_cut(split, wanted)), None)
+            if fused is not None and not (sizes or fused.parent in heads or styles[fused.path].interleaved):
+                total = _split_of(fused).total
+                raise ValueError(
+                    f"'{fused.path}' gives {total} outputs, and '{taking.path}' takes {wanted.total} inputs: where the "
+                    f"model cuts the output into {total // wanted.total} parts, as by chunk(), a rank of a 'colwise' "
+                    f"layer has other parts than it needs. Give '{fused.path}' the style "
+                    f"{_stacked_style(total // wanted.total)}, or 'interleaved_colwise' if the parts alternate row by "
+                    "row"
+                )
+
+
+def _is_cut(given: Split, wanted: Split) -> bool:
+    """Whether one layer gives a multiple of what another one takes."""
+    return given.total > wanted.total > 0 and given.total % wanted.total == 0
+
+
+def _stacked_style(count: int) -> str:
+    return "'packed_colwise'" if count == 2 else f"Style('outputs', output='part', stacked={count})"
 
 
 def _split_of(change: Conversion) -> Split:

@@ -1,0 +1,37 @@
+"""DDP: two forwards, then a backward for each loss; only the first backward is reduced."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+ref = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+model = copy.deepcopy(ref)
+x, y = torch.randn(2, 4, 6), torch.randn(2, 4, 6)
+
+
+def train(m, net, b):
+    opt = torch.optim.SGD(m.parameters(), lr=0.5)
+    for _ in range(3):
+        opt.zero_grad()
+        clean, noisy = net(x[b]), net(2 * x[b])
+        F.mse_loss(clean, y[b]).backward()
+        F.mse_loss(noisy, y[b]).backward()
+        opt.step()
+    return m[0].weight.norm().item()
+
+
+want = train(ref, ref, slice(None))
+
+got = [None, None]
+dist.all_gather_object(got, train(model, DistributedDataParallel(model), slice(rank, rank + 1)))
+if rank == 0:
+    print(f"weight norm after 3 steps: one process {want}, DDP {got}")
+dist.destroy_process_group()
