@@ -41,7 +41,7 @@ FLOORS = {
 FILES_AND_JUMPS = {
     "fully_shard": (15, 348),
     "ShardedDataParallel": (18, 157),
-    "OSS with DDP": (9, 50),
+    "OSS with DDP": (9, 51),
     "DistributedPipe": (19, 128),
     "Pipe": (10, 120),
     "parallelize": (14, 81),

@@ -8,7 +8,7 @@ import pytest
 
 from scale_check.cli import main
 from scale_check.fuzz import models, programs
-from scale_check.fuzz.command import Finding, fuzz
+from scale_check.fuzz.command import FuzzFinding, fuzz
 from scale_check.fuzz.pool import Outcome, kind_of, run_in_turn
 from scale_check.fuzz.programs import program_of, smaller
 from scale_check.harness import parity
@@ -34,8 +34,8 @@ def test_right_programs_have_no_finding() -> None:
     assert str(summary).startswith("6 programs: 6 compute what one process does, 0 do not, 0 raise an error")
 
 
-def findings_of(engine: str, seeds: range) -> list[Finding]:
-    told: list[Finding] = []
+def findings_of(engine: str, seeds: range) -> list[FuzzFinding]:
+    told: list[FuzzFinding] = []
     summary = fuzz(f"planted_engines:{engine}", seeds, 2, tell=told.append)
     assert not summary.is_right
     return told

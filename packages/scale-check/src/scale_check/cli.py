@@ -69,7 +69,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _fuzz(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from scale_check.fuzz.command import Finding, fuzz
+    from scale_check.fuzz.command import FuzzFinding, fuzz
     from scale_check.fuzz.engines import engine_class
 
     try:
@@ -81,7 +81,7 @@ def _fuzz(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
     report = sys.stdout
 
-    def tell(finding: Finding) -> None:
+    def tell(finding: FuzzFinding) -> None:
         if options.json:
             print(json.dumps(finding.to_json()), file=report, flush=True)
         elif finding.kind != "error":

@@ -1,5 +1,5 @@
 """Random programs of training, run by a library on several ranks and compared with one process.
 
-`models` draws what is trained, `programs` what is done with it, and `engines` says how each library does it. `pool`
-runs many programs on one set of ranks, and `command` prints what differs, made as small as it gets.
+Begin with `command`. `models` draws what is trained, `programs` what is done with it, and `engines` says how each
+library does it. `pool` runs many programs on one set of ranks.
 """

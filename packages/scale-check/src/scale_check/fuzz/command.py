@@ -18,7 +18,7 @@ _SHRINK_AT_ONCE = 12  # Smaller programs that are run on one set of ranks.
 
 
 @dataclass(frozen=True)
-class Finding:
+class FuzzFinding:
     """A program that does not compute what one process does.
 
     Attributes:
@@ -49,11 +49,11 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Summary:
+class FuzzSummary:
     """What a number of programs have come to."""
 
     num_programs: int
-    findings: tuple[Finding, ...]
+    findings: tuple[FuzzFinding, ...]
 
     def count(self, kind: str) -> int:
         """How many programs are of a kind of finding."""
@@ -81,13 +81,13 @@ def fuzz(
     ranks: int,
     *,
     shrinks: bool = True,
-    tell: Callable[[Finding], object] = lambda finding: None,
-) -> Summary:
+    tell: Callable[[FuzzFinding], object] = lambda finding: None,
+) -> FuzzSummary:
     """Runs the programs of some seeds with a library.
 
     `tell` is called with the first finding of each cause, as soon as it is there.
     """
-    findings: list[Finding] = []
+    findings: list[FuzzFinding] = []
     causes: set[str] = set()
     for finding in _findings([program_of(engine, seed) for seed in seeds], ranks):
         smallest = _shrunk(finding, ranks) if shrinks and finding.kind == "different" else finding
@@ -95,22 +95,22 @@ def fuzz(
         if smallest.cause not in causes:
             causes.add(smallest.cause)
             tell(smallest)
-    return Summary(len(seeds), tuple(findings))
+    return FuzzSummary(len(seeds), tuple(findings))
 
 
-def _findings(programs: Sequence[Program], ranks: int) -> Iterator[Finding]:
+def _findings(programs: Sequence[Program], ranks: int) -> Iterator[FuzzFinding]:
     for outcome in run_in_turn(_run_on_rank, programs, ranks):
         if (finding := _finding(outcome, ranks)) is not None:
             yield finding
 
 
-def _finding(outcome: Outcome[Program, Recording], ranks: int) -> Finding | None:
+def _finding(outcome: Outcome[Program, Recording], ranks: int) -> FuzzFinding | None:
     program = outcome.program
     if outcome.failure:
-        return Finding(program, "error" if outcome.is_clean else "ended", outcome.failure)
+        return FuzzFinding(program, "error" if outcome.is_clean else "ended", outcome.failure)
     plain, rounding = _parity_program(program, ranks).measure()
     report = compare(plain, outcome.results, rounding)
-    return Finding(program, "different", str(report), report) if report.verdict is ParityVerdict.BUG else None
+    return FuzzFinding(program, "different", str(report), report) if report.verdict is ParityVerdict.BUG else None
 
 
 def _parity_program(program: Program, ranks: int) -> ParityProgram:
@@ -126,7 +126,7 @@ def _run_on_rank(program: Program, folder: Path) -> Recording:
     return _parity_program(program, dist.get_world_size()).run_on_rank()
 
 
-def _shrunk(finding: Finding, ranks: int) -> Finding:
+def _shrunk(finding: FuzzFinding, ranks: int) -> FuzzFinding:
     """The smallest program that is found to differ likewise, by leaving out one thing after the other."""
     while True:
         candidates = list(smaller(finding.program))

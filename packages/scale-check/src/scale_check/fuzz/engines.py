@@ -2,7 +2,7 @@
 
 A class says in `can` what its programs may have: "units" (modules that are sharded by themselves), "unused" (parameters
 without a gradient), "tied" (parameters that two modules share), "freeze" (parameters that stop to train), "clip", and
-"float64".
+"float64". The libraries are those that are installed; this package depends on none of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MakeOptimizer = Callable[..., Optimizer]
 """Called with the optimizer's class, parameters and further options."""
 
 
-class Engine:
+class FuzzEngine:
     """Plain PyTorch in one process."""
 
     can: ClassVar[frozenset[str]] = frozenset({"clip", "float64"})
@@ -58,10 +58,10 @@ class Engine:
         optimizer.zero_grad()
 
 
-class DDP(Engine):
+class DDP(FuzzEngine):
     """torch's DistributedDataParallel, which looks for unused parameters."""
 
-    can = Engine.can | {"unused", "tied"}
+    can = FuzzEngine.can | {"unused", "tied"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -86,10 +86,10 @@ class ZeRO1(DDP):
         return wrapped, make_optimizer(ZeroRedundancyOptimizer, wrapped.parameters(), optimizer_class=kind)
 
 
-class FSDP2(Engine):
+class FSDP2(FuzzEngine):
     """torch's fully_shard, over some modules and the model."""
 
-    can = Engine.can | {"units", "unused", "freeze"}
+    can = FuzzEngine.can | {"units", "unused", "freeze"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -118,22 +118,18 @@ class _WithoutGradientSync(AbstractContextManager[None]):
         self._model.set_requires_gradient_sync(True)
 
 
-class Accelerate(Engine):
+class Accelerate(FuzzEngine):
     """Accelerator.prepare, which wraps a model in DDP."""
 
-    can = Engine.can | {"unused", "tied"}
+    can = FuzzEngine.can | {"unused", "tied"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
     ) -> tuple[nn.Module, Optimizer]:
-        from accelerate import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
-            Accelerator,
-            DistributedDataParallelKwargs,
-        )
-
+        accelerate = importlib.import_module("accelerate")
         _set_variables()  # Without them it trains alone, whatever torch.distributed says.
-        self._accelerator = Accelerator(
-            cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+        self._accelerator = accelerate.Accelerator(
+            cpu=True, kwargs_handlers=[accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)]
         )
         model, optimizer = self._accelerator.prepare(model, make_optimizer(kind, model.parameters()))
         return model, optimizer
@@ -152,7 +148,7 @@ class Accelerate(Engine):
         return self._accelerator.prepare(kind(optimizer, **options))
 
 
-class DeepSpeed1(Engine):
+class DeepSpeed1(FuzzEngine):
     """DeepSpeed's ZeRO-1 in float32; its clipping is an option of the whole training, and is left out."""
 
     can = frozenset({"unused"})
@@ -162,7 +158,7 @@ class DeepSpeed1(Engine):
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
     ) -> tuple[nn.Module, Optimizer]:
-        import deepspeed  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        deepspeed = importlib.import_module("deepspeed")
 
         _set_variables()
         deepspeed.init_distributed("gloo")
@@ -213,12 +209,12 @@ class DeepSpeed3(DeepSpeed1):
 class ScaleFSDP(FSDP2):
     """fully_shard of scale-fsdp, over some modules and the model."""
 
-    can = Engine.can | {"units", "unused", "freeze"}
+    can = FuzzEngine.can | {"units", "unused", "freeze"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
     ) -> tuple[nn.Module, Optimizer]:
-        from scale_fsdp import fully_shard  # type: ignore[import-not-found, unused-ignore]
+        fully_shard = importlib.import_module("scale_fsdp").fully_shard
 
         for name in sorted(units, key=lambda name: -name.count(".")):
             fully_shard(model.get_submodule(name))
@@ -226,22 +222,22 @@ class ScaleFSDP(FSDP2):
         return model, make_optimizer(kind, model.parameters())
 
 
-class ScaleOSS(Engine):
+class ScaleOSS(FuzzEngine):
     """OSS and ShardedDataParallel of scale-oss."""
 
-    can = Engine.can | {"unused", "tied", "freeze"}
+    can = FuzzEngine.can | {"unused", "tied", "freeze"}
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
     ) -> tuple[nn.Module, Optimizer]:
-        from scale_oss import OSS, ShardedDataParallel  # type: ignore[import-not-found, unused-ignore]
+        scale_oss = importlib.import_module("scale_oss")
 
         def with_class(params: Iterable[Any], **options: Any) -> Optimizer:
-            optimizer: Optimizer = OSS(params, kind, **options)
+            optimizer: Optimizer = scale_oss.OSS(params, kind, **options)
             return optimizer
 
         optimizer = make_optimizer(with_class, model.parameters())
-        return ShardedDataParallel(model, optimizer), optimizer
+        return scale_oss.ShardedDataParallel(model, optimizer), optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = model.no_sync()  # type: ignore[operator]
@@ -251,7 +247,7 @@ class ScaleOSS(Engine):
         optimizer.clip_grad_norm_(max_norm)  # type: ignore[attr-defined]
 
 
-ENGINES: dict[str, type[Engine]] = {
+ENGINES: dict[str, type[FuzzEngine]] = {
     "ddp": DDP,
     "zero1": ZeRO1,
     "fsdp2": FSDP2,
@@ -272,16 +268,16 @@ def _set_variables() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def engine_class(name: str) -> type[Engine]:
-    """Returns the class of a name in `ENGINES`, or of "module:Class", a subclass of `Engine`.
+def engine_class(name: str) -> type[FuzzEngine]:
+    """Returns the class of a name in `ENGINES`, or of "module:Class", a subclass of `FuzzEngine`.
 
     Raises ValueError where there is none.
     """
     module, colon, kind = name.partition(":")
     found = getattr(importlib.import_module(module), kind, None) if colon else ENGINES.get(name)
-    if not (isinstance(found, type) and issubclass(found, Engine)):
+    if not (isinstance(found, type) and issubclass(found, FuzzEngine)):
         raise ValueError(
             f"expected an engine to be one of {', '.join(ENGINES)}, or module:Class of a subclass of "
-            f"scale_check.fuzz.engines.Engine, got {name}"
+            f"scale_check.fuzz.engines.FuzzEngine, got {name}"
         )
     return found

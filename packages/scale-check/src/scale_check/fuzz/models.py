@@ -262,7 +262,7 @@ class Gru(nn.Module):
         return output
 
 
-class Attention(nn.Module):
+class PairAttention(nn.Module):
     """torch's attention over two positions."""
 
     def __init__(self, width: int) -> None:
@@ -379,7 +379,7 @@ KINDS: dict[str, Any] = {
     "inplace": InPlace,
     "view": View,
     "gru": Gru,
-    "attention": Attention,
+    "attention": PairAttention,
     "other": OtherDtype,
     "dropout": lambda width, p: nn.Dropout(p),
 }

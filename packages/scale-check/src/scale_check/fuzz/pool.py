@@ -6,6 +6,7 @@ A program that fails, hangs or ends a rank ends its set; the rest goes on with a
 from __future__ import annotations
 
 import faulthandler
+import os
 import re
 import sys
 import tempfile
@@ -50,6 +51,7 @@ def run_in_turn(call: Callable[[P, Path], R], programs: Sequence[P], ranks: int)
     `call` is at the top level of a module; the folder, which is not there yet, is one for all ranks.
     """
     rest = list(programs)
+    os.environ.setdefault("SCALE_LIMIT_SECONDS", str(LIMIT_SECONDS / 4))  # Our libraries say then why they wait.
     while rest:
         with tempfile.TemporaryDirectory(prefix="programs-") as folder:
             reached = Path(folder, "number")

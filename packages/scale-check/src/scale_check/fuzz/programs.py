@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from scale_check.fuzz.engines import Engine, engine_class
+from scale_check.fuzz.engines import FuzzEngine, engine_class
 from scale_check.fuzz.models import (
     NESTED,
     OF_EACH_RANK,
@@ -92,12 +92,12 @@ class Run:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._engine = Engine()
+        self._engine = FuzzEngine()
         self._scheduler: Any = None
 
     def build(self) -> nn.Module:
         """Returns the plain model, and begins anew."""
-        self._engine, self._scheduler = Engine(), None
+        self._engine, self._scheduler = FuzzEngine(), None
         return build(self.program.model, self.program.seed)
 
     def wrap(self, model: nn.Module) -> tuple[nn.Module, Optimizer]:
