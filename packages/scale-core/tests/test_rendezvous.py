@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from scale_core.comm.group import Group
 from scale_core.errors import LaunchError
-from scale_core.launch import rendezvous
+from scale_core.launch import launcher, rendezvous
 from scale_core.launch.rendezvous import init_distributed, open_store
 from scale_core.testing import run_ranks
 
@@ -107,6 +107,48 @@ def test_tensors_of_either_device_can_be_sent(monkeypatch: pytest.MonkeyPatch, d
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: found.append(backend))
     init_distributed(device=device)
     assert found == [backend]
+
+
+@pytest.mark.parametrize(
+    ("variables", "visible", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "3"}, 1, 0),  # As under Slurm's --gpus-per-task=1.
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4, 2),
+        ({}, 4, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"}, 1, None),
+        ({}, 1, None),
+    ],
+)
+def test_a_rank_takes_the_device_of_its_number_or_the_only_one_that_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], visible: int, expected: int | None
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    if expected is None:
+        with pytest.raises(ValueError, match="expected at most 1 ranks on this machine"):
+            rendezvous._take_device(2)
+    else:
+        rendezvous._take_device(2)
+        assert taken == [expected]
+
+
+def test_ranks_of_launch_local_are_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host with a GPU, too, a program for CPUs stays there."""
+    found: list[str] = []
+    variables = launcher._variables(1, 2, 1, "cpu")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rendezvous, "_rendezvous", lambda place, timeout, config: None)
+    monkeypatch.setattr(rendezvous, "group_of", lambda: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: found.append(backend))
+    init_distributed()
+    assert found == ["gloo"]
 
 
 @pytest.mark.fault(34)

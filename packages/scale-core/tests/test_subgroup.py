@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -33,3 +35,31 @@ def test_ranks_in_different_numbers_of_groups_make_one_of_which_others_know_noth
     assert [first[0], first[2]] == [(0, 1), (0, 1, 2)] and len(first[1]) == 1
     assert second == [(0, 1), (1, 2), (0, 1, 2)]
     assert third[1:] == [(1, 2), (0, 1, 2)] and len(third[0]) == 1 and fourth == []
+
+
+def split_where_a_device_is_bound() -> list[str]:
+    """Makes a group of two of three ranks as after `init_process_group(device_id=...)`; torch's splits are recorded."""
+    asked: list[str] = []
+    default: Any = dist.group.WORLD
+    default.bound_device_id = torch.device("cpu", 0)
+    original = dist.distributed_c10d._get_split_source
+
+    def record(group: Any) -> Any:
+        asked.append("split")
+        return None
+
+    dist.distributed_c10d._get_split_source = record  # type: ignore[assignment]
+    try:
+        part = subgroup_of(group_of(), (0, 1))
+    finally:
+        dist.distributed_c10d._get_split_source = original
+    if part.size == 2:
+        total = torch.tensor([1.0])
+        all_reduce(total, part).wait()
+        assert total.item() == 2.0
+    assert default.bound_device_id == torch.device("cpu", 0)
+    return asked
+
+
+def test_a_group_is_not_split_from_one_whose_other_ranks_never_call() -> None:
+    assert run_ranks(split_where_a_device_is_bound, 3) == [[], [], []]

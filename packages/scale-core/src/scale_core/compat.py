@@ -200,6 +200,20 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def new_group_of_members(ranks: list[int], timeout: timedelta | None) -> Any:
+    """Makes a process group that its members alone call.
+
+    Where the default group was made with `device_id=`, torch would split its communicator, for which NCCL waits for all
+    ranks of it, those that never call included (pytorch/pytorch#129965).
+    """
+    default: Any = dist.group.WORLD
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    finally:
+        default.bound_device_id = device
+
+
 def can_set_data(param: Tensor, memory: Tensor) -> bool:
     """Whether `param.data = memory` is possible: torch's own check when it converts a module's parameters."""
     return bool(torch._has_compatible_shallow_copy_type(param, memory))

@@ -474,8 +474,8 @@ def group_over(axes: Sequence[Group], ranks: Sequence[int]) -> Group:
 def _new_group_among(ranks: Sequence[int], most: int, like: Group) -> Group:
     """Makes a group that its members alone call; none of them is in more than `most` groups. See `subgroup_of`."""
     for _ in range(most - len(compat.process_groups())):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return group_of(dist.new_group(list(ranks), timeout=new_group_limit(like), use_local_synchronization=True))
+        compat.new_group_of_members([dist.get_rank()], None)
+    return group_of(compat.new_group_of_members(list(ranks), new_group_limit(like)))
 
 
 def new_group_limit(group: Group) -> timedelta | None:

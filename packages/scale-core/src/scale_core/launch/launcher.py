@@ -32,7 +32,8 @@ from scale_core.arguments import checked_arguments
 from scale_core.comm.work import LIMIT_SECONDS, process_limit
 from scale_core.errors import LaunchError
 from scale_core.launch.parent import die_with_parent
-from scale_core.launch.rendezvous import open_store
+from scale_core.launch.rendezvous import DEVICE_VARIABLE, open_store
+from scale_core.launch.roll_call import JOB_VARIABLE
 
 UNGUARDED = 227
 """The exit code of a process that was to start ranks while it was only being started itself."""
@@ -110,6 +111,8 @@ def _variables(rank: int, num_ranks: int, port: int, device: str) -> dict[str, s
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store is the program's: it outlives every rank.
         "TORCHELASTIC_RESTART_COUNT": "0",
+        JOB_VARIABLE: f"process {os.getpid()}, port {port}",
+        DEVICE_VARIABLE: device,
     }
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+DEVICE_VARIABLE = "SCALE_DEVICE"
+"""The environment variable by which `launch_local` says on which devices its ranks are."""
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
@@ -56,7 +58,8 @@ def init_distributed(
     Args:
         backend: The backend of the default group. By default gloo on CPU; on CUDA NCCL for what is there and gloo for
             what is on the host, so that small control messages need no device.
-        device: "cpu" or "cuda"; by default CUDA where it is available. On CUDA the rank's device is made the current.
+        device: "cpu" or "cuda"; by default that of `launch_local`, or else CUDA where it is available. On CUDA the
+            rank's device is made the current: that of its local rank, or the only one that it sees.
         limit_seconds: For the ranks to meet and for every collective after it; None is the environment variable
             `SCALE_LIMIT_SECONDS`, or 300.
         config: What has to be the same on all ranks, as anything that JSON knows: options, sizes, a model's name.
@@ -80,7 +83,8 @@ def init_distributed(
         return Group()
     if _UNDER_TORCHRUN in os.environ:
         _end_with_agent()
-    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    default = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = torch.device(device or default).type
     if kind == "cuda":
         _take_device(place.local_rank)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's last collectives, which errors read.
@@ -210,6 +214,8 @@ def _error(what: str) -> LaunchError:
 
 def _take_device(local_rank: int) -> None:
     num_devices = torch.cuda.device_count()
+    if num_devices == 1 and "CUDA_VISIBLE_DEVICES" in os.environ and _UNDER_TORCHRUN not in os.environ:
+        local_rank = 0  # As under Slurm's --gpus-per-task=1: each rank sees its own device, by number 0.
     if local_rank >= num_devices:
         raise ValueError(
             f"expected at most {num_devices} ranks on this machine, one for each CUDA device, got LOCAL_RANK="

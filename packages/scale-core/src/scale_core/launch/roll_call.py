@@ -37,7 +37,9 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.2  # between two looks at the sto
 _STAY_SECONDS = 0.5  # of a rank that hosts the store, so that the others read why it leaves
 # Seconds for ranks of another job to come: where this job's ranks have one origin, and where they have several.
 _SHORT_GRACE, _LONG_GRACE = 1.0, 5.0
-_JOB_IDS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID")
+JOB_VARIABLE = "SCALE_JOB_ID"
+"""The environment variable with a name that all ranks of a job have, and no other job on these machines."""
+_JOB_IDS = (JOB_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID")
 # Variables that say which rank of a job this is, which device it has, or by which process it was started.
 _OF_RANK = re.compile("RANK|LOCAL|PROC|NODE|DEVICE|PID|SHLVL|^_$")
 _TWO_JOBS = "two jobs are at this port: give each a MASTER_PORT of its own"
