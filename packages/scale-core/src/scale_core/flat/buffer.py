@@ -472,12 +472,16 @@ class FlatBuffer(FlatReduced):
         sent, deferred, weights = self.full.view(torch.uint8), self.reduction.deferred, self.float8
         assert weights is not None
         own = self._part(sent, self.group)
-        with self._stream.run():
-            local = self._local_shard(copies_shard)
-            pieces = [local.narrow(0, span.shard_offset, span.numel) for span in self.spans]
-            zero = torch.zeros((), device=local.device)
-            amax = [torch.linalg.vector_norm(piece, torch.inf).float() if len(piece) else zero for piece in pieces]
-            largest = torch.stack(amax)
+        # Its copy comes by the side stream. What is computed with it is on the caller's, for which collectives wait.
+        local = self._new_local() if self._moves else self._local_shard(copies_shard)
+        if self._moves:
+            with self._stream.run():
+                self._sending.start(self.shard.data, local)
+            self._stream.join()
+        pieces = [local.narrow(0, span.shard_offset, span.numel) for span in self.spans]
+        zero = torch.zeros((), device=local.device)
+        amax = [torch.linalg.vector_norm(piece, torch.inf).float() if len(piece) else zero for piece in pieces]
+        largest = torch.stack(amax)
 
         def cast() -> Tensor:
             self._scales = [weight.scale(each) for weight, each in zip(weights, largest.unbind(), strict=True)]
@@ -501,9 +505,12 @@ class FlatBuffer(FlatReduced):
         """The shard where it is computed with, or a copy of it; to be called in the stream of its copies."""
         if not self._moves:
             return self.shard.data.clone() if copied else self.shard.data
-        local = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
+        local = self._new_local()
         self._sending.start(self.shard.data, local)
         return local
+
+    def _new_local(self) -> Tensor:
+        return torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
 
     def _new_full(self, dtype: torch.dtype) -> Tensor:
         return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)
