@@ -42,23 +42,43 @@ def late_statistic(rank: int, number: int) -> float:
     return number * (1.0 + rank) if number >= 4 else 0.0  # On all ranks it changes.
 
 
+def rare_event(rank: int, number: int) -> float:
+    return 1.0 if rank == 1 and number >= 4 else 0.0  # A count of what happens on one rank.
+
+
+def warm_up(rank: int, number: int) -> float:
+    return number if number < 3 else number + rank  # The first batches are the same on all ranks.
+
+
 def early_event(rank: int, number: int) -> float:
     return 1.0 if rank == 1 and number >= 2 else 0.0
 
 
 EQUAL: list[Value] = [constant, changing]
-OF_EACH_RANK: list[Value] = [statistic, late_statistic, early_event]
+OF_EACH_RANK: list[Value] = [statistic, late_statistic, early_event, rare_event, warm_up]
 DIVERGED: list[Value] = [flipped_constant, flipped_while_changing]
 
 
 def train(values: list[Value], dtype: torch.dtype = torch.float32) -> str:
     rank, equal, contract = dist.get_rank(), EqualValues(), Contract(group_of())
+    named = [(value.__name__, torch.zeros(3, dtype=dtype)) for value in values]
     for number in range(6):
-        named = [(value.__name__, torch.full((3,), value(rank, number), dtype=dtype)) for value in values]
+        for value, (_, tensor) in zip(values, named, strict=True):
+            tensor.fill_(value(rank, number))
         try:
             equal.compare(named, contract, number)
         except DivergenceError as error:
             return f"{number}: {error}{error.__notes__}"
+    return "nothing"
+
+
+def grown_cache() -> str:
+    """A table that one rank makes anew for a longer batch."""
+    equal, contract, table = EqualValues(), Contract(group_of()), torch.arange(1.0, 5.0)
+    for number in range(6):
+        if number == 4 and dist.get_rank() == 1:
+            table = torch.arange(1.0, 9.0)
+        equal.compare([("table", table)], contract, number)
     return "nothing"
 
 
@@ -74,7 +94,7 @@ def outcomes() -> dict[str, str]:
     said = {value.__name__: train([*EQUAL, value, *OF_EACH_RANK]) for value in DIVERGED}
     said["alike"] = train([*EQUAL, *OF_EACH_RANK])
     said["counters"] = train(DIVERGED, dtype=torch.int64)
-    said["others"] = other_tensors()
+    said["others"], said["cache"] = other_tensors(), grown_cache()
     return said
 
 
@@ -96,4 +116,4 @@ def test_what_was_equal_and_has_changed_on_one_rank_is_an_error_on_all(
 
 def test_what_each_rank_has_for_itself_is_none(said: list[dict[str, str]]) -> None:
     for outcome in said:
-        assert [outcome[name] for name in ("alike", "counters", "others")] == ["nothing"] * 3
+        assert [outcome[name] for name in ("alike", "counters", "others", "cache")] == ["nothing"] * 4

@@ -20,7 +20,7 @@ from scale_core.launch.roll_call import (
 
 
 def facts(rank: int, world_size: int = 2, torch: str = "2.13.0", config: Any = None) -> RankFacts:
-    return RankFacts(rank, world_size, {"torch": torch}, config, job="the test")
+    return RankFacts(rank, world_size, {"torch": torch}, config, job={"SCALE_JOB_ID": "the test"})
 
 
 def call_all(store: Any, everyone: list[RankFacts], timeout: float = 60.0) -> list[str]:
@@ -75,16 +75,27 @@ def test_ranks_that_do_not_belong_together_all_hear_why(everyone: list[RankFacts
     assert all(told.startswith(message) for told in call_all(HashStore(), everyone))
 
 
-def of_job(job: str, origin: str) -> RankFacts:
-    return RankFacts(0, 2, {}, None, job, origin)
+def of_job(origin: str, rank: int = 0, **job: str) -> RankFacts:
+    return RankFacts(rank, 2, {}, None, job, origin)
 
 
 def test_ranks_of_one_launcher_begin_at_once_and_others_give_time_to_contradict() -> None:
-    assert grace([of_job("Slurm 7", "a"), of_job("Slurm 7", "b")], 300) == 0
-    by_hand = grace([of_job("", "a"), of_job("", "a")], 300)
-    elsewhere = grace([of_job("", "a"), of_job("", "b")], 300)
-    assert 0 < by_hand < elsewhere == grace([of_job("Slurm 7", "a"), of_job("Slurm 8", "b")], 300)
-    assert grace([of_job("", "a"), of_job("", "b")], 4) == 1  # The others wait no longer than the limit.
+    for job in ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, {"TORCHELASTIC_RUN_ID": "a"}, {"agent": "12 on here"}):
+        assert grace([of_job("a", **job), of_job("b", **job)], 300) == 0
+    by_hand, elsewhere = (grace([of_job("a"), of_job(other)], 300) for other in "ab")
+    assert 0 < by_hand < elsewhere
+    allocation = [of_job("a", SLURM_JOB_ID="7", SLURM_STEP_ID="0"), of_job("b", SLURM_JOB_ID="7", SLURM_STEP_ID="1")]
+    assert grace(allocation, 300) == elsewhere  # One allocation, two programs, or one program started by two srun.
+    assert grace([of_job("a"), of_job("b")], 4) == 1  # The others wait little longer than the limit.
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "SCALE_JOB_ID"])
+def test_ranks_of_two_jobs_are_told_at_once(name: str) -> None:
+    trouble, _ = compare([of_job("a", **{name: "7"}), of_job("b", 1, **{name: "8"})])
+    assert (
+        trouble
+        == f"{name} is 7 on rank 0 and 8 on rank 1; two jobs are at this port: give each a MASTER_PORT of its own"
+    )
 
 
 def test_a_second_rank_0_ends_a_start_and_does_not_disturb_a_job_that_has_begun() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -24,7 +23,6 @@ def seen_by_hooks() -> list[str]:
     scheduler = ExponentialLR(optimizer, 0.5)  # It wraps the step.
     wrapped = optimizer.step
 
-    @functools.wraps(wrapped)
     def step(*args: Any, **kwargs: Any) -> Any:  # As Accelerate wraps it again.
         seen.append("wrapper")
         return wrapped(*args, **kwargs)

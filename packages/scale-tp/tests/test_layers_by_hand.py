@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from collections.abc import Callable
 
@@ -91,7 +92,13 @@ CASES: dict[Act, str] = {
 def outcomes() -> dict[str, str]:
     initialize_model_parallel(2)
     said = {act.__name__: train(act) for act in CASES}
-    said["alike"] = train(lambda number, layers, optimizer: None)
+    first = model()
+    said["alike"] = train(lambda number, layers, optimizer: None, layers=first)
+    kept = first if dist.get_rank() else None
+    del first
+    gc.collect()
+    said["next"] = train(lambda number, layers, optimizer: None)
+    del kept
     said["copied"] = train(left_out, layers=copy.deepcopy(model()))
     said["kinds"] = train(lambda *_: None, kind=Adam if dist.get_rank() else SGD)
     return said
@@ -120,3 +127,7 @@ def test_a_copy_and_other_kinds_are_compared_too(said: list[dict[str, str]]) -> 
 
 def test_ranks_that_train_alike_go_on(said: list[dict[str, str]]) -> None:
     assert [outcome["alike"] for outcome in said] == ["nothing", "nothing"]
+
+
+def test_it_does_not_matter_when_a_rank_forgets_an_earlier_model(said: list[dict[str, str]]) -> None:
+    assert [outcome["next"] for outcome in said] == ["nothing", "nothing"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -191,7 +192,8 @@ class Recorder:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         named = list(self._named_params())
         # DeepSpeed's optimizers step on tensors of their own, group by group, and the parameters get the values later.
-        self._stepped_copies = bool(named) and all(id(param) not in stepped for _, param in named)
+        of_others = bool(named) and all(id(param) not in stepped for _, param in named)
+        self._stepped_copies = of_others and "deepspeed" in sys.modules
         for name, param in named:
             if self._stepped_copies or id(param) in stepped:
                 grad = full_gradient(param)

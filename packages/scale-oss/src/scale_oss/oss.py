@@ -243,7 +243,8 @@ class OSS(OSSStateDictMixin):
             RuntimeError: Gradients have not been reduced, or a rank can't be reached.
             ContractError: Ranks have other hyperparameters, for example of a scheduler that saw other losses; or the
                 step of `optim` has raised on some rank, as without memory, which raises its own error. With
-                `ShardedDataParallel` it is raised at the end of the next backward pass.
+                `ShardedDataParallel`, and over shards of `fully_shard`, it is raised at the end of the next backward
+                pass.
         """
         return self._step(closure, kwargs)
 
@@ -276,9 +277,14 @@ class OSS(OSSStateDictMixin):
         try:
             if self.buckets and not self.gets_reduced_gradients:  # No pass of ours compares; beside the all-gathers.
                 self.contract.compare_steps()
-        finally:
-            if failure is not None:
+        except Exception:
+            if failure is None:
+                raise
+        if failure is not None:
+            try:
                 raise failure
+            finally:
+                del failure  # With its traceback it would hold the tensors of the step.
         self._wait_unless_overlapped()
         return loss
 
@@ -499,7 +505,10 @@ class OSS(OSSStateDictMixin):
         reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
         reasons = all_gather_json(reason, self.contract, f"the step of {self._optim_class.__name__}")
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # With its traceback it would hold the tensors of the step.
         for rank, reason in enumerate(reasons):
             if reason:
                 raise _failed_step(f"{self._optim_class.__name__}.step()", rank, reason)
@@ -592,7 +601,10 @@ def call_on_one_rank(
         packed = exchange_text(packed, group, limit_seconds=contract.limit_seconds)[0]
     options, keeps_grads, reason = pickle.loads(bytes.fromhex(packed))
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # With its traceback it would hold the tensors of the step.
     if reason:
         raise _failed_step(f"{type(optim).__name__}.{name}()", 0, reason)
     copy_options(options, optim.param_groups)

@@ -94,12 +94,14 @@ def check_interval(every: int | None) -> int:
 
 def named_replicas(model: nn.Module, *, buffers: bool) -> list[tuple[str, Tensor]]:
     """A model's parameters, and its buffers that are not running statistics, by name."""
-    named: list[tuple[str, Tensor]] = list(model.named_parameters())
-    if buffers:
-        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-        statistics = {id(buffer) for module in norms for buffer in module.buffers(recurse=False)}
-        named += [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in statistics]
-    return named
+    return [*model.named_parameters(), *(named_buffers(model) if buffers else ())]
+
+
+def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """A model's buffers that are not running statistics of batch or instance norms, by name."""
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    statistics = {id(buffer) for module in norms for buffer in module.buffers(recurse=False)}
+    return [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in statistics]
 
 
 @torch.no_grad()

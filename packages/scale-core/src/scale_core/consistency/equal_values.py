@@ -2,7 +2,8 @@
 
 Some of them are equal on all ranks and stay so, such as a table of positions; others are each rank's own, such as a
 running statistic. Their history says which: what was equal on all ranks each time, as a constant or through several
-changes, has to stay equal. What has differed before that is each rank's own.
+changes, has to stay equal. What has differed before that, or is replaced by another tensor, is each rank's own. Zeros
+say nothing: they may be a count of what has not happened yet.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from scale_core.comm.collectives import exchange
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import Divergence, digests_of, divergence_error
 from scale_core.consistency.execution_order import fingerprint_of
+from scale_core.shard import on_local_tensors, wait_for
 
 FIRST_PASSES = 3
 """Passes before which tensors are compared each time, beside those at an interval."""
 
-_ENOUGH = 2  # Comparisons, beside the first one, that found a tensor equal: it is no accident.
+_ENOUGH_REPEATS, _ENOUGH_CHANGES = 2, 3  # Equal values after these are no accident.
 _ESCAPE = "They were equal before. Where each rank is to have its own values there, pass check_replicas_every=0"
 _COMPARISON = "the comparison of values that were equal"
 
@@ -32,7 +34,8 @@ class _History:
     """What was seen of a tensor that has been equal on all ranks each time."""
 
     digest: int
-    num_repeats: int = 0
+    is_zero: bool
+    num_repeats: int = 0  # since the last change
     num_changes: int = 0
 
 
@@ -42,8 +45,10 @@ class EqualValues:
     def __init__(self) -> None:
         self._histories: dict[str, _History] = {}
         self._of_each_rank: set[str] = set()  # names of tensors that have differed, the same on all ranks
+        self._addresses: dict[str, int] = {}
 
     @torch.no_grad()
+    @on_local_tensors
     def compare(self, named: Sequence[tuple[str, Tensor]], contract: Contract, step: int) -> None:
         """Compares tensors of floating point by name, any shape; all ranks of the contract call it together.
 
@@ -53,22 +58,31 @@ class EqualValues:
         """
         if contract.is_single_rank or contract.group.backend == "fake" or compat.active_fake_mode() is not None:
             return
-        candidates = [(name, tensor) for name, tensor in named if tensor.is_floating_point() and not tensor.is_meta]
-        candidates = [(name, tensor) for name, tensor in candidates if name not in self._of_each_rank]
-        names = [name for name, _ in candidates]
-        digests = digests_of([tensor for _, tensor in candidates])
+        named = [item for item in named if self._is_candidate(*item)]
+        wait_for(*(tensor for _, tensor in named))
+        names = [name for name, _ in named]
+        digests = digests_of([tensor for _, tensor in named])
+        # A cache that grows with the batches of a rank is another tensor then.
+        addresses = {name: tensor.data_ptr() for name, tensor in named}
+        replaced = [int(self._addresses.get(name, address) != address) for name, address in addresses.items()]
+        self._addresses = addresses
         with contract.waiting(_COMPARISON):
             summary = [fingerprint_of(*names), fingerprint_of(*digests)]
             rows = exchange(summary, contract.group, limit_seconds=contract.limit_seconds)
             if any(row[0] != rows[0][0] for row in rows):  # Ranks have different tensors.
                 self._histories.clear()
                 return
-            by_rank = [digests] * len(rows)
+            records = [[*digests, *replaced]] * len(rows)
             if any(row[1] != rows[0][1] for row in rows):
-                by_rank = exchange(digests, contract.group, limit_seconds=contract.limit_seconds)
+                records = exchange([*digests, *replaced], contract.group, limit_seconds=contract.limit_seconds)
+        by_rank = [record[: len(names)] for record in records]
+        for name, *was_replaced in zip(names, *(record[len(names) :] for record in records), strict=True):
+            if any(was_replaced):
+                self._histories.pop(name, None)
+        is_zero = {name: not bool(tensor.any()) for name, tensor in named if name not in self._histories}
         diverged = []
         for name, *held in zip(names, *by_rank, strict=True):
-            if self._has_diverged(name, held):
+            if self._has_diverged(name, held, is_zero.get(name, False)):
                 diverged.append(Divergence(f"'{name}'", dict(enumerate(held))))
         if diverged:
             self._histories.clear()  # Nothing is known of the state that the program goes back to.
@@ -77,20 +91,26 @@ class EqualValues:
             error.add_note(_ESCAPE)
             raise error
 
-    def _has_diverged(self, name: str, held: Sequence[int]) -> bool:
+    def _is_candidate(self, name: str, tensor: Tensor) -> bool:
+        is_plain = type(tensor.data) in compat.plain_tensor_types() and not tensor.is_meta
+        return is_plain and tensor.is_floating_point() and name not in self._of_each_rank
+
+    def _has_diverged(self, name: str, held: Sequence[int], is_zero: bool) -> bool:
         """Takes in each rank's digest of a tensor; returns whether they had to be equal and are not."""
         history = self._histories.get(name)
         if len(set(held)) == 1:
             if history is None:
-                self._histories[name] = _History(held[0])
+                self._histories[name] = _History(held[0], is_zero)
             elif history.digest == held[0]:
                 history.num_repeats += 1
             else:
-                history.digest, history.num_changes = held[0], history.num_changes + 1
+                history.digest, history.is_zero = held[0], False
+                history.num_repeats, history.num_changes = 0, history.num_changes + 1
             return False
-        if history is not None and history.num_changes >= _ENOUGH:
+        if history is not None and history.num_changes >= _ENOUGH_CHANGES:
             return True
-        if history is not None and history.num_repeats >= _ENOUGH and history.digest in held:
-            return True  # A constant that some ranks alone have changed.
+        is_constant = history is not None and history.num_repeats >= _ENOUGH_REPEATS and not history.is_zero
+        if is_constant and history is not None and history.digest in held:
+            return True  # Some ranks alone have changed it.
         self._of_each_rank.add(name)
         return False

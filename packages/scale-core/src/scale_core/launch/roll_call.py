@@ -23,7 +23,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,10 @@ _STAY_SECONDS = 0.5  # of a rank that hosts the store, so that the others read w
 _SHORT_GRACE, _LONG_GRACE = 1.0, 5.0
 JOB_VARIABLE = "SCALE_JOB_ID"
 """The environment variable with a name that all ranks of a job have, and no other job on these machines."""
-_JOB_IDS = (JOB_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID")
+# Variables that all ranks of a job have alike. Those after the first two are alike in several jobs, too, so that no
+# difference is a proof, or that equality is none.
+_PROOFS = (JOB_VARIABLE, "TORCHELASTIC_RUN_ID")
+_JOB_IDS = (*_PROOFS, "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 # Variables that say which rank of a job this is, which device it has, or by which process it was started.
 _OF_RANK = re.compile("RANK|LOCAL|PROC|NODE|DEVICE|PID|SHLVL|^_$")
 _TWO_JOBS = "two jobs are at this port: give each a MASTER_PORT of its own"
@@ -53,7 +56,7 @@ class RankFacts:
     world_size: int
     versions: dict[str, str]
     config: Any  # as JSON gives it back
-    job: str = ""  # the launcher's name for the job
+    job: dict[str, str] = field(default_factory=dict)  # the launcher's names for the job
     origin: str = ""  # equal where processes were started in one place, by one process
     process: str = ""  # for people
 
@@ -68,11 +71,13 @@ def facts_of(rank: int, world_size: int, config: object) -> RankFacts:
     return RankFacts(rank, world_size, versions(), known, _job(), _origin(), process)
 
 
-def _job() -> str:
-    names = [f"{name}={os.environ[name]}" for name in _JOB_IDS if os.environ.get(name, "none") != "none"]
-    if not names and "TORCHELASTIC_RUN_ID" in os.environ:
-        return f"the agent {os.getppid()} on {socket.gethostname()}"
-    return " ".join(names)
+def _job() -> dict[str, str]:
+    ids = {name: os.environ[name] for name in _JOB_IDS if os.environ.get(name, "none") != "none"}
+    if "SLURM_HET_SIZE" in os.environ:  # One job has several of these numbers.
+        ids.pop("SLURM_JOB_ID", None)
+    if not ids and "TORCHELASTIC_RUN_ID" in os.environ:
+        return {"agent": f"{os.getppid()} on {socket.gethostname()}"}
+    return ids
 
 
 def _origin() -> str:
@@ -83,10 +88,10 @@ def _origin() -> str:
 
 def grace(answers: Sequence[RankFacts], timeout: float) -> float:
     """For how many seconds ranks of another job may contradict: none where a launcher says that this is one job."""
-    jobs, origins = ({getattr(answer, name) for answer in answers} for name in ("job", "origin"))
-    if len(jobs) == 1 and "" not in jobs:
+    equal = {name for name in answers[0].job if len({answer.job.get(name) for answer in answers}) == 1}
+    if equal & {*_PROOFS, "PMIX_NAMESPACE", "agent"} or equal >= {"SLURM_JOB_ID", "SLURM_STEP_ID"}:
         return 0.0
-    return min(_SHORT_GRACE if len(origins) == 1 else _LONG_GRACE, timeout / 4)
+    return min(_SHORT_GRACE if len({answer.origin for answer in answers}) == 1 else _LONG_GRACE, timeout / 4)
 
 
 def versions() -> dict[str, str]:
@@ -143,7 +148,8 @@ def _lead(store: Store, mine: RankFacts, deadline: float, timeout: float) -> tup
 
 def _follow(store: Store, mine: RankFacts, deadline: float, timeout: float) -> tuple[str, str]:
     name, latest, pause = "", "", _SHORTEST_SECONDS
-    while time.monotonic() < deadline:
+    # Rank 0 may wait for others to contradict when all have come.
+    while time.monotonic() < deadline + (_LONG_GRACE if name else 0):
         latest = store.get("start").decode() if store.check(["start"]) else ""
         is_new = latest not in ("", name)
         if is_new and not store.check([f"{latest}/verdict"]):  # With one, it is an earlier start.
@@ -212,6 +218,10 @@ def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
             who = f": {twin.process}; and {other.process}" if other.process else ""
             return f"two ranks have RANK={other.rank}{who}", ""
         seen.add(other.rank)
+        for name in (*_PROOFS, "SLURM_JOB_ID"):
+            ours, theirs = first.job.get(name), other.job.get(name)
+            if ours and theirs and ours != theirs:
+                return f"{name} is {ours} on rank {first.rank} and {theirs} on {who}; {_TWO_JOBS}", ""
         for what in first.versions.keys() & other.versions.keys():
             ours, theirs = first.versions[what], other.versions[what]
             if ours == theirs:

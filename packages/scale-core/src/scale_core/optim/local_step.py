@@ -130,7 +130,7 @@ def _local_step(method: Callable[..., Any], optimizer: Optimizer, *args: Any, **
     if callable(kwargs.get("closure")):
         kwargs["closure"] = _with_sharded_tensors(kwargs["closure"])
     with ExitStack() as local:
-        if not getattr(method, "hooked", False):
+        if not getattr(type(optimizer).step, "hooked", False):
             _enter_local(local, optimizer)
             return method(optimizer, *args, **kwargs)
         # torch calls the hooks within `method`, which others may have wrapped: the last hook before the step enters,

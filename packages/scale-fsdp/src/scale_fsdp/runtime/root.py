@@ -28,7 +28,7 @@ from torch import Tensor
 
 from scale_core import uneven_inputs
 from scale_core.consistency.all_ranks import all_gather_json
-from scale_core.consistency.divergence import check_interval, compare_replicas
+from scale_core.consistency.divergence import check_interval, compare_replicas, named_buffers
 from scale_core.consistency.equal_values import FIRST_PASSES, EqualValues
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
 from scale_core.errors import StepError
@@ -159,7 +159,7 @@ class Root(UnitContext):
         module, step = self.outermost.module, self.contract.step + 1
         if self._has_replicas and number % self._check_every == 0:
             compare_replicas(list(module.named_parameters()), self.contract, step)
-        self._equal_buffers.compare(list(module.named_buffers()), self.contract, step)
+        self._equal_buffers.compare(named_buffers(module), self.contract, step)
 
     def _end_skipped_backward(self) -> None:
         """A forward follows a forward: where other ranks have begun the backward of the first one, aborts that step.

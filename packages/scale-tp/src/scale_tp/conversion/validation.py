@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -215,9 +215,9 @@ def check_producer_splits(
         parents.setdefault(change.parent, []).append(change)
     for siblings in parents.values():
         giving = [one for one in siblings if one.mixin is ColumnParallelMixin and not one.attributes["gather_output"]]
-        for taking in siblings:
-            if taking.mixin is not RowParallelMixin or taking.attributes["split_input"]:
-                continue
+        takers = [one for one in siblings if one.mixin is RowParallelMixin and not one.attributes["split_input"]]
+        taken = {_split_of(taking).total for taking in takers}
+        for taking in takers:
             wanted, given = _split_of(taking), [_split_of(change) for change in giving]
             sizes = [one for split in given for one in _stacked_splits(split, wanted.total)]
             if sizes and wanted not in sizes:
@@ -226,8 +226,10 @@ def check_producer_splits(
                     f"'{giving[0].path}' gives {given[0].total} outputs in parts of {list(given[0].sizes)}: give "
                     "them styles of one kind, such as 'colwise' and 'rowwise'"
                 )
-            fused = next((one for one, split in zip(giving, given, strict=True) if _is_cut(split, wanted)), None)
-            if fused is not None and not (sizes or fused.parent in heads or styles[fused.path].interleaved):
+            cut = [one for one, split in zip(giving, given, strict=True) if _is_cut(split, wanted, taken)]
+            known = bool(sizes) or taking.parent in heads or any(styles[one.path].interleaved for one in cut)
+            if cut and not known:
+                fused = cut[0]
                 total = _split_of(fused).total
                 raise ValueError(
                     f"'{fused.path}' gives {total} outputs, and '{taking.path}' takes {wanted.total} inputs: where the "
@@ -238,9 +240,9 @@ def check_producer_splits(
                 )
 
 
-def _is_cut(given: Split, wanted: Split) -> bool:
-    """Whether one layer gives a multiple of what another one takes."""
-    return given.total > wanted.total > 0 and given.total % wanted.total == 0
+def _is_cut(given: Split, wanted: Split, taken: Collection[int]) -> bool:
+    """Whether one layer gives a multiple of what another one takes, and no layer takes all of it."""
+    return given.total > wanted.total > 0 and given.total % wanted.total == 0 and given.total not in taken
 
 
 def _stacked_style(count: int) -> str:

@@ -7,8 +7,10 @@ parameters of the layers train, and parameters that are not divided and have bee
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -34,12 +36,16 @@ class LayerChecks:
 
     def __init__(self) -> None:
         self._num_passes = self._first_pass = 0  # The latter is the one in which a layer last came.
+        self._is_new = False  # The last layer ran for the first time.
         self._last_pass: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # Of each layer that has run.
         self._contract: Contract | None = None
         self._is_asked_for = EVERY_VARIABLE in os.environ
         self._check_every = check_interval(None)
         self._equal_values = EqualValues()
-        self._titles = WeakIdKeyDictionary()  # of parameters that may be replicas, numbered as they come
+        # Layers and parameters that may be replicas are numbered as they come: ranks may forget them at other times.
+        self._numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._titles = WeakIdKeyDictionary()
+        self._count = itertools.count()
 
     @property
     def recorded_steps(self) -> OptimizerSteps:
@@ -55,14 +61,26 @@ class LayerChecks:
         """Begins a pass where the layer has run in the current one; all ranks of the group call it together."""
         last_pass = self._last_pass.get(layer)
         if last_pass is None:
-            self._contract = self._contract or Contract(group)
-            self._first_pass = self._num_passes
-            register_step_recorder(self)
-            invalidate_cache()  # Optimizers record their steps on its parameters, too.
+            self._add(layer, group)
         elif last_pass == self._num_passes:
             self._num_passes += 1
             self._compare()
+        self._is_new = last_pass is None
         self._last_pass[layer] = self._num_passes
+
+    def _add(self, layer: nn.Module, group: Group) -> None:
+        """Takes in a layer that runs for the first time; steps before that are not compared any more."""
+        self._num_passes += not self._is_new  # Layers of an earlier model, which ranks may still have, are not in it.
+        self._contract, self._first_pass = Contract(group), self._num_passes
+        self._numbers[layer] = next(self._count)
+        weakref.finalize(layer, self._forget_steps)
+        register_step_recorder(self)
+        invalidate_cache()  # Optimizers record their steps on its parameters, too.
+
+    def _forget_steps(self) -> None:
+        """Drops recorded steps, which hold parameters, when no layer is left."""
+        if self._contract is not None and not self._last_pass:
+            self._contract = Contract(self._contract.group)
 
     def _compare(self) -> None:
         assert self._contract is not None
@@ -71,23 +89,26 @@ class LayerChecks:
         compares_values = self._check_every and (number <= FIRST_PASSES or number % self._check_every == 0)
         if not compares_steps and not compares_values:
             return
+        named: dict[str, Tensor] = {}
         for kind, param in self.recorded_steps.params():
-            if param not in self._titles and self._is_replica(param):
-                self._titles[param] = f"parameter {len(self._titles)} of {kind}"
+            if self._is_replica(param):
+                if param not in self._titles:
+                    self._titles[param] = f"parameter {next(self._count)} of {kind}"
+                named[self._titles[param]] = param
         try:
             if compares_steps:
                 compare_optimizer_steps(self._contract, self._named_params)
             if compares_values:
-                named = [(title, param) for param, title in self._titles.items()]
-                self._equal_values.compare(named, self._contract, self._num_passes)
+                self._equal_values.compare(list(named.items()), self._contract, self._num_passes)
         except ScaleDistributedError:
             self._contract = Contract(self._contract.group)  # Another model of this group may go on.
             raise
 
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for number, layer in enumerate(self._last_pass):
-            for name, param in layer.named_parameters(recurse=False):
-                yield f"{name} of {type(layer).__name__} {number}", param
+        for layer, last_pass in self._last_pass.items():
+            if last_pass == self._num_passes - 1:
+                for name, param in layer.named_parameters(recurse=False):
+                    yield f"{name} of {type(layer).__name__} {self._numbers[layer]}", param
 
     def _is_replica(self, param: Tensor) -> bool:
         assert self._contract is not None
