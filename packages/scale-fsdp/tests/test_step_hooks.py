@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
@@ -15,19 +17,19 @@ from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 
 
-def seen_by_hooks() -> list[str]:
+def seen_by_hooks(scheduled: bool) -> list[str]:
     """Each call of a hook, and what it sees of a weight, of its gradient and of its state."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(5, 3, bias=False).double())
     optimizer = Adam(model.parameters(), lr=0.1)
-    scheduler = ExponentialLR(optimizer, 0.5)  # It wraps the step.
+    scheduler = ExponentialLR(optimizer, 0.5) if scheduled else None  # It wraps the step.
     wrapped = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:  # As Accelerate wraps it again.
         seen.append("wrapper")
         return wrapped(*args, **kwargs)
 
-    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.step = functools.wraps(wrapped)(step) if scheduled else step  # type: ignore[method-assign]
     seen: list[str] = []
 
     def note(name: str) -> Any:
@@ -47,15 +49,17 @@ def seen_by_hooks() -> list[str]:
         for _ in range(3):
             model(torch.ones(2, 5, dtype=torch.float64)).square().sum().backward()
             optimizer.step()
-            scheduler.step()
+            if scheduler is not None:
+                scheduler.step()
             optimizer.zero_grad()
     everywhere.remove()
     return seen
 
 
-def test_hooks_see_full_tensors_once_in_each_step() -> None:
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_hooks_see_full_tensors_once_in_each_step(scheduled: bool) -> None:
     two, three = "[[3, 5], [3, 5]]", "[[3, 5], [3, 5], [3, 5]]"
     first = ["wrapper", f"everywhere {two}", f"before {two}", f"after {three}"]
     later = ["wrapper", f"everywhere {three}", f"before {three}", f"after {three}"]
-    for seen in run_ranks(seen_by_hooks, 2):
+    for seen in run_ranks(seen_by_hooks, 2, scheduled):
         assert seen == [*first, *later, *later]
