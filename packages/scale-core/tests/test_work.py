@@ -9,6 +9,8 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +111,21 @@ def test_an_operation_that_is_canceled_has_some_seconds_to_end() -> None:
     work = _Interrupting()
     CollectiveWork("all_reduce", [(0, work)], torch.zeros(1)).cancel()
     assert work.num_waits == 1 and work.limit > timedelta(seconds=1)
+
+
+class _OldNcclWork(_Interrupting):
+    """Was enqueued long ago; like NCCL's, it aborts its communicator at a limit, which it counts from then."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        assert timeout == timedelta(0), "the communicator would be aborted"
+        return super().wait(timeout)
+
+
+def test_an_operation_on_a_device_is_canceled_without_a_limit() -> None:
+    work = _OldNcclWork()
+    on_device: Any = SimpleNamespace(is_cuda=True)
+    CollectiveWork("reduce_scatter", [(None, work)], on_device).cancel()
+    assert work.num_waits == 1
 
 
 def test_waiting_twice_returns_the_same_result() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core import compat
+from scale_core.device.streams import tensor_on
 from scale_core.shard import on_local_tensors
 from scale_core.sharded_tensor.tensor import local_tensor
 
@@ -70,7 +71,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _by_expert(rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
     """[R, in] x [E, in, out] -> [R, out]."""
     if len(rows) and _can_group(rows, weight):
-        ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=rows.device)
+        ends = tensor_on(rows.device, list(itertools.accumulate(counts)), torch.int32)
         return torch._grouped_mm(rows, weight, offs=ends)
     output = rows.new_empty(len(rows), weight.shape[2])
     for expert, first, last in _segments(counts, rows):

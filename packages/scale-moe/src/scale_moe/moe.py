@@ -286,7 +286,7 @@ class MoE(nn.Module):
         )
 
     def _num_batch_tokens(self, rows: Tensor) -> int:
-        number = torch.tensor([len(rows)], device=rows.device)
+        number = torch.full((1,), len(rows), device=rows.device)
         all_reduce(number, self.batch_group).wait()
         return int(compat.values_of(number, simulated=[float(len(rows) * self.batch_group.size)])[0])
 

@@ -23,6 +23,7 @@ from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.same_call import check_same_call
+from scale_core.device.streams import tensor_on
 from scale_core.optim.step_checks import register_replaced
 from scale_core.parameters import check_memory_unshared, copy_attributes
 from scale_core.shard import shard_of
@@ -115,7 +116,7 @@ class ParallelExperts(ShardedModule):
         params = {name: param(name) for name in self.shardings}
         if not len(rows):  # It may leave out what has no tokens; the backward pass of other ranks waits for this one.
             return rows + sum(each[:0].sum() for each in params.values())
-        number = torch.tensor(counts, device=rows.device)
+        number = tensor_on(rows.device, counts)
         index = torch.arange(len(counts), device=rows.device).repeat_interleave(number, output_size=len(rows))
         ones = torch.ones(len(rows), 1, dtype=dtype, device=rows.device)
         with self._as_local(params):

@@ -232,7 +232,7 @@ def batch_counts(expert_index: Tensor, num_experts: int, batch_process_group: Gr
     """Returns the counts of the batch; all ranks of the group call it together."""
     group = batch_process_group or Group()
     own = count_assignments(expert_index, num_experts)
-    counts = torch.cat([own, own.new_tensor([len(expert_index)])])
+    counts = torch.cat([own, own.new_full((1,), len(expert_index))])
     all_reduce(counts, group).wait()
     return BatchCounts(counts[:-1], (counts[-1] / group.size).clamp_min(1 / group.size))
 

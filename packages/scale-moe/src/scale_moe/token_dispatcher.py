@@ -28,6 +28,7 @@ from scale_core.comm.collectives import all_to_all, exchange
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.consistency.same_call import check_same_call
+from scale_core.device.streams import tensor_on
 from scale_core.errors import TransferError
 from scale_moe.routing import count_assignments
 
@@ -121,9 +122,9 @@ def plan_dispatch(
     flat = expert_index.reshape(-1)
     key = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     own = count_assignments(key, num_experts)
-    needs = own.new_tensor(_needs_gradients(tokens, weight))
+    needs = own.new_full((), _needs_gradients(tokens, weight))
     bits = own.new_zeros(()) if router is None or group.size == 1 else _sum_of_bits(router)
-    facts = torch.stack([(~weight.isfinite()).sum(), needs, bits, own.new_tensor(len(others))])
+    facts = torch.stack([(~weight.isfinite()).sum(), needs, bits, own.new_full((), len(others))])
     header = _exchange_header(own, facts, sizes, flat.numel(), group, name)
     _check_same_tokens(header.facts, others, tensor_parallel_group, name)
     _check_facts(header.facts, group, name)
@@ -311,7 +312,7 @@ def _regrouping(received: list[list[int]], device: torch.device) -> Tensor | Non
     num_ranks, num_experts = len(received), len(received[0])
     if num_ranks == 1 or num_experts < 2:
         return None
-    counts = torch.tensor(received, device=device).flatten()
+    counts = tensor_on(device, received).flatten()
     expert = torch.arange(num_experts, device=device).repeat(num_ranks)
     total = sum(map(sum, received))
     return expert.repeat_interleave(counts, output_size=total).argsort(stable=True)

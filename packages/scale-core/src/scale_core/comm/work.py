@@ -138,7 +138,7 @@ class CollectiveWork:
                 raise forked_error()
             result, self._result = self._result, None  # An incomplete result is never returned.
             works, self._works = self._works, []
-            if result is not None and result.is_cuda:
+            if _is_on_device(result):
                 limit_seconds = None  # NCCL would hold the host up to keep a limit; its own watchdog keeps the group's.
             elif limit_seconds is None and works:
                 limit_seconds = process_limit()
@@ -165,17 +165,19 @@ class CollectiveWork:
 
         It waits because the transport still writes into the buffers, and can't reuse a connection on which a message
         found no buffer. Ranks that have failed alike are here together, so that takes no time; where the others never
-        come, the connection is cut after a few seconds and the group can't be used any more.
+        come, the connection is cut after a few seconds and the group can't be used any more. On CUDA the current stream
+        waits, and no limit is set: NCCL would count it from when the collective was enqueued, perhaps long ago, and end
+        the communicator of a job that goes on.
         """
         if not self._open:
             return
         self._open = False
         if self._started_in != ForkCount.number:
             return  # It is the parent's, which waits for it.
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = None if _is_on_device(self._result) else time.monotonic() + _GRACE_SECONDS
         for peer, work in self._works:
             with suppress(TransferError):
-                wait_for(self.op, peer, work, max(0.001, deadline - time.monotonic()))
+                wait_for(self.op, peer, work, None if deadline is None else max(0.001, deadline - time.monotonic()))
         self._result, self._finish = None, None
         self._works, self._keep = [], []
 
@@ -185,6 +187,11 @@ class CollectiveWork:
                 warnings.warn(f"{self.op} was dropped without wait()", ResourceWarning, stacklevel=2)
             finally:
                 self.cancel()
+
+
+def _is_on_device(result: Tensor | None) -> bool:
+    """Whether the transfer is ordered by streams, and not waited for on the host."""
+    return result is not None and result.is_cuda
 
 
 class _FailedWork:

@@ -6,7 +6,7 @@ device it is on: it takes a stream here and uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -114,6 +114,11 @@ def host_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> 
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Copies in the order of the current stream; on CUDA it is asynchronous if the host side is pinned."""
     target.copy_(source, non_blocking=target.is_cuda or source.is_cuda)
+
+
+def tensor_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+    """Returns numbers on a device; on CUDA the host does not wait for their copy, as it would in `torch.tensor`."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def copy_over(tensor: Tensor, device: torch.device, stream: Stream) -> Tensor:
