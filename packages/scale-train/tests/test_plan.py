@@ -1,5 +1,6 @@
 import functools
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -326,6 +327,17 @@ def test_a_pipeline_has_the_peak_of_its_fullest_rank_and_the_time_of_its_slowest
     found = found_for.__wrapped__("pipe", 2)
     assert found.work is not None
     assert (found.peak_bytes, found.work.flops, found.bytes_sent) == (9, 11, {"send": 1})
+
+
+@pytest.mark.simulation
+def test_where_there_is_a_gpu_other_processes_estimate_that_do_not_see_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    seen = run_json(capsys, "--only", "fsdp-offload")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run_json(capsys, "--only", "fsdp-offload") == seen and seen["strategies"][0]["peak_bytes"] > 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 @pytest.mark.simulation

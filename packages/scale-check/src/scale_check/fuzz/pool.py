@@ -19,6 +19,8 @@ from typing import Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from scale_core.comm.collectives import exchange_text
+from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 
 LIMIT_SECONDS = 90.0
@@ -73,14 +75,13 @@ def run_in_turn(call: Callable[[P, Path], R], programs: Sequence[P], ranks: int)
 def _run_on_rank(call: Callable[[P, Path], R], programs: Sequence[P], reached: Path) -> list[tuple[R | None, str]]:
     """Runs programs until one fails; returns of each what it gives, and its error."""
     outcomes: list[tuple[R | None, str]] = []
-    ours = dist.new_group(backend="gloo")  # What a program breaks must not keep the ranks from agreeing.
+    ours = group_of(dist.new_group(backend="gloo"))  # What a program breaks must not keep the ranks from agreeing.
     for number, program in enumerate(programs):
         if dist.get_rank() == 0:
             reached.write_text(str(number))
         faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
         result, error = _call(call, program, reached.with_name(str(number)))
-        errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, error, group=ours)
+        errors = exchange_text(error, ours)
         faulthandler.cancel_dump_traceback_later()
         outcomes.append((result, error))
         if any(errors):

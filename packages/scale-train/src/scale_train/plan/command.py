@@ -133,16 +133,31 @@ def _estimates(
     found = {each: Estimate(each, at_least_bytes=least) for each, least in known.items()}
     jobs = min(options.jobs or min(os.cpu_count() or 1, 8), len(left))
     with _progress(options, len(left)) as advance:
-        if jobs <= 1:
+        if jobs <= 1 and not torch.cuda.is_available():
             for each in left:
                 found[each] = estimate(planned, each, options)
                 advance()
-        else:
-            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        elif left:
+            spawn = multiprocessing.get_context("spawn")
+            with _without_gpus(), ProcessPoolExecutor(max(jobs, 1), spawn) as pool:
                 for made in as_completed([pool.submit(estimate_named, each, options) for each in left]):
                     found[made.result().strategy] = made.result()
                     advance()
     return [found[each] for each in candidates]
+
+
+@contextmanager
+def _without_gpus() -> Iterator[None]:
+    """A context in which new processes see no GPU, whose place the simulated device takes."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def estimate_named(strategy: Strategy, options: PlanOptions) -> Estimate:
