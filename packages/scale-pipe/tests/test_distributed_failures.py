@@ -223,6 +223,7 @@ def test_a_stage_that_fails_anywhere_fails_the_step_on_all_ranks_alike() -> None
     assert [wrong for wrong, _ in run_ranks(three_ranks, 3)] == [[]] * 3
 
 
+@pytest.mark.fault(101)
 def test_what_is_used_wrongly_is_told_to_all_ranks_and_training_goes_on() -> None:
     outcomes = run_ranks(two_ranks, 2)
     for wrong, told in outcomes:

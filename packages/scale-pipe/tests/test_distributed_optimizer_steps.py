@@ -110,6 +110,7 @@ def outcomes() -> dict[str, str]:
     return {build.__name__: train(build) for build in CASES}
 
 
+@pytest.mark.fault(101)
 def test_optimizers_that_do_not_go_on_alike_raise(said: list[dict[str, str]]) -> None:
     for outcome in said:
         assert outcome["other_rates"].startswith("3: ") and outcome["one_that_stops"].startswith("2: ")

@@ -112,6 +112,7 @@ def said() -> list[dict[str, str]]:
 
 
 @pytest.mark.fault(97)
+@pytest.mark.fault(101)
 @pytest.mark.fault(115)
 @pytest.mark.parametrize(("act", "expected"), CASES.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_what_differs_is_an_error_in_the_next_pass(act: Act, expected: str, said: list[dict[str, str]]) -> None:

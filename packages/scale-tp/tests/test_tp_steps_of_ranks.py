@@ -101,6 +101,7 @@ def said() -> list[dict[str, str]]:
 
 
 @pytest.mark.fault(97)
+@pytest.mark.fault(101)
 @pytest.mark.parametrize(("build", "expected"), CASES.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_what_differs_is_an_error_in_the_next_forward(
     build: Callable[..., object], expected: str, said: list[dict[str, str]]
