@@ -94,6 +94,20 @@ for _ in range(10):
 """
 
 
+# Micro-batches are divided among the ranks, as in nanoGPT.
+_DIVIDED = """
+accumulation = 4 // dist.get_world_size()
+divisor = 4 if "wrong" in sys.argv else accumulation
+for _ in range(10):"""
+DIVIDED = (
+    WITHOUT_LOADER.replace("import torch", "import sys, torch", 1)
+    .replace("\nfor _ in range(10):", _DIVIDED)
+    .replace("range(2)", "range(accumulation)")
+    .replace("micro == 1", "micro == accumulation - 1")
+    .replace("loss / 2", "loss / divisor")
+)
+
+
 WITH_SCHEDULE = """
 import sys, torch, torch.distributed as dist
 from torch import nn
@@ -121,16 +135,25 @@ for epoch in range(3):
 """
 
 
+SCRIPTS = {
+    "ddp": DDP,
+    "fsdp2": FSDP2,
+    "without_loader": WITHOUT_LOADER,
+    "divided": DIVIDED,
+    "schedule": WITH_SCHEDULE,
+}
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
-    for name, text in {"ddp": DDP, "fsdp2": FSDP2, "without_loader": WITHOUT_LOADER, "schedule": WITH_SCHEDULE}.items():
+    for name, text in SCRIPTS.items():
         Path(f"{name}.py").write_text(text)
 
 
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py", "without_loader.py", "schedule.py"])
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py", "without_loader.py", "divided.py", "schedule.py"])
 def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--steps", "5" if script == "schedule.py" else "2", script]) == 0
     assert "tensors are equal but for rounding" in capsys.readouterr().out
@@ -141,6 +164,7 @@ def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixtur
     [
         (["ddp.py", "not averaged"], "step 1: gradient of 0.weight differs"),
         (["fsdp2.py", "bn"], "step 1: output of 1 differs on ranks 0, 1"),
+        (["divided.py", "wrong"], "step 1: gradient of "),
     ],
 )
 def test_wrong_scripts_are_found_wrong_where_they_are(

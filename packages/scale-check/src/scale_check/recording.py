@@ -60,6 +60,7 @@ class Recording:
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     draws: list[str] = field(default_factory=list)  # Modules that have drawn random numbers in their forward
     hides_gradients: bool = False  # The library has no full gradients when its optimizer steps.
+    num_forwards: dict[int, int] = field(default_factory=dict)  # By step, how often the model ran with gradients.
 
     def keys_of(self, *phases: Phase) -> list[Key]:
         """The keys of some phases."""
@@ -73,6 +74,34 @@ class Recording:
     def num_calls(self, step: int) -> int:
         """How many tensors the model itself gave in a step: as many times as it was called, or a multiple of that."""
         return sum(key.step == step and not key.name for key in self.keys_of(Phase.OUTPUT))
+
+
+def with_joined_calls(recording: Recording, count: int) -> Recording:
+    """The recording as if each `count` forwards in a row had been one, of their samples together.
+
+    So one process that makes the micro-batches of all ranks, one after the other, is compared with ranks that make
+    theirs at the same time.
+    """
+    tensors: dict[Key, Tensor] = {}
+    of_calls: dict[Key, list[Tensor]] = {}
+    for key, tensor in recording.tensors.items():
+        if key.phase in (Phase.OUTPUT, Phase.OUTPUT_GRADIENT):
+            of_calls.setdefault(key._replace(number=0), []).append(tensor)
+    for key, tensor in recording.tensors.items():
+        first = key._replace(number=0)
+        several = of_calls.get(first)
+        width = len(several) // recording.num_forwards.get(key.step, 1) if several else 0  # Tensors of one forward.
+        if several is None or not width or len(several) % (width * count):
+            tensors[key] = tensor
+            continue
+        group, place = divmod(key.number, width * count)
+        if place < width:  # Else it is joined with another one.
+            start = group * width * count + place
+            numbers = range(start, start + width * count, width)
+            parts = [recording.tensors[key._replace(number=number)] for number in numbers]
+            joined = torch.stack(parts).mean(0) if not tensor.ndim else torch.cat(parts)
+            tensors[key._replace(number=group * width + place)] = joined
+    return Recording(tensors, recording.draws, recording.hides_gradients)
 
 
 def plain_name(name: str) -> str:
@@ -176,6 +205,8 @@ class Recorder:
             self.recording.draws.append(name)
         if output is None or name is None or not torch.is_grad_enabled():
             return
+        if not name:
+            self.recording.num_forwards[self.step] = self.recording.num_forwards.get(self.step, 0) + 1
         for tensor in _tensors_in(output):
             number = self._calls.get((Phase.OUTPUT, name), 0)
             self._calls[Phase.OUTPUT, name] = number + 1

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scale_check import noise
 from scale_check.comparison import Report, compare
-from scale_check.recording import Recording
+from scale_check.recording import Recording, with_joined_calls
 from scale_check.script.data import Samples, SamplesError
 from scale_check.script.rank import ScriptResult, ScriptTask
 from scale_core.launch.rendezvous import open_store
@@ -62,15 +62,30 @@ def run_script(
             samples = Samples.together([result.samples for result in ranks])
         except SamplesError as error:
             raise ScriptError(f"{arguments[0]}: {error}") from error
-        with ThreadPoolExecutor(2) as beside:  # Each of the two has one process.
-            runs = [
-                beside.submit(_run, replace(task, samples=samples, perturbation=seed), 1, folder / name, limit_seconds)
-                for seed, name in enumerate(("plain", "noise"))
-            ]
-            (plain,), (other,) = (run.result() for run in runs)
-    _check_same_course(arguments[0], plain.recording, [result.recording for result in ranks])
-    measured = noise.measure(plain.recording, [other.recording])
-    return compare(plain.recording, [result.recording for result in ranks], measured)
+        recordings = [result.recording for result in ranks]
+        plain, other = _run_alone(replace(task, samples=samples), folder / "one", limit_seconds)
+        if not samples.of_loaders and _makes_all_micro_batches(plain, recordings):
+            task = replace(task, samples=Samples.in_turn([result.samples for result in ranks]))
+            alone = _run_alone(task, folder / "one in turn", limit_seconds)
+            plain, other = (with_joined_calls(recording, num_ranks) for recording in alone)
+    _check_same_course(arguments[0], plain, recordings)
+    return compare(plain, recordings, noise.measure(plain, [other]))
+
+
+def _run_alone(task: ScriptTask, folder: Path, limit_seconds: float) -> list[Recording]:
+    """Runs the script in one process, and beside it with weights that differ in their last place."""
+    folder.mkdir()
+    with ThreadPoolExecutor(2) as beside:  # Each of the two has one process.
+        runs = [
+            beside.submit(_run, replace(task, perturbation=seed), 1, folder / name, limit_seconds)
+            for seed, name in enumerate(("plain", "noise"))
+        ]
+        return [run.result()[0].recording for run in runs]
+
+
+def _makes_all_micro_batches(plain: Recording, ranks: Sequence[Recording]) -> bool:
+    """Whether one process makes as many forwards in a step as all ranks together, as where they divide them."""
+    return all(plain.num_calls(1) == len(ranks) * recording.num_calls(1) for recording in ranks)
 
 
 def _check_same_course(script: str, plain: Recording, ranks: Sequence[Recording]) -> None:

@@ -53,6 +53,15 @@ class Samples:
             samples.of_model = [joined(args, "the arguments of the model") for args in of_model]
         return samples
 
+    @classmethod
+    def in_turn(cls, ranks: Sequence[Samples]) -> Samples:
+        """The arguments of the model on all ranks, one after the other, for a process that makes as many forwards."""
+        samples = cls()
+        samples.of_model = [
+            args for of_ranks in zip(*(rank.of_model for rank in ranks), strict=False) for args in of_ranks
+        ]
+        return samples
+
 
 def joined(batches: Sequence[Any], what: str = "a batch") -> Any:
     """Batches with the same structure as one: tensors along their first dimension, lists one after the other.
