@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -99,6 +100,12 @@ def outcomes() -> dict[str, str]:
     gc.collect()
     said["next"] = train(lambda number, layers, optimizer: None)
     del kept
+    last = model()
+    train(lambda number, layers, optimizer: None, layers=last)
+    weight = weakref.ref(last.get_parameter("0.up.weight"))
+    del last
+    gc.collect()
+    said["kept"] = str(weight() is not None)
     said["copied"] = train(left_out, layers=copy.deepcopy(model()))
     said["kinds"] = train(lambda *_: None, kind=Adam if dist.get_rank() else SGD)
     return said
@@ -128,6 +135,10 @@ def test_a_copy_and_other_kinds_are_compared_too(said: list[dict[str, str]]) -> 
 
 def test_ranks_that_train_alike_go_on(said: list[dict[str, str]]) -> None:
     assert [outcome["alike"] for outcome in said] == ["nothing", "nothing"]
+
+
+def test_no_record_keeps_a_model_that_is_gone(said: list[dict[str, str]]) -> None:
+    assert [outcome["kept"] for outcome in said] == ["False", "False"]
 
 
 def test_it_does_not_matter_when_a_rank_forgets_an_earlier_model(said: list[dict[str, str]]) -> None:

@@ -73,14 +73,14 @@ class LayerChecks:
         self._num_passes += not self._is_new  # Layers of an earlier model, which ranks may still have, are not in it.
         self._contract, self._first_pass = Contract(group), self._num_passes
         self._numbers[layer] = next(self._count)
-        weakref.finalize(layer, self._forget_steps)
+        weakref.finalize(layer, self._forget_steps).atexit = False
         register_step_recorder(self)
         invalidate_cache()  # Optimizers record their steps on its parameters, too.
 
     def _forget_steps(self) -> None:
-        """Drops recorded steps, which hold parameters, when no layer is left."""
+        """Drops recorded steps, which hold parameters, when no layer is left; the group may have ended by then."""
         if self._contract is not None and not self._last_pass:
-            self._contract = Contract(self._contract.group)
+            self._contract.recorded_steps = OptimizerSteps()
 
     def _compare(self) -> None:
         assert self._contract is not None
