@@ -312,7 +312,7 @@ def test_a_save_on_one_rank_alone_is_an_error_on_all_within_the_limit(
         kind, seconds, text = (tmp_path / f"told-{rank}").read_text().split("\n", 2)
         assert kind == "ScaleDistributedError" and other in text and float(seconds) < 60, (kind, text)
         if rank == 0:
-            assert "  rank 1: elsewhere: " in text and "failed in forward of the root unit" in text, text
+            assert "  rank 1: elsewhere: " in text and "failed in the comparison of replicas" in text, text
     assert not list(tmp_path.glob("step-*"))
 
 

@@ -238,7 +238,9 @@ class _Drawing:
         self.top = ["entry", *(f"blocks.{i}" for i in range(len(net.blocks))), "exit"]
         self.trained = {name for name, param in net.named_parameters() if param.requires_grad}
         kinds = [block[0] for block in model.blocks]
-        self.whole = [name for name in self.called if not self._inside(name, {"sometimes", "gru", "attention"}, net)]
+        self.whole = [
+            name for name in self.called if not self._inside(name, {"sometimes", "gru", "pairattention"}, net)
+        ]
         self.mlps = [
             name for name, module in net.named_modules() if type(module).__name__ == "Mlp" and "again" not in kinds
         ]

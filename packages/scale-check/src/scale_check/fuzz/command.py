@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_check.comparison import ParityVerdict, Report, compare
-from scale_check.fuzz.pool import Outcome, kind_of, run_in_turn
+from scale_check.fuzz.pool import LIMIT_SECONDS, Outcome, kind_of, run_in_turn
 from scale_check.fuzz.programs import Program, Run, program_of, smaller
 from scale_check.harness import ParityProgram
 from scale_check.recording import Recording
@@ -87,6 +88,7 @@ def fuzz(
 
     `tell` is called with the first finding of each cause, as soon as it is there.
     """
+    os.environ.setdefault("SCALE_LIMIT_SECONDS", str(LIMIT_SECONDS / 4))  # Our libraries say then why they wait.
     findings: list[FuzzFinding] = []
     causes: set[str] = set()
     for finding in _findings([program_of(engine, seed) for seed in seeds], ranks):

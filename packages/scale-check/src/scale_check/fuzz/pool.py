@@ -6,7 +6,6 @@ A program that fails, hangs or ends a rank ends its set; the rest goes on with a
 from __future__ import annotations
 
 import faulthandler
-import os
 import re
 import sys
 import tempfile
@@ -53,7 +52,6 @@ def run_in_turn(call: Callable[[P, Path], R], programs: Sequence[P], ranks: int)
     `call` is at the top level of a module; the folder, which is not there yet, is one for all ranks.
     """
     rest = list(programs)
-    os.environ.setdefault("SCALE_LIMIT_SECONDS", str(LIMIT_SECONDS / 4))  # Our libraries say then why they wait.
     while rest:
         with tempfile.TemporaryDirectory(prefix="programs-") as folder:
             reached = Path(folder, "number")
@@ -81,7 +79,7 @@ def _run_on_rank(call: Callable[[P, Path], R], programs: Sequence[P], reached: P
             reached.write_text(str(number))
         faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
         result, error = _call(call, program, reached.with_name(str(number)))
-        errors = exchange_text(error, ours)
+        errors = exchange_text(error, ours, limit_seconds=LIMIT_SECONDS)
         faulthandler.cancel_dump_traceback_later()
         outcomes.append((result, error))
         if any(errors):

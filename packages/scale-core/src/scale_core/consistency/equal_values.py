@@ -26,7 +26,7 @@ FIRST_PASSES = 3
 
 _ENOUGH_REPEATS, _ENOUGH_CHANGES = 2, 3  # Equal values after these are no accident.
 _ESCAPE = "They were equal before. Where each rank is to have its own values there, pass check_replicas_every=0"
-_COMPARISON = "the comparison of values that were equal"
+_COMPARISON = "the comparison of replicas before a forward"
 
 
 @dataclass
