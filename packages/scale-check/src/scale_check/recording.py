@@ -94,13 +94,13 @@ def with_joined_calls(recording: Recording, count: int) -> Recording:
         if several is None or not width or len(several) % (width * count):
             tensors[key] = tensor
             continue
-        group, place = divmod(key.number, width * count)
-        if place < width:  # Else it is joined with another one.
-            start = group * width * count + place
+        group, position = divmod(key.number, width * count)
+        if position < width:  # Else it is joined with another one.
+            start = group * width * count + position
             numbers = range(start, start + width * count, width)
             parts = [recording.tensors[key._replace(number=number)] for number in numbers]
             joined = torch.stack(parts).mean(0) if not tensor.ndim else torch.cat(parts)
-            tensors[key._replace(number=group * width + place)] = joined
+            tensors[key._replace(number=group * width + position)] = joined
     return Recording(tensors, recording.draws, recording.hides_gradients)
 
 

@@ -274,10 +274,10 @@ def engine_class(name: str) -> type[FuzzEngine]:
     Raises ValueError where there is none.
     """
     module, colon, kind = name.partition(":")
-    found = getattr(importlib.import_module(module), kind, None) if colon else ENGINES.get(name)
-    if not (isinstance(found, type) and issubclass(found, FuzzEngine)):
+    engine = getattr(importlib.import_module(module), kind, None) if colon else ENGINES.get(name)
+    if not (isinstance(engine, type) and issubclass(engine, FuzzEngine)):
         raise ValueError(
             f"expected an engine to be one of {', '.join(ENGINES)}, or module:Class of a subclass of "
             f"scale_check.fuzz.engines.FuzzEngine, got {name}"
         )
-    return found
+    return engine

@@ -51,23 +51,23 @@ def run_in_turn(call: Callable[[P, Path], R], programs: Sequence[P], ranks: int)
 
     `call` is at the top level of a module; the folder, which is not there yet, is one for all ranks.
     """
-    rest = list(programs)
-    while rest:
+    remaining = list(programs)
+    while remaining:
         with tempfile.TemporaryDirectory(prefix="programs-") as folder:
             reached = Path(folder, "number")
-            limit = LIMIT_SECONDS * (len(rest) + 2)
+            limit = LIMIT_SECONDS * (len(remaining) + 2)
             try:
-                by_rank = run_ranks(_run_on_rank, ranks, call, rest, reached, limit_seconds=limit)
+                by_rank = run_ranks(_run_on_rank, ranks, call, remaining, reached, limit_seconds=limit)
             except Exception as error:
                 number = int(reached.read_text()) if reached.exists() else 0
-                told = "\n".join([repr(error), *getattr(error, "__notes__", [])])
-                yield from run_in_turn(call, rest[:number], ranks)  # Their results have gone with the ranks.
-                yield Outcome(rest[number], failure=told)
-                rest = rest[number + 1 :]
+                error_text = "\n".join([repr(error), *getattr(error, "__notes__", [])])
+                yield from run_in_turn(call, remaining[:number], ranks)  # Their results have gone with the ranks.
+                yield Outcome(remaining[number], failure=error_text)
+                remaining = remaining[number + 1 :]
                 continue
-        for program, outcomes in zip(rest, zip(*by_rank, strict=True), strict=False):
+        for program, outcomes in zip(remaining, zip(*by_rank, strict=True), strict=False):
             yield _joined(program, outcomes)
-        rest = rest[len(by_rank[0]) :]
+        remaining = remaining[len(by_rank[0]) :]
 
 
 def _run_on_rank(call: Callable[[P, Path], R], programs: Sequence[P], reached: Path) -> list[tuple[R | None, str]]:

@@ -64,11 +64,11 @@ class RankFacts:
 def facts_of(rank: int, world_size: int, config: object) -> RankFacts:
     """This rank's facts; a TypeError where `config` is nothing that JSON knows."""
     try:
-        known = json.loads(json.dumps(config))
+        config = json.loads(json.dumps(config))
     except (TypeError, ValueError) as error:
         raise TypeError(f"expected a config of what JSON knows (dict, list, str, numbers): {error}") from error
     process = f"process {os.getpid()} on {socket.gethostname()}, {' '.join(sys.argv)[:100]}"
-    return RankFacts(rank, world_size, versions(), known, _job(), _origin(), process)
+    return RankFacts(rank, world_size, versions(), config, _job(), _origin(), process)
 
 
 def _job() -> dict[str, str]:

@@ -153,7 +153,7 @@ class Root(UnitContext):
                 member.release()
 
     def _compare_replicas(self, number: int) -> None:
-        """Compares buffers and, every so many training passes, copies of shards; `number` is that of the pass."""
+        """Compares buffers and, at the interval, copies of shards, before training pass `number`."""
         if self.contract.is_broken:
             return
         module, step = self.outermost.module, self.contract.step + 1

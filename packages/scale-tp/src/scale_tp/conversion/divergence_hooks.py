@@ -34,7 +34,7 @@ from scale_tp.rank_checks import (
 
 
 class ReplicaCheck(ForEachShardHook):
-    """Forward pre-hook of a model: compares the replicated parameters, every so many forwards.
+    """Forward pre-hook of a model: compares the replicated parameters, every `every` forwards.
 
     With `only_reproducible` those on devices where equal computations have equal results, to the bit.
     """

@@ -227,8 +227,8 @@ def check_producer_splits(
                     "them styles of one kind, such as 'colwise' and 'rowwise'"
                 )
             cut = [one for one, split in zip(giving, given, strict=True) if _is_cut(split, wanted, taken)]
-            known = bool(sizes) or taking.parent in heads or any(styles[one.path].interleaved for one in cut)
-            if cut and not known:
+            has_known_layout = bool(sizes) or taking.parent in heads or any(styles[one.path].interleaved for one in cut)
+            if cut and not has_known_layout:
                 fused = cut[0]
                 total = _split_of(fused).total
                 raise ValueError(
