@@ -42,7 +42,7 @@ class FuzzEngine:
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
 
     def clip(self, model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
-        """Scales the gradients so that their norm is at most so large."""
+        """Clips the gradients to a norm."""
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def scheduler(self, kind: Callable[..., Any], optimizer: Optimizer, **options: Any) -> Any:
@@ -176,7 +176,7 @@ class DeepSpeed1(FuzzEngine):
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """DeepSpeed calls it a pass that is no boundary of the accumulation; each pass has a `step`."""
+        """A pass that is not DeepSpeed's accumulation boundary; each pass has a `step`."""
         model.set_gradient_accumulation_boundary(False)
         try:
             yield

@@ -48,7 +48,7 @@ class ModelSpec:
 
 
 class Boom(Exception):
-    """What a forward pass raises that is to fail."""
+    """Raised by a forward pass that is to fail."""
 
 
 @dataclass
@@ -60,14 +60,14 @@ class Packed:
 
 
 class Linear(nn.Linear):
-    """Of one width; what `Tied` shares its weight with."""
+    """A square layer, whose weight `Tied` shares."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__(width, width, bias)
 
 
 class Tied(nn.Module):
-    """A layer whose weight is that of an earlier one, and transposed in its use."""
+    """A layer that uses the weight of an earlier one, transposed."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Counting(nn.Module):
 
 
 class Pack(nn.Module):
-    """Returns a dict of a tuple, a dataclass, a list and what is no tensor."""
+    """Returns a dict of a tuple, a dataclass, a list and values that aren't tensors."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ KINDS: dict[str, Any] = {
     "dropout": lambda width, p: nn.Dropout(p),
 }
 DTYPES = ("float64",) * 6 + ("float32",) * 3 + ("bfloat16",)
-"""Those of models, as often as they are drawn."""
+"""Dtypes of models, as often as they are drawn."""
 OF_EACH_RANK = frozenset({"sometimes", "dropout", "batchnorm", "counting"})
 """Blocks that compute otherwise with a part of a batch: by random numbers, statistics, or what the data decide."""
 

@@ -5,8 +5,8 @@ launcher counts names a start: rank 0 draws a name and announces it, every rank 
 verdict that all wait for. Answers of ranks that have ended stand under other names.
 
 Two jobs that were given one port meet in one store: a rank 0 that finds the port taken says so there (`warn_lead`).
-Until it does, a rank of one job can stand for that of the other. So where no launcher says that the ranks are of one
-job, rank 0 gives others some seconds to contradict, before any rank begins.
+Until it does, a rank of one job can take the place of the other job's. So where no launcher says that the ranks are of
+one job, rank 0 gives others some seconds to contradict, before any rank begins.
 """
 
 from __future__ import annotations
