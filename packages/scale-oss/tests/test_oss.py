@@ -21,7 +21,7 @@ from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
-from scale_oss.oss import step_in_turn
+from scale_oss.inner_step import step_in_turn
 
 
 def layers() -> nn.Sequential:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import pickle
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,25 +20,25 @@ from torch.autograd.graph import increment_version
 from torch.optim import SGD, Optimizer
 
 from scale_core.arguments import checked_arguments, refuse_inference_mode
-from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.compat import profiler_runs
-from scale_core.consistency.all_ranks import all_gather_json, call_on_all_ranks
+from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import check_interval, compare_replicas
 from scale_core.consistency.execution_order import message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
-from scale_core.errors import ScaleDistributedError, recovery_hint, renamed_arguments
+from scale_core.errors import renamed_arguments
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
 from scale_core.shard import as_local, on_local_tensors, stages_of
-from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
+from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
 from scale_oss.buckets.bucket import Bucket
 from scale_oss.buckets.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
 from scale_oss.buckets.full_param_bucket import FullParamBucket
 from scale_oss.buckets.state_placement import ranks_of_shards
 from scale_oss.inner_methods import check_call, inner_attribute
+from scale_oss.inner_step import call_on_one_rank, copy_options, failure_of, raise_on_all_ranks, step_in_turn
 from scale_oss.piece_gradient import raise_unreduced
 from scale_oss.state_dict import OSSStateDictMixin, StateByParam
 
@@ -493,25 +492,12 @@ class OSS(OSSStateDictMixin):
                 for bucket in self.full_param_buckets:
                     bucket.release()
                 raise
-            self._raise_if_one_failed(failure)
+            raise_on_all_ranks(failure, self.contract, self._optim_class.__name__)
         else:
-            failure = _failure_of(lambda: self.optim.step(**kwargs), self.contract)
+            failure = failure_of(lambda: self.optim.step(**kwargs), self.contract)
         for number in range(len(parts)):
             self._gather_bucket(number)
         return failure
-
-    def _raise_if_one_failed(self, failure: Exception | None) -> None:
-        """Raises on all ranks where the step of one has: each updates full parameters for the others."""
-        reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        reasons = all_gather_json(reason, self.contract, f"the step of {self._optim_class.__name__}")
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # With its traceback it would hold the tensors of the step.
-        for rank, reason in enumerate(reasons):
-            if reason:
-                raise _failed_step(f"{self._optim_class.__name__}.step()", rank, reason)
 
     def _full_parts(self, local_params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
         """Yields what to step on: local parameters, if any rank has some, and gathered full parameters of buckets.
@@ -565,120 +551,6 @@ class OSS(OSSStateDictMixin):
 def _named_params(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
     for bucket in buckets:
         yield from zip(bucket.names, bucket.params, strict=True)
-
-
-def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copies hyperparameters from groups to groups: schedulers change those of OSS, some optimizers their own."""
-    for mine, theirs in zip(source, target, strict=True):
-        theirs.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
-
-
-def call_on_one_rank(
-    optim: Optimizer,
-    contract: Contract,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    buckets: Sequence[Bucket],
-) -> Any:
-    """Calls a method on the first rank, which has all parameters.
-
-    The others take over its hyperparameters, and drop the gradients that it has dropped.
-    """
-    group, packed, result = contract.group, "", None
-    pieces = [piece for bucket in buckets for piece in bucket.pieces]
-    has_grads = [piece.grad is not None for piece in pieces]
-    failure: Exception | None = None
-    if group.rank == 0:
-        try:
-            result = getattr(optim, name)(*args, **kwargs)
-        except Exception as error:
-            failure = error
-        options = [{key: value for key, value in options.items() if key != "params"} for options in optim.param_groups]
-        reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        packed = pickle.dumps((options, [piece.grad is not None for piece in pieces], reason)).hex()
-    with contract.waiting("the owner's options"):
-        packed = exchange_text(packed, group, limit_seconds=contract.limit_seconds)[0]
-    options, keeps_grads, reason = pickle.loads(bytes.fromhex(packed))
-    if failure is not None:
-        try:
-            raise failure
-        finally:
-            del failure  # With its traceback it would hold the tensors of the step.
-    if reason:
-        raise _failed_step(f"{type(optim).__name__}.{name}()", 0, reason)
-    copy_options(options, optim.param_groups)
-    params = [param for bucket in buckets for param in bucket.params]
-    for param, piece, had_grad, keeps_grad in zip(params, pieces, has_grads, keeps_grads, strict=True):
-        if had_grad and not keeps_grad:
-            piece.grad = None
-            set_unreduced_grad(param, None)
-    return result
-
-
-def _failed_step(call: str, rank: int, reason: str) -> ScaleDistributedError:
-    return ScaleDistributedError(
-        f"{call} has raised on rank {rank}, which updates parameters for all: {reason}. They may be updated in part: "
-        f"{recovery_hint()}",
-        rank=rank,
-    )
-
-
-def step_in_turn(
-    optim: Optimizer,
-    parts: Iterable[Sequence[nn.Parameter] | None],
-    contract: Contract,
-    kwargs: Mapping[str, Any],
-    after_part: Callable[[int], None] | None = None,
-) -> Exception | None:
-    """Steps on one part of the parameters after the other, so that each is sent beside the next step.
-
-    `optim` looks at one parameter at a time; a part that is None has nothing to step on. `after_part` is called with
-    the number of each part when it is updated. Returns what `optim` has raised; it steps on no part after that.
-    """
-    groups = stepped = optim.param_groups
-    failure: Exception | None = None
-
-    def step(params: Sequence[nn.Parameter]) -> None:
-        nonlocal stepped
-        stepped = _step_params(optim, params, kwargs)
-
-    try:
-        for number, params in enumerate(parts):
-            if params is not None and failure is None:
-                failure = _failure_of(functools.partial(step, params), contract)
-            if after_part is not None:
-                after_part(number)
-    except BaseException as error:
-        contract.report_failure(error)
-        raise
-    copy_options(stepped, groups)
-    return failure
-
-
-def _failure_of(step: Callable[[], object], contract: Contract) -> Exception | None:
-    """Calls an optimizer's step; returns what it raises, which the others can read."""
-    try:
-        step()
-    except Exception as error:
-        contract.report_failure(error)
-        return error
-    return None
-
-
-def _step_params(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Lets the optimizer step on these alone; returns its groups as it has left them.
-
-    What it counts per group, and not per parameter, begins from the same number in each bucket.
-    """
-    chosen = {id(param) for param in params}
-    groups = optim.param_groups
-    optim.param_groups = [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
-    try:
-        optim.step(**kwargs)
-        return optim.param_groups
-    finally:
-        optim.param_groups = groups
 
 
 @torch.no_grad()
