@@ -188,6 +188,12 @@ def leaves_out_the_second_step_on_rank_1(model: nn.Module, optimizer: Optimizer,
     return mean_square_step(model, optimizer, batch)
 
 
+def draws_on_rank_1_alone(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Tensor:
+    if is_rank(1):
+        torch.rand(1)
+    return mean_square_step(model, optimizer, batch)
+
+
 MICRO_BATCHES = list(zip(batches(6), batches(6)[::-1], strict=True))
 BUGS: dict[str, tuple[dict[str, Any], str]] = {
     "ranks train apart": ({"wrap": not_averaged}, "step 1: gradient of 0.weight "),
@@ -234,6 +240,10 @@ BUGS: dict[str, tuple[dict[str, Any], str]] = {
     "another learning rate": (
         {"step": other_rate_on_rank_1, "wrap": ddp},
         "step 1: weight after the step: 0.weight differs on rank 1",
+    ),
+    "a random number that one rank draws": (
+        {"step": draws_on_rank_1_alone, "wrap": ddp},
+        "step 1: random generator after the step differs on rank 1: the ranks draw more or fewer random numbers",
     ),
     "a stale weight for one step": (
         {"step": leaves_out_the_second_step_on_rank_1, "wrap": ddp},

@@ -203,3 +203,18 @@ def test_a_script_that_does_not_end_is_code_2(capsys: pytest.CaptureFixture[str]
     Path("endless.py").write_text("import time\nwhile True: time.sleep(1)\n")
     assert main(["run", "--limit-seconds", "5", "endless.py"]) == 2
     assert "still ran after 5 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bug", ["", "frozen"])
+def test_a_large_tensor_is_kept_only_where_it_is_the_first_that_differs(
+    bug: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The second weight has 18,000 elements.
+    large = DDP.replace("16", "3000").replace("3000, 3)", "3000, 6)").replace("64", "16")
+    Path("large.py").write_text(large.replace("net[3].bias.grad", "net[3].weight.grad[2, 7]"))
+    assert main(["run", "--steps", "1", "large.py", bug]) == bool(bug)
+    output = capsys.readouterr().out
+    expected = (
+        "step 1: gradient of 3.weight differs on rank 1: at [2, 7] one process has " if bug else "tensors are equal"
+    )
+    assert expected in output and "a sum of" not in output

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scale_check.recording import Key, Phase, Recording
+from scale_check.summary import Recorded, Summary, cat, float_values, in_one_form, scaled, total
 
 # A difference above this multiple of the program's rounding is a bug. In right programs the largest one is below 10,
 # and in wrong ones in float64 above a million: see `benchmarks/parity.py`.
@@ -43,7 +44,8 @@ class FirstDifference:
         phase: What the tensor is, such as "gradient of".
         name: The module or the parameter, by its name in the plain model.
         ranks: Which ranks have it otherwise; all of those whose parts were put together.
-        index: Where it differs most, in the full tensor.
+        index: Where it differs most, in the full tensor. None stands for all indices of a dimension: then `expected`
+            and `actual` are sums of these elements.
         expected: What one process has there.
         actual: What the ranks have there.
         ratio: How many times the rounding of the program the difference is; infinite where a rank has no such tensor.
@@ -54,7 +56,7 @@ class FirstDifference:
     phase: str
     name: str
     ranks: tuple[int, ...]
-    index: tuple[int, ...]
+    index: tuple[int | None, ...]
     expected: float
     actual: float
     ratio: float
@@ -62,12 +64,15 @@ class FirstDifference:
 
     def __str__(self) -> str:
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        what = f"step {self.step}: {self.phase} {self.name or 'the model'} differs on {ranks}: "
+        name = "" if self.phase == Phase.RANDOM.value else f" {self.name or 'the model'}"
+        what = f"step {self.step}: {self.phase}{name} differs on {ranks}: "
         if self.why:
             return what + self.why
         times = f"{self.ratio:,.0f}" if self.ratio < 1e6 else f"{self.ratio:.1e}"
+        index = ", ".join(":" if part is None else str(part) for part in self.index)
+        a_sum = "a sum of " if None in self.index else ""
         return (
-            f"{what}at {list(self.index)} one process has {self.expected:.9g}, the ranks have {self.actual:.9g}, which "
+            f"{what}at [{index}] one process has {a_sum}{self.expected:.9g}, the ranks have {self.actual:.9g}, which "
             f"is {times} times the rounding of this program"
         )
 
@@ -84,6 +89,7 @@ class Report:
         equal_before: The last tensor before the first difference, in words; "" where there is none.
         also: How many later tensors differ, too.
         num_nan: How many tensors have a NaN, at the same places.
+        first_key: The key of the first difference in the recordings.
     """
 
     verdict: ParityVerdict
@@ -93,6 +99,7 @@ class Report:
     equal_before: str = ""
     also: int = 0
     num_nan: int = 0
+    first_key: Key | None = None
 
     def __str__(self) -> str:
         if self.first is None:
@@ -156,11 +163,19 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
         return Report(verdict, None, len(comparisons), largest, num_nan=num_nan)
     first, *later = differing
     before = str(comparisons[first - 1].key) if first else ""
-    return Report(ParityVerdict.BUG, comparisons[first].difference, len(comparisons), largest, before, len(later))
+    return Report(
+        ParityVerdict.BUG,
+        comparisons[first].difference,
+        len(comparisons),
+        largest,
+        before,
+        len(later),
+        first_key=comparisons[first].key,
+    )
 
 
 def _compare_one(
-    key: Key, expected: Tensor, ranks: Sequence[Recording], noise: float, scale: float
+    key: Key, expected: Recorded, ranks: Sequence[Recording], noise: float, scale: float
 ) -> _Compared | None:
     by_rank = {rank: recording.tensors[key] for rank, recording in enumerate(ranks) if key in recording.tensors}
     if key.phase is Phase.STATE and not by_rank:
@@ -170,15 +185,19 @@ def _compare_one(
     if by_rank.keys() != set(range(len(ranks))) and key.phase is not Phase.STATE:
         missing_ranks = tuple(rank for rank in range(len(ranks)) if rank not in by_rank)
         return _incomparable(key, missing_ranks, "there is none")
+    if key.phase is Phase.RANDOM:
+        other_ranks = tuple(rank for rank, state in by_rank.items() if not _are_equal(expected, state))
+        why = "the ranks draw more or fewer random numbers than one process, or have another seed"
+        return _incomparable(key, other_ranks, why) if other_ranks else _Compared(key, 0.0, True, None)
     if expected.numel() == 1 and key.phase in (Phase.LOSS, Phase.OUTPUT, Phase.OUTPUT_GRADIENT):
         # Each rank has the mean over its own samples, or a summand; a loss may also be multiplied by the ranks' number.
-        mean = torch.stack([part.double() for part in by_rank.values()]).mean()
+        mean = torch.stack([float_values(part).sum() for part in by_rank.values()]).mean()
         candidates = (mean, mean * len(ranks), mean / len(ranks))
-        target = expected.double().sum()
+        target = float_values(expected).sum()
         closest = min(candidates, key=lambda candidate: float((candidate - target).abs().nan_to_num(math.inf)))
         return _difference(key, expected, closest.to(expected.dtype).view(expected.shape), tuple(by_rank), noise)
     if key.phase is Phase.OUTPUT_GRADIENT:
-        by_rank = {rank: grad * scale for rank, grad in by_rank.items()}
+        by_rank = {rank: scaled(grad, scale) for rank, grad in by_rank.items()}
     joined = _assembled(expected, list(by_rank.values()))
     if joined is not None:
         return _difference(key, expected, joined, tuple(by_rank), noise)
@@ -193,13 +212,16 @@ def _compare_one(
     worst = max(of_ranks, key=lambda comparison: comparison.ratio)
     if key.phase is Phase.OUTPUT_GRADIENT and worst.ratio > BUG_RATIO:
         # An output that all samples share, such as an embedding of positions: each rank has a summand of its gradient.
-        total = torch.stack([tensor.double() for tensor in by_rank.values()]).sum(0).to(expected.dtype)
-        of_total = _difference(key, expected, total, tuple(by_rank), noise)
+        of_total = _difference(key, expected, total(list(by_rank.values())), tuple(by_rank), noise)
         worst = min(worst, of_total, key=lambda comparison: comparison.ratio)
     return worst
 
 
-def _assembled(expected: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
+def _are_equal(expected: Recorded, actual: Recorded) -> bool:
+    return isinstance(expected, Tensor) and isinstance(actual, Tensor) and torch.equal(expected, actual)
+
+
+def _assembled(expected: Recorded, parts: Sequence[Recorded]) -> Recorded | None:
     """The parts of the ranks put together along the dimension in which they add up; None where each has all of it."""
     if len(parts) == 1 or any(part.ndim != expected.ndim for part in parts):
         return None
@@ -207,29 +229,40 @@ def _assembled(expected: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
         others = [size for place, size in enumerate(expected.shape) if place != dim]
         fits = all([size for place, size in enumerate(part.shape) if place != dim] == others for part in parts)
         if fits and sum(part.shape[dim] for part in parts) == expected.shape[dim]:
-            return torch.cat([part.to(parts[0].dtype) for part in parts], dim)
+            return cat(parts, dim)
     return None
 
 
-def _difference(key: Key, expected: Tensor, actual: Tensor, ranks: tuple[int, ...], noise: float) -> _Compared:
+def _difference(key: Key, expected: Recorded, actual: Recorded, ranks: tuple[int, ...], noise: float) -> _Compared:
     if tuple(expected.shape) != tuple(actual.shape):
         return _incomparable(key, ranks, f"its shape is {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     if not expected.numel():
         return _Compared(key, 0.0, True, None)
-    if torch.equal(expected, actual.to(expected.dtype)) and not expected.isnan().any():
-        return _Compared(key, 0.0, True, None)
-    if expected.is_complex():
-        expected, actual = torch.view_as_real(expected), torch.view_as_real(actual.to(expected.dtype))
-    expected_values, actual_values = expected.double().flatten(), actual.double().flatten()
+    expected, actual = in_one_form([expected, actual])
+    if isinstance(actual, Tensor):
+        actual = actual.to(expected.dtype)
+    expected_values, actual_values = float_values(expected), float_values(actual)
+    if torch.equal(expected_values, actual_values):  # No NaN is equal to another one.
+        return _Compared(key, 0.0, isinstance(expected, Tensor), None)  # Equal sums prove no equal bits.
     distance = (expected_values - actual_values).abs()
     distance[(expected_values == actual_values) | (expected_values.isnan() & actual_values.isnan())] = 0.0
     distance[distance.isnan()] = math.inf
     place = int(distance.argmax())
     ratio = float(distance[place]) / noise if noise else math.inf if float(distance[place]) else 0.0
-    index = tuple(int(each) for each in torch.unravel_index(torch.tensor(place), expected.shape))
-    values = float(expected_values[place]), float(actual_values[place])
+    index, unit = _index(expected, place)
+    values = float(expected_values[place]) * unit, float(actual_values[place]) * unit
     difference = FirstDifference(key.step, key.phase.value, key.name, ranks, index, *values, ratio)
     return _Compared(key, ratio, float(distance[place]) == 0.0, difference, bool(expected_values.isnan().any()))
+
+
+def _index(value: Recorded, place: int) -> tuple[tuple[int | None, ...], float]:
+    """The index of one of the `float_values`, and the factor that makes it an element or a sum of the tensor."""
+    if isinstance(value, Summary):
+        dim, position = value.place(place)
+        index = tuple(position if other == dim else None for other in range(value.ndim))
+        return index, math.sqrt(value.numel_of_sum(dim))
+    shape = (*value.shape, 2) if value.is_complex() else value.shape
+    return tuple(int(part) for part in torch.unravel_index(torch.tensor(place), shape)), 1.0
 
 
 def _incomparable(key: Key, ranks: tuple[int, ...], why: str) -> _Compared:
@@ -246,11 +279,13 @@ def _gradient_scale(plain: Recording, ranks: Sequence[Recording]) -> float:
     for key in plain.keys_of(Phase.OUTPUT_GRADIENT):
         parts = [recording.tensors.get(key) for recording in ranks]
         tensors = [part for part in parts if part is not None]
-        whole = _assembled(plain.tensors[key], tensors) if len(tensors) == len(ranks) else None
-        if whole is None or not bool(whole.abs().max() > 0):
+        joined = _assembled(plain.tensors[key], tensors) if len(tensors) == len(ranks) else None
+        if joined is None:
             continue
-        expected = plain.tensors[key].double()
-        as_mean = (whole.double() / len(ranks) - expected).abs().max()
-        as_sum = (whole.double() - expected).abs().max()
+        joined_values, expected = (float_values(value) for value in in_one_form([joined, plain.tensors[key]]))
+        if not bool(joined_values.abs().max() > 0):
+            continue
+        as_mean = (joined_values / len(ranks) - expected).abs().max()
+        as_sum = (joined_values - expected).abs().max()
         return 1 / len(ranks) if bool(as_mean < as_sum) else 1.0
     return 1.0

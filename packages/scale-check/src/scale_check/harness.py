@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from scale_check import noise
 from scale_check.comparison import ParityVerdict, Report, compare
 from scale_check.recording import Key, Phase, Recorder, Recording
+from scale_check.summary import float_values
 from scale_core.testing import run_ranks
 
 _NUM_NOISE_RUNS = 2
@@ -81,6 +82,7 @@ class ParityProgram:
         wrapped = model if wrap is None else wrap(model)
         model, optimizer = wrapped if isinstance(wrapped, tuple) else (wrapped, self.optimizer(wrapped.parameters()))
         recorder = Recorder()
+        torch.manual_seed(self.seed)  # A wrapper or an optimizer may have drawn.
         with recorder.hooks():
             for batch in self.batches:
                 local_batch = (
@@ -89,14 +91,13 @@ class ParityProgram:
                 loss = self.step(model, optimizer, local_batch)
                 if loss is not None:
                     recorder.add_loss(loss)
+                recorder.add_random_state()
         return recorder.recording
 
     def run_on_rank(self) -> Recording:
         """Trains the wrapped model on a rank of the default group."""
         rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        recording = self.run(self.wrap, rank, num_ranks)
-        recording.tensors = {key: tensor.contiguous() for key, tensor in recording.tensors.items()}
-        return recording
+        return self.run(self.wrap, rank, num_ranks)
 
     def measure(self) -> tuple[Recording, Mapping[Key, float]]:
         """Trains the plain model in this process; returns what it computes, and the rounding of each tensor."""
@@ -124,8 +125,8 @@ def parity(
     """Compares a wrapped program on several ranks with the plain one in one process, tensor by tensor, in time.
 
     It compares the outputs of all modules, the loss, the gradients of these outputs and of the parameters, and after
-    each step weights, buffers and the optimizer's state. Each difference is a multiple of the program's own rounding,
-    which is measured, so you choose no tolerance.
+    each step weights, buffers, the optimizer's state and the random generator. Each difference is a multiple of the
+    program's own rounding, which is measured, so you choose no tolerance.
 
     Args:
         build: Returns the plain model; functions are at the top level of a module, as for `run_ranks`.
@@ -204,10 +205,10 @@ def _check_divides(batches: tuple[Any, ...], ranks: int) -> None:
 
 def _check_repeats(plain: Recording, again: Recording) -> None:
     """Refuses a program whose loss is another one when it runs again: its "rounding" would hide any bug."""
-    weights = [plain.tensors[key] for key in plain.keys_of(Phase.START)]
-    eps = max((torch.finfo(weight.dtype).eps for weight in weights if weight.is_floating_point()), default=0.0)
+    dtypes = {plain.tensors[key].dtype for key in plain.keys_of(Phase.START)}
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
     for key in plain.keys_of(Phase.LOSS):
-        loss, other = float(plain.tensors[key]), float(again.tensors.get(key, plain.tensors[key]))
+        loss, other = (float_values(each).item() for each in (plain.tensors[key], again.tensors[key]))
         if abs(loss - other) > _REPEATED * eps * max(1.0, abs(loss)):
             raise ValueError(
                 f"parity: in step {key.step} the loss of one process is {loss:.6g} in one run and {other:.6g} in the "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_check.recording import Key, Recording
+from scale_check.summary import Recorded, float_values
 
 
 @torch.no_grad()
@@ -30,15 +31,15 @@ def measure(plain: Recording, others: Sequence[Recording]) -> Mapping[Key, float
     return {key: _change(tensor, [other.tensors.get(key) for other in others]) for key, tensor in plain.tensors.items()}
 
 
-def _change(tensor: Tensor, others: Sequence[Tensor | None]) -> float:
-    if not tensor.is_floating_point() or not tensor.numel():
+def _change(tensor: Recorded, others: Sequence[Recorded | None]) -> float:
+    if not tensor.dtype.is_floating_point or not tensor.numel():
         return 0.0
-    wide = tensor.double()
+    wide = float_values(tensor)
     finite = wide[wide.isfinite()]
     least = float(finite.abs().max()) * torch.finfo(tensor.dtype).eps if finite.numel() else 0.0
     changes = [
-        float((wide - other.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
+        float((wide - float_values(other)).abs().nan_to_num(0.0, 0.0, 0.0).max())
         for other in others
-        if other is not None and other.shape == tensor.shape
+        if type(other) is type(tensor) and other.shape == tensor.shape
     ]
     return max([least, *changes])

@@ -10,7 +10,7 @@ import enum
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+
+from scale_check.summary import Recorded, cat, kept, scaled, total
 
 # What DDP, FSDP1, torch.compile and checkpoint wrappers put into the names of what they wrap.
 _WRAPPERS = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
@@ -38,6 +40,7 @@ class Phase(enum.Enum):
     WEIGHT = "weight after the step:"
     BUFFER = "buffer after the step:"
     STATE = "optimizer state of"
+    RANDOM = "random generator after the step"
 
 
 class Key(NamedTuple):
@@ -48,16 +51,21 @@ class Key(NamedTuple):
     name: str  # of a module or a parameter, without what wrappers add
     number: int = 0  # which call of the module, or which tensor of its output
 
+    def of_all_calls(self) -> Key:
+        """The key without its number."""
+        return self._replace(number=0)
+
     def __str__(self) -> str:
         number = f", number {self.number + 1}" if self.number else ""
-        return f"step {self.step}: {self.phase.value} {self.name or 'the model'}{number}"
+        name = "" if self.phase is Phase.RANDOM else f" {self.name or 'the model'}"
+        return f"step {self.step}: {self.phase.value}{name}{number}"
 
 
 @dataclass
 class Recording:
     """What one process has computed, in the order of time."""
 
-    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    tensors: dict[Key, Recorded] = field(default_factory=dict)
     draws: list[str] = field(default_factory=list)  # Modules that have drawn random numbers in their forward
     hides_gradients: bool = False  # The library has no full gradients when its optimizer steps.
     num_forwards: dict[int, int] = field(default_factory=dict)  # By step, how often the model ran with gradients.
@@ -76,20 +84,19 @@ class Recording:
         return sum(key.step == step and not key.name for key in self.keys_of(Phase.OUTPUT))
 
 
-def with_joined_calls(recording: Recording, count: int) -> Recording:
+def with_joined_calls(recording: Recording, count: int, whole: Container[Key] = ()) -> Recording:
     """The recording as if each `count` forwards in a row had been one, of their samples together.
 
     So one process that makes the micro-batches of all ranks, one after the other, is compared with ranks that make
-    theirs at the same time.
+    theirs at the same time. `whole` is that of `Recorder`.
     """
-    tensors: dict[Key, Tensor] = {}
-    of_calls: dict[Key, list[Tensor]] = {}
+    tensors: dict[Key, Recorded] = {}
+    of_calls: dict[Key, list[Recorded]] = {}
     for key, tensor in recording.tensors.items():
         if key.phase in (Phase.OUTPUT, Phase.OUTPUT_GRADIENT):
-            of_calls.setdefault(key._replace(number=0), []).append(tensor)
+            of_calls.setdefault(key.of_all_calls(), []).append(tensor)
     for key, tensor in recording.tensors.items():
-        first = key._replace(number=0)
-        several = of_calls.get(first)
+        several = of_calls.get(key.of_all_calls())
         width = len(several) // recording.num_forwards.get(key.step, 1) if several else 0  # Tensors of one forward.
         if several is None or not width or len(several) % (width * count):
             tensors[key] = tensor
@@ -99,8 +106,10 @@ def with_joined_calls(recording: Recording, count: int) -> Recording:
             start = group * width * count + position
             numbers = range(start, start + width * count, width)
             parts = [recording.tensors[key._replace(number=number)] for number in numbers]
-            joined = torch.stack(parts).mean(0) if not tensor.ndim else torch.cat(parts)
-            tensors[key._replace(number=group * width + position)] = joined
+            joined = scaled(total(parts), 1 / len(parts)) if not tensor.ndim else cat(parts, 0)
+            joined_key = key._replace(number=group * width + position)
+            as_it_is = joined_key.of_all_calls() in whole
+            tensors[joined_key] = kept(joined, as_it_is=as_it_is) if isinstance(joined, Tensor) else joined
     return Recording(tensors, recording.draws, recording.hides_gradients)
 
 
@@ -121,7 +130,7 @@ def full_value(tensor: Tensor) -> Tensor:
             full: Tensor = _of_deepspeed("safe_get_full_fp32_param", tensor)
         else:
             full = tensor.detach() if gather is None else gather().detach()
-        return full.to("cpu", copy=True)
+        return full.to("cpu", copy=True).contiguous()  # Ranks send it so.
 
 
 def full_gradient(param: nn.Parameter) -> Tensor | None:
@@ -136,10 +145,24 @@ def _of_deepspeed(function: str, param: Tensor) -> Any:
 
 
 class Recorder:
-    """Records the trainings of this process while its hooks are registered; see `recording`."""
+    """Records the trainings of this process while its hooks are registered; see `recording`.
 
-    def __init__(self, last_step: int | None = None, on_last: Callable[[], object] = lambda: None) -> None:
+    Args:
+        last_step: After this step `on_last` is called; None records all steps.
+        on_last: What to do then.
+        whole: The keys, without numbers, of large tensors that are kept as they are. Others are summed up. None keeps
+            all tensors.
+    """
+
+    def __init__(
+        self,
+        last_step: int | None = None,
+        on_last: Callable[[], object] = lambda: None,
+        *,
+        whole: Container[Key] | None = None,
+    ) -> None:
         self.recording = Recording()
+        self._whole = whole
         self.step = 1
         self._last_step, self._on_last = last_step, on_last
         self._depth = 0  # of module calls
@@ -167,11 +190,21 @@ class Recorder:
             yield
             self._end_step()
 
+    def add(self, key: Key, tensor: Tensor) -> None:
+        """Records a tensor. A gradient of an output that arrives in several parts is their sum."""
+        value = kept(tensor, as_it_is=self._whole is None or key.of_all_calls() in self._whole)
+        earlier = self.recording.tensors.get(key) if key.phase is Phase.OUTPUT_GRADIENT else None
+        self.recording.tensors[key] = value if earlier is None else total([earlier, value])
+
     def add_loss(self, loss: Tensor | float) -> None:
         """Records the loss of the step that has just ended."""
         self._end_step()
         value = full_value(loss) if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
         self.recording.tensors[Key(self.step - 1, Phase.LOSS, "")] = value
+
+    def add_random_state(self) -> None:
+        """Records the state of the CPU's random generator after the step that has just ended."""
+        self.recording.tensors[Key(self.step - 1, Phase.RANDOM, "")] = torch.get_rng_state()
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if _is_recomputing():
@@ -211,7 +244,7 @@ class Recorder:
             number = self._calls.get((Phase.OUTPUT, name), 0)
             self._calls[Phase.OUTPUT, name] = number + 1
             key = Key(self.step, Phase.OUTPUT, name, number)
-            self.recording.tensors[key] = full_value(tensor)
+            self.add(key, full_value(tensor))
             if tensor.requires_grad:
                 hook = _GradientHook(self, key._replace(phase=Phase.OUTPUT_GRADIENT))
                 self._handles.append(tensor.register_hook(hook))
@@ -229,7 +262,7 @@ class Recorder:
             if self._stepped_copies or id(param) in stepped:
                 grad = full_gradient(param)
                 if grad is not None:
-                    self.recording.tensors[Key(self.step, Phase.GRADIENT, name)] = grad
+                    self.add(Key(self.step, Phase.GRADIENT, name), grad)
                 elif self._stepped_copies and param.requires_grad:  # ZeRO-1 and 2 have divided it already.
                     self.recording.hides_gradients = True
 
@@ -242,8 +275,7 @@ class Recorder:
         for param, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and id(param) in names:
-                    name = f"{names[id(param)]}: {key}"
-                    self.recording.tensors[Key(self.step, Phase.STATE, name)] = full_value(value)
+                    self.add(Key(self.step, Phase.STATE, f"{names[id(param)]}: {key}"), full_value(value))
         self._begin_next_step()
 
     def _end_step(self) -> None:
@@ -257,8 +289,7 @@ class Recorder:
         self._record_params(Phase.WEIGHT)
         for model, prefix in self._models.items():
             for name, buffer in model.named_buffers():
-                key = Key(self.step, Phase.BUFFER, _joined(prefix, plain_name(name)))
-                self.recording.tensors[key] = full_value(buffer)
+                self.add(Key(self.step, Phase.BUFFER, _joined(prefix, plain_name(name))), full_value(buffer))
 
     def _begin_next_step(self) -> None:
         self.step += 1
@@ -283,7 +314,7 @@ class Recorder:
 
     def _record_params(self, phase: Phase, *models: nn.Module) -> None:
         for name, param in self._named_params(*models):
-            self.recording.tensors[Key(self.step, phase, name)] = full_value(param)
+            self.add(Key(self.step, phase, name), full_value(param))
 
 
 class _GradientHook:
@@ -293,9 +324,7 @@ class _GradientHook:
         self._recorder, self._key = recorder, key
 
     def __call__(self, grad: Tensor) -> None:
-        tensors = self._recorder.recording.tensors
-        key = self._key
-        tensors[key] = tensors[key] + full_value(grad) if key in tensors else full_value(grad)
+        self._recorder.add(self._key, full_value(grad))
 
 
 def _joined(prefix: str, name: str) -> str:

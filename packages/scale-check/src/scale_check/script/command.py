@@ -1,4 +1,8 @@
-"""`scale-check run script.py`: on several ranks, on one, and once more on one for its rounding; then compared."""
+"""`scale-check run script.py`: on several ranks, on one, and once more on one for its rounding; then compared.
+
+Recordings have sums of large tensors. If such a tensor is the first that differs, the script runs once more and keeps
+this tensor as it is, so that the report has an index and two values.
+"""
 
 from __future__ import annotations
 
@@ -55,21 +59,34 @@ def run_script(
     with tempfile.TemporaryDirectory(prefix="scale-check-") as place:
         folder = Path(place)
         task = ScriptTask(tuple(arguments), is_module, steps, None, 0, folder)
-        ranks = _run(task, num_ranks, folder / "ranks", limit_seconds)
-        if not any(result.recording.tensors for result in ranks):
-            raise ScriptError(f"{arguments[0]}: no module ran with gradients; is it a training script?")
-        try:
-            samples = Samples.together([result.samples for result in ranks])
-        except SamplesError as error:
-            raise ScriptError(f"{arguments[0]}: {error}") from error
-        recordings = [result.recording for result in ranks]
-        plain, other = _run_alone(replace(task, samples=samples), folder / "one", limit_seconds)
-        if not samples.of_loaders and _makes_all_micro_batches(plain, recordings):
-            task = replace(task, samples=Samples.in_turn([result.samples for result in ranks]))
-            alone = _run_alone(task, folder / "one in turn", limit_seconds)
-            plain, other = (with_joined_calls(recording, num_ranks) for recording in alone)
-    _check_same_course(arguments[0], plain, recordings)
-    return compare(plain, recordings, noise.measure(plain, [other]))
+        report = _compare_runs(task, num_ranks, folder / "first", limit_seconds)
+        key = report.first_key
+        if report.first is None or key is None or None not in report.first.index:
+            return report
+        task = replace(task, steps=key.step, whole=frozenset([key.of_all_calls()]))
+        detailed = _compare_runs(task, num_ranks, folder / "second", limit_seconds)
+    return replace(report, first=detailed.first) if detailed.first_key == key else report
+
+
+def _compare_runs(task: ScriptTask, num_ranks: int, folder: Path, limit_seconds: float) -> Report:
+    """Runs the script on the ranks, and twice in one process on their samples, and compares."""
+    folder.mkdir()
+    script = task.arguments[0]
+    ranks = _run(task, num_ranks, folder / "ranks", limit_seconds)
+    if not any(result.recording.tensors for result in ranks):
+        raise ScriptError(f"{script}: no module ran with gradients; is it a training script?")
+    try:
+        samples = Samples.together([result.samples for result in ranks])
+    except SamplesError as error:
+        raise ScriptError(f"{script}: {error}") from error
+    recordings = [result.recording for result in ranks]
+    plain, perturbed = _run_alone(replace(task, samples=samples), folder / "one", limit_seconds)
+    if not samples.of_loaders and _makes_all_micro_batches(plain, recordings):
+        task = replace(task, samples=Samples.in_turn([result.samples for result in ranks]))
+        alone = _run_alone(task, folder / "one in turn", limit_seconds)
+        plain, perturbed = (with_joined_calls(recording, num_ranks, task.whole) for recording in alone)
+    _check_same_course(script, plain, recordings)
+    return compare(plain, recordings, noise.measure(plain, [perturbed]))
 
 
 def _run_alone(task: ScriptTask, folder: Path, limit_seconds: float) -> list[Recording]:

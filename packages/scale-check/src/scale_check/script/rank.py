@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from scale_check.noise import perturb
-from scale_check.recording import Recorder, Recording
+from scale_check.recording import Key, Recorder, Recording
 from scale_check.script.data import Samples, keeping, replaying
 
 SEED = 0
@@ -40,6 +40,7 @@ class ScriptTask:
         steps: How many steps of the optimizer are recorded; then the script is ended.
         samples: What the one process gets; None on ranks, which keep theirs.
         perturbation: A seed by which the weights are changed in their last place; 0 for none.
+        whole: The keys of large tensors that are kept as they are; of others only sums are kept.
         result: Where to write the `ScriptResult`.
     """
 
@@ -49,6 +50,7 @@ class ScriptTask:
     samples: Samples | None
     perturbation: int
     result: Path
+    whole: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class ScriptRecorder(Recorder):
     """Records a script, keeps or replaces the arguments of its model, and changes its weights for the noise."""
 
     def __init__(self, task: ScriptTask, samples: Samples) -> None:
-        super().__init__(task.steps, _end)
+        super().__init__(task.steps, _end, whole=task.whole)
         self._task, self._samples = task, samples
         self._perturbed: set[nn.Module] = set()
         self._num_calls = 0
