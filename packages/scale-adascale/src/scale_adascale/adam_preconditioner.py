@@ -43,7 +43,7 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 
 def is_rescaling(optimizer: Optimizer) -> bool:
     """Whether, by its name, it divides gradients by something that is not known here, unlike SGD."""
-    names = (each.__name__.lower() for each in type(base_optimizer(optimizer)).__mro__)
+    names = (base.__name__.lower() for base in type(base_optimizer(optimizer)).__mro__)
     return not is_adaptive(optimizer) and any(_RESCALING.search(name) for name in names)
 
 
@@ -58,7 +58,7 @@ def second_moments(
     `parts` has the number of the part of each that is summed up, and how many parts there are.
     """
     device = holders[0].device if holders else torch.device("cpu")
-    found = torch.zeros(len(holders), dtype=torch.float64, device=device)
+    moments = torch.zeros(len(holders), dtype=torch.float64, device=device)
     indices, sums, steps = list[int](), list[Tensor](), list[tuple[Any, Any]]()
     for index, (holder, group) in enumerate(zip(holders, groups, strict=True)):
         state = optimizer.state.get(holder, {})
@@ -70,17 +70,17 @@ def second_moments(
             steps.append((group["betas"][1], state["step"]))
             indices.append(index)
     if not indices:
-        return found
-    betas, counts = (_as_vector(each, device) for each in zip(*steps, strict=True))
+        return moments
+    betas, counts = (_as_vector(column, device) for column in zip(*steps, strict=True))
     means = torch.stack(sums).double() / (1 - betas**counts)
-    return found.index_copy(0, torch.tensor(indices).to(device, non_blocking=True), means)
+    return moments.index_copy(0, torch.tensor(indices).to(device, non_blocking=True), means)
 
 
 def _as_vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Numbers, or scalar tensors on any devices, as one vector on this one, fp64."""
-    if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in numbers):
-        return torch.stack([torch.as_tensor(each, dtype=torch.float64).to(device) for each in numbers])
-    return torch.tensor([float(each) for each in numbers], dtype=torch.float64).to(device, non_blocking=True)
+    if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
+        return torch.stack([torch.as_tensor(number, dtype=torch.float64).to(device) for number in numbers])
+    return torch.tensor([float(number) for number in numbers], dtype=torch.float64).to(device, non_blocking=True)
 
 
 def divisors(means: Tensor, epsilons: Tensor) -> Tensor:
@@ -125,15 +125,16 @@ class SecondMoments:
                 if axis.placement is Placement.SHARD and axis.group.ranks in splits:
                     self._split.setdefault(axis.group, []).append(index)
         if all(self._is_alike):  # Every rank has all of them, and adds up nothing.
-            of_full = [each * data.size for each in of_full]
+            of_full = [weight * data.size for weight in of_full]
         self._full_weights, self._part_weights = (
-            torch.tensor(each, dtype=torch.float64, device=device) for each in (of_full, of_parts)
+            torch.tensor(weights_of_group, dtype=torch.float64, device=device)
+            for weights_of_group in (of_full, of_parts)
         )
 
     def local_means(self) -> Tensor:
         """What this rank adds to the means, [k], fp64, if those of all ranks with other data are added up."""
         part = self._data.rank, self._data.size
-        return self._sums([part if alike else (0, 1) for alike in self._is_alike]) * self._part_weights
+        return self._sums([part if is_equal else (0, 1) for is_equal in self._is_alike]) * self._part_weights
 
     def divisors(self) -> Tensor:
         """The factors of each parameter's squared gradients, [k], fp64, equal on all ranks; all call it together."""

@@ -237,7 +237,7 @@ class AdaScale(Optimizer):
         if is_measured:
             self._statistics.commit_step(loss_scale)
         total, moments = estimates.total(), [average.moments for average in estimates.groups]
-        factors = [gain(each, scale) ** self._power for each in moments]
+        factors = [gain(moment, scale) ** self._power for moment in moments]
         if is_measured or (not self._statistics.is_hooked and any(rates)):
             self._state.store(estimates.with_progress(gain(total, scale)))
         try:
@@ -385,8 +385,8 @@ class AdaScale(Optimizer):
             RuntimeError: More backward passes are to come before the next step.
             ValueError: The number is below 1.
         """
-        what = "Don't change num_grad_to_accum in backward"
-        self._check_between_steps("set_num_gradients_to_accumulate", what, before_passes=True)
+        rule = "Don't change num_grad_to_accum in backward"
+        self._check_between_steps("set_num_gradients_to_accumulate", rule, before_passes=True)
         check_num_gradients(num_gradients_to_accumulate)
         self._statistics.set_batch_geometry(num_gradients=int(num_gradients_to_accumulate))
         self._statistics.consecutive.reset()  # The next gradient may be that of another batch.
@@ -442,11 +442,11 @@ class AdaScale(Optimizer):
             ValueError: It has other parameter groups, or averages in another form; nothing was loaded.
         """
         self._check_between_steps("load_state_dict", "Don't load checkpoint in backward")
-        own, averages = without_fairscale(state_dict, len(self.param_groups))
-        Estimates.from_groups(own["param_groups"])  # Raises before anything is loaded.
+        remainder, averages = without_fairscale(state_dict, len(self.param_groups))
+        Estimates.from_groups(remainder["param_groups"])  # Raises before anything is loaded.
         before = [(group, group.pop(GROUP_KEY)) for group in self.param_groups if GROUP_KEY in group]
         try:
-            self._optimizer.load_state_dict(own)
+            self._optimizer.load_state_dict(remainder)
         except BaseException:
             for group, row in before:
                 group[GROUP_KEY] = row

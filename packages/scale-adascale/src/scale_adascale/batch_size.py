@@ -57,13 +57,13 @@ def fit_speed(seconds: Mapping[int, float]) -> Speed:
     Raises:
         ValueError: Nothing was measured, or something that is not above 0.
     """
-    if not seconds or any(not size > 0 or not 0 < each < math.inf for size, each in seconds.items()):
+    if not seconds or any(not size > 0 or not 0 < step_seconds < math.inf for size, step_seconds in seconds.items()):
         raise ValueError(
             f"expected seconds of a step by batch size, all above 0, got {dict(seconds)}. Measure some steps of one "
             "batch size at least, such as {256: 0.21, 512: 0.34}"
         )
     # Divided by the seconds themselves, so that all measurements count alike: 1 = a x + b y.
-    rows = [(1 / each, size / each) for size, each in seconds.items()]
+    rows = [(1 / step_seconds, size / step_seconds) for size, step_seconds in seconds.items()]
     xx, yy, xy = (sum(x * x for x, _ in rows), sum(y * y for _, y in rows), sum(x * y for x, y in rows))
     x, y = sum(x for x, _ in rows), sum(y for _, y in rows)
     determinant = xx * yy - xy * xy
@@ -105,12 +105,12 @@ def suggest_batch_size(
     sizes = sorted({*seconds, *(2 * size for size in seconds)} if candidates is None else set(candidates))
     if not sizes or sizes[0] < 1:
         raise ValueError(f"expected candidates of at least 1, and one at least, got {sizes}. Pass batch sizes")
-    found = []
+    suggestions = []
     for size in sizes:
         throughput = size / seconds.get(size, speed.seconds(size))
         worth = efficiency(size, noise, base_batch_size)
-        found.append(Suggestion(size, throughput * worth, throughput, worth))
-    return max(found, key=lambda each: each.goodput)
+        suggestions.append(Suggestion(size, throughput * worth, throughput, worth))
+    return max(suggestions, key=lambda each: each.goodput)
 
 
 Batch = TypeVar("Batch")

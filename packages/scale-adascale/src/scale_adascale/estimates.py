@@ -127,10 +127,10 @@ class Estimates:
 
     @property
     def has_begun(self) -> bool:
-        return any(each.count for each in self.groups)
+        return any(group.count for group in self.groups)
 
     def total(self) -> Moments:
-        return Moments(sum(each.variance for each in self.groups), sum(each.square for each in self.groups))
+        return Moments(sum(group.variance for group in self.groups), sum(group.square for group in self.groups))
 
     def updated(
         self,
@@ -153,13 +153,15 @@ class Estimates:
             average if moments is None else average.updated(bounded(moments), smoothing, debias=debias)
             for average, moments in zip(old.groups, sample, strict=True)
         )
-        total = Moments(sum(each.variance for each in measured), sum(each.square for each in measured))
+        total = Moments(sum(group.variance for group in measured), sum(group.square for group in measured))
         noise = old.noise.updated(total, max(smoothing, _LEAST_SMOOTHING), overlap)
         return replace(self, groups=groups, noise=noise, is_preconditioned=preconditioned)
 
     def at_scale(self, old: float, new: float) -> Estimates:
         """The variances multiplied by old / new, as FairScale does when the scale changes."""
-        return replace(self, groups=tuple(replace(each, variance=each.variance * (old / new)) for each in self.groups))
+        return replace(
+            self, groups=tuple(replace(group, variance=group.variance * (old / new)) for group in self.groups)
+        )
 
     def with_progress(self, gain: float) -> Estimates:
         """After a step of this gain."""
@@ -168,14 +170,14 @@ class Estimates:
 
 def _numbers(group: Mapping[str, Any], key: str, count: int) -> list[float]:
     """The numbers that a parameter group has under a key of ours."""
-    found = group[key]
+    value = group[key]
     try:
-        numbers = [float(each) for each in found]
+        numbers = [float(item) for item in value]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != count:
         raise ValueError(
-            f"expected {count} numbers as '{key}' of a parameter group, as AdaScale saves them, got {found!r}. Remove "
+            f"expected {count} numbers as '{key}' of a parameter group, as AdaScale saves them, got {value!r}. Remove "
             f"'{GROUP_KEY}' and '{RUN_KEY}' from the groups of a state that an older version has saved, and the gain "
             "begins anew"
         )
@@ -194,7 +196,9 @@ class EstimatorState:
     @property
     def estimates(self) -> Estimates:
         rows = [group.get(GROUP_KEY) for group in self._optimizer.param_groups]
-        if len(rows) != len(self._rows) or any(row is not own for row, own in zip(rows, self._rows, strict=True)):
+        if len(rows) != len(self._rows) or any(
+            row is not row_before for row, row_before in zip(rows, self._rows, strict=True)
+        ):
             self.store(Estimates.from_groups(self._optimizer.param_groups))
         return self._estimates
 

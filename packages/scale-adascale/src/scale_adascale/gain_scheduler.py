@@ -160,16 +160,17 @@ def _has_next(scheduler: Any) -> bool:
 
 def _check_scheduler(scheduler: Any) -> None:
     parameters = inspect.signature(scheduler.step).parameters.values()
-    wanted = [
-        each.name
-        for each in parameters
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    required = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    if wanted:
+    if required:
         name = type(scheduler).__name__
         raise TypeError(
-            f"expected a scheduler that follows the number of steps, got {name}, whose step({', '.join(wanted)}) "
-            f"follows a measured value. Leave GainScheduler out and call {name}.step({', '.join(wanted)}) itself, "
+            f"expected a scheduler that follows the number of steps, got {name}, whose step({', '.join(required)}) "
+            f"follows a measured value. Leave GainScheduler out and call {name}.step({', '.join(required)}) itself, "
             "after each evaluation"
         )
 

@@ -16,12 +16,12 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
     flat = stored_values(gradient).reshape(-1)
     if flat.numel() <= CHUNK or flat.dtype == torch.float64:
         return _square(flat)
-    rest = flat.numel() % CHUNK
+    remainder = flat.numel() % CHUNK
     dtype = None if flat.dtype == torch.float32 else torch.float32
-    rows = (flat[:-rest] if rest else flat).view(-1, CHUNK)
+    rows = (flat[:-remainder] if remainder else flat).view(-1, CHUNK)
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).double()
     total = torch.dot(norms, norms)
-    return total + _square(flat[-rest:]) if rest else total
+    return total + _square(flat[-remainder:]) if remainder else total
 
 
 def _square(flat: Tensor) -> Tensor:
@@ -58,10 +58,10 @@ def inner_product(one: Tensor, other: Tensor) -> Tensor:
 def _common_values(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """The values of two gradients, one of them sparse at least, at the indices that both store, in one order."""
     if one.layout is torch.strided or other.layout is torch.strided:
-        return tuple(each if each.layout is torch.strided else each.to_dense() for each in (one, other))  # type: ignore[return-value]
+        return tuple(tensor if tensor.layout is torch.strided else tensor.to_dense() for tensor in (one, other))  # type: ignore[return-value]
     one, other = one.coalesce(), other.coalesce()
-    offsets = [torch.zeros_like(each.indices()[0]) for each in (one, other)]
+    offsets = [torch.zeros_like(tensor.indices()[0]) for tensor in (one, other)]
     for dim, size in enumerate(one.shape[: one.sparse_dim()]):
-        offsets = [offset * size + each.indices()[dim] for offset, each in zip(offsets, (one, other), strict=True)]
+        offsets = [offset * size + tensor.indices()[dim] for offset, tensor in zip(offsets, (one, other), strict=True)]
     first, second = (torch.isin(offset, elements) for offset, elements in (offsets, offsets[::-1]))
     return one.values()[first], other.values()[second]  # Coalesced indices are sorted.

@@ -65,14 +65,15 @@ class FirstDifference:
     def __str__(self) -> str:
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         name = "" if self.phase == Phase.RANDOM.value else f" {self.name or 'the model'}"
-        what = f"step {self.step}: {self.phase}{name} differs on {ranks}: "
+        subject = f"step {self.step}: {self.phase}{name} differs on {ranks}: "
         if self.why:
-            return what + self.why
+            return subject + self.why
         times = f"{self.ratio:,.0f}" if self.ratio < 1e6 else f"{self.ratio:.1e}"
         index = ", ".join(":" if part is None else str(part) for part in self.index)
         a_sum = "a sum of " if None in self.index else ""
         return (
-            f"{what}at [{index}] one process has {a_sum}{self.expected:.9g}, the ranks have {self.actual:.9g}, which "
+            f"{subject}at [{index}] one process has {a_sum}{self.expected:.9g}, the ranks have {self.actual:.9g}, "
+            "which "
             f"is {times} times the rounding of this program"
         )
 
@@ -226,8 +227,8 @@ def _assembled(expected: Recorded, parts: Sequence[Recorded]) -> Recorded | None
     if len(parts) == 1 or any(part.ndim != expected.ndim for part in parts):
         return None
     for dim in range(expected.ndim):
-        others = [size for place, size in enumerate(expected.shape) if place != dim]
-        fits = all([size for place, size in enumerate(part.shape) if place != dim] == others for part in parts)
+        others = [size for position, size in enumerate(expected.shape) if position != dim]
+        fits = all([size for position, size in enumerate(part.shape) if position != dim] == others for part in parts)
         if fits and sum(part.shape[dim] for part in parts) == expected.shape[dim]:
             return cat(parts, dim)
     return None
@@ -247,12 +248,12 @@ def _difference(key: Key, expected: Recorded, actual: Recorded, ranks: tuple[int
     distance = (expected_values - actual_values).abs()
     distance[(expected_values == actual_values) | (expected_values.isnan() & actual_values.isnan())] = 0.0
     distance[distance.isnan()] = math.inf
-    place = int(distance.argmax())
-    ratio = float(distance[place]) / noise if noise else math.inf if float(distance[place]) else 0.0
-    index, unit = _index(expected, place)
-    values = float(expected_values[place]) * unit, float(actual_values[place]) * unit
+    position = int(distance.argmax())
+    ratio = float(distance[position]) / noise if noise else math.inf if float(distance[position]) else 0.0
+    index, unit = _index(expected, position)
+    values = float(expected_values[position]) * unit, float(actual_values[position]) * unit
     difference = FirstDifference(key.step, key.phase.value, key.name, ranks, index, *values, ratio)
-    return _Compared(key, ratio, float(distance[place]) == 0.0, difference, bool(expected_values.isnan().any()))
+    return _Compared(key, ratio, float(distance[position]) == 0.0, difference, bool(expected_values.isnan().any()))
 
 
 def _index(value: Recorded, place: int) -> tuple[tuple[int | None, ...], float]:

@@ -208,7 +208,7 @@ def _check_repeats(plain: Recording, again: Recording) -> None:
     dtypes = {plain.tensors[key].dtype for key in plain.keys_of(Phase.START)}
     eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
     for key in plain.keys_of(Phase.LOSS):
-        loss, other = (float_values(each).item() for each in (plain.tensors[key], again.tensors[key]))
+        loss, other = (float_values(value).item() for value in (plain.tensors[key], again.tensors[key]))
         if abs(loss - other) > _REPEATED * eps * max(1.0, abs(loss)):
             raise ValueError(
                 f"parity: in step {key.step} the loss of one process is {loss:.6g} in one run and {other:.6g} in the "

@@ -56,8 +56,8 @@ class LiveMemory(TorchDispatchMode):
         storage = _storage(tensor)
         if storage is None:
             return -1
-        found = self._numbers.get(id(storage))
-        return self._enter(storage, 0) if found is None else found
+        number = self._numbers.get(id(storage))
+        return self._enter(storage, 0) if number is None else number
 
     def num_bytes(self, number: int) -> int:
         """Returns the size of a storage that is counted and lives; 0 otherwise."""

@@ -153,9 +153,9 @@ class LayerMemoryTracker:
             passes = [trace for trace in self.memory_traces if trace.module_name == name]
             cells = [name, passes[0].kind]
             for is_forward in (True, False):
-                found = [trace for trace in passes if trace.is_forward == is_forward]
-                cells.append(_signed(sum(trace.memory_diff for trace in found)))
-                cells.append(format_bytes(max((trace.peak_bytes for trace in found), default=0)))
+                selected = [trace for trace in passes if trace.is_forward == is_forward]
+                cells.append(_signed(sum(trace.memory_diff for trace in selected)))
+                cells.append(format_bytes(max((trace.peak_bytes for trace in selected), default=0)))
             rows.append(cells)
         return table(("module", "class", "forward", "peak", "backward", "peak"), rows)
 

@@ -53,9 +53,9 @@ def unique_tensors(tree: Any) -> list[Tensor]:
 
 def unknown_classes(tree: Any) -> list[str]:
     """Returns the classes of leaves of `extract_tensors` that have attributes, and so may change; each once."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for leaf in pytree.tree_leaves(tree):
         is_known = isinstance(leaf, nn.Module) or callable(leaf) or is_dataclass(leaf)
         if hasattr(leaf, "__dict__") and not is_known:
-            found[type(leaf).__name__] = None
-    return list(found)
+            names[type(leaf).__name__] = None
+    return list(names)

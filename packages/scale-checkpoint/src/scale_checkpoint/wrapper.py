@@ -247,24 +247,24 @@ def checkpoint_modules(
         chosen = _by_class(names, select, how)
     elif callable(select):
         decided = {module: select(called[0], module) for module, called in names.items() if _is_called(module)}
-        chosen = {module: each for module, each in decided.items() if each is not None}
+        chosen = {module: policy for module, policy in decided.items() if policy is not None}
     else:
         chosen = dict.fromkeys(modules_by_name(model, select, "select"), how)
     # Nothing is changed before all is checked; operators given as an iterator for several modules are read once.
     configs: dict[int, CheckpointConfig | None] = {}
-    for each in chosen.values():
-        if id(each) not in configs:
-            configs[id(each)] = config_for(each, offload_to=offload_to, offload_inputs=offload_inputs)
-    for module, each in chosen.items():
-        set_config(module, configs[id(each)])
+    for kind in chosen.values():
+        if id(kind) not in configs:
+            configs[id(kind)] = config_for(kind, offload_to=offload_to, offload_inputs=offload_inputs)
+    for module, kind in chosen.items():
+        set_config(module, configs[id(kind)])
     return [names[module][0] for module in chosen]
 
 
 def _by_class(names: dict[nn.Module, list[str]], of: type[nn.Module], how: How) -> dict[nn.Module, How]:
     chosen = {module: how for module in names if isinstance(module, of) and _is_called(module)}
     if not chosen:
-        there = sorted({type(module).__name__ for module in names if _is_called(module)})
-        raise ValueError(f"select: the model has no {of.__name__} that is called; it has {', '.join(there)}")
+        present_names = sorted({type(module).__name__ for module in names if _is_called(module)})
+        raise ValueError(f"select: the model has no {of.__name__} that is called; it has {', '.join(present_names)}")
     return chosen
 
 
@@ -273,10 +273,10 @@ def modules_by_name(model: nn.Module, patterns: Collection[str], argument: str) 
     names, chosen = _names_of(model), set[nn.Module]()
     for pattern in patterns:
         try:
-            whole = re.compile(pattern)
+            matcher = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{argument}: {pattern!r} is no regular expression: {error}") from error
-        matched = [module for module, called in names.items() if any(map(whole.fullmatch, called))]
+        matched = [module for module, called in names.items() if any(map(matcher.fullmatch, called))]
         runs = {module for module in matched if _is_called(module)}
         if not runs:
             raise ValueError(f"{argument}: {pattern!r} {_describe_no_match(pattern, matched, names)}")

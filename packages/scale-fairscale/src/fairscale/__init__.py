@@ -13,7 +13,7 @@ __version_tuple__ = (0, 4, 13)
 __all__: list[str] = []
 
 # The metadata that scale-fairscale installs under this name requires scale-fairscale; FairScale's own does not.
-if any("scale-fairscale" not in (found.requires or ()) for found in _metadata.distributions(name="fairscale")):
+if any("scale-fairscale" not in (dist.requires or ()) for dist in _metadata.distributions(name="fairscale")):
     raise ImportError(
         "the distributions fairscale and scale-fairscale are both installed, and both install the module 'fairscale': "
         "keep one of them, python -m pip uninstall fairscale and then reinstall scale-fairscale, or "

@@ -73,6 +73,6 @@ def load_sharded(path: Path, objects: Mapping[str, Any], *, weights_only: bool |
             not fit. Nothing has been loaded then.
     """
     remainder = Remainder(weights_only=weights_only)
-    given = {**objects, "lightning": snapshot.FromRank0(remainder)}
-    snapshot.load(path, given, strict=strict, only_given=True)
+    content = {**objects, "lightning": snapshot.FromRank0(remainder)}
+    snapshot.load(path, content, strict=strict, only_given=True)
     return remainder.value

@@ -71,8 +71,8 @@ class _FabricShardedCheckpoints(CheckpointOptions, DDPStrategy):
             raise ValueError(
                 'fabric.save(..., filter=...) chooses from full state dicts: give the strategy state_dict_type="full"'
             )
-        rest = {name: _state_of(obj) for name, obj in state.items() if not isinstance(obj, nn.Module | Optimizer)}
-        save_sharded(path, 0, _parts(state), rest)
+        remainder = {name: _state_of(obj) for name, obj in state.items() if not isinstance(obj, nn.Module | Optimizer)}
+        save_sharded(path, 0, _parts(state), remainder)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -86,8 +86,8 @@ class _FabricShardedCheckpoints(CheckpointOptions, DDPStrategy):
             return loaded
         parts = _parts(state)
         if path.is_dir():
-            rest = load_sharded(path, parts, weights_only=weights_only, strict=strict)
-            saved = {**dict.fromkeys(parts), **rest}
+            remainder = load_sharded(path, parts, weights_only=weights_only, strict=strict)
+            saved = {**dict.fromkeys(parts), **remainder}
         else:
             saved = self._read(path, weights_only)
         if strict and (lacking := [name for name in state if name not in saved]):
@@ -113,9 +113,9 @@ class _FabricShardedCheckpoints(CheckpointOptions, DDPStrategy):
         return read
 
     def _module_of(self, optimizer: Optimizer) -> nn.Module:
-        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for module in self._modules:
-            if wanted <= {id(param) for param in module.parameters()}:
+            if param_ids <= {id(param) for param in module.parameters()}:
                 return module
         raise ValueError(
             f"no module that was set up has the parameters of this {type(optimizer).__name__}: call "
@@ -149,7 +149,9 @@ class FabricScaleFSDPStrategy(FSDPOptions, _FabricShardedCheckpoints, _Sharded):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         names = {param: name for name, param in module.named_parameters()}
-        listed = [[[names.get(p) for p in group["params"]] for group in each.param_groups] for each in optimizers]
+        listed = [
+            [[names.get(p) for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
+        ]
         module = self.setup_module(module)
         shards = dict(module.named_parameters())
         for optimizer, groups in zip(optimizers, listed, strict=True):
@@ -158,9 +160,9 @@ class FabricScaleFSDPStrategy(FSDPOptions, _FabricShardedCheckpoints, _Sharded):
                     f"this {type(optimizer).__name__} has stepped already, on parameters that are sharded now: set it "
                     "up before its first step, and load its state afterwards"
                 )
-            for group, given in zip(optimizer.param_groups, groups, strict=True):
+            for group, params in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = [
-                    param if name is None else shards[name] for name, param in zip(given, group["params"], strict=True)
+                    param if name is None else shards[name] for name, param in zip(params, group["params"], strict=True)
                 ]
         return module, optimizers, scheduler
 
@@ -185,7 +187,7 @@ class FabricScaleOSSStrategy(OSSOptions, _FabricShardedCheckpoints):
         return module, self._replaced(optimizers, scheduler), scheduler
 
     def _replaced(self, optimizers: Sequence[Optimizer], scheduler: Any) -> list[Optimizer]:
-        replaced = {each: as_oss(each, self._oss_options) for each in optimizers}
+        replaced = {optimizer: as_oss(optimizer, self._oss_options) for optimizer in optimizers}
         replace_in_schedulers([] if scheduler is None else [scheduler], replaced)
         return list(replaced.values())
 

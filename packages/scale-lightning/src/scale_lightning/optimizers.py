@@ -108,18 +108,20 @@ def load_whole_optimizer_state(module: nn.Module, optimizer: Optimizer, state: M
         optimizer.load_state_dict(dict(state))
         return
     named = {param: name for name, param in module.named_parameters()}
-    own = [[named[param] for param in group["params"]] for group in optimizer.param_groups]
+    named_groups = [[named[param] for param in group["params"]] for group in optimizer.param_groups]
     saved = [group["params"] for group in state["param_groups"]]
-    if (sizes := list(map(len, own))) != (given := list(map(len, saved))):
+    if (sizes := list(map(len, named_groups))) != (saved_sizes := list(map(len, saved))):
         raise ValueError(
-            f"the checkpoint has an optimizer of {given} parameters by group, and this one has {sizes}: build the "
-            "groups in configure_optimizers as they were when it was saved"
+            f"the checkpoint has an optimizer of {saved_sizes} parameters by group, and this one has {sizes}: build "
+            "the groups in configure_optimizers as they were when it was saved"
         )
-    pairs = zip((n for group in saved for n in group), (n for group in own for n in group), strict=True)
+    pairs = zip((n for group in saved for n in group), (n for group in named_groups for n in group), strict=True)
     names = dict(pairs)
     full = {
         **state,
         "state": {names[number]: slots for number, slots in state["state"].items()},
-        "param_groups": [{**group, "params": params} for group, params in zip(state["param_groups"], own, strict=True)],
+        "param_groups": [
+            {**group, "params": params} for group, params in zip(state["param_groups"], named_groups, strict=True)
+        ],
     }
     optimizer.load_state_dict(shard_optim_state_dict(full, module, optimizer))

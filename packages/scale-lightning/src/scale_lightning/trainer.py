@@ -94,21 +94,21 @@ class _ShardedCheckpoints(CheckpointOptions, DDPStrategy):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         optimizers = self._named_optimizers() if "optimizer_states" in checkpoint else {}
-        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        rest["saved_optimizers"] = len(optimizers)
-        save_sharded(path, checkpoint["global_step"], {"model": self._module, **optimizers}, rest)
+        remainder = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        remainder["saved_optimizers"] = len(optimizers)
+        save_sharded(path, checkpoint["global_step"], {"model": self._module, **optimizers}, remainder)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
         if not path.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         objects = {"model": self._module, **self._named_optimizers()}
-        rest: dict[str, Any] = load_sharded(
+        remainder: dict[str, Any] = load_sharded(
             path, objects, weights_only=weights_only, strict=self._module.strict_loading
         )
-        if rest.pop("saved_optimizers"):
-            rest["optimizer_states"] = []  # Loaded already; Lightning asks whether there were any.
-        return rest
+        if remainder.pop("saved_optimizers"):
+            remainder["optimizer_states"] = []  # Loaded already; Lightning asks whether there were any.
+        return remainder
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if "state_dict" in checkpoint:
@@ -196,7 +196,7 @@ class ScaleOSSStrategy(OSSOptions, _ShardedCheckpoints):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        replaced = {each: as_oss(each, self._oss_options) for each in self.optimizers}
+        replaced = {optimizer: as_oss(optimizer, self._oss_options) for optimizer in self.optimizers}
         replace_in_schedulers([config.scheduler for config in self.lr_scheduler_configs], replaced)
         self.optimizers = list(replaced.values())
 

@@ -46,9 +46,9 @@ class ExpertSharding(NamedTuple):
         sizes = tuple(experts_per_rank(shape[0], mesh.expert.size))
         if mesh.tensor.size == 1:
             return cls(tuple(shape), sizes)
-        each = shape[dim] // stacked
-        cuts = pairwise(accumulate(experts_per_rank(each, mesh.tensor.size), initial=0))
-        starts = range(0, shape[dim], each)
+        rows_per_expert = shape[dim] // stacked
+        cuts = pairwise(accumulate(experts_per_rank(rows_per_expert, mesh.tensor.size), initial=0))
+        starts = range(0, shape[dim], rows_per_expert)
         hidden_ranges = tuple(tuple((start + first, start + last) for start in starts) for first, last in cuts)
         return cls(tuple(shape), sizes, dim, hidden_ranges)
 
@@ -69,7 +69,7 @@ class ExpertSharding(NamedTuple):
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard."""
-        return tuple(sum(last - first for first, last in held) for held in self.local_ranges(rank))
+        return tuple(sum(last - first for first, last in ranges) for ranges in self.local_ranges(rank))
 
     def local_part(self, full: Tensor, rank: int) -> Tensor:
         """A rank's shard of the full parameter, a view where no more than the experts are divided."""
@@ -219,16 +219,18 @@ def compute_experts(
     """
 
     def param(name: str, rank: int | None = None) -> Tensor:
-        own = getattr(experts, name)
-        averaged = divide_gradient(own, num_ranks)
-        return averaged if rank is None else with_source_grads(averaged, own, rank)
+        local_param = getattr(experts, name)
+        averaged = divide_gradient(local_param, num_ranks)
+        return averaged if rank is None else with_source_grads(averaged, local_param, rank)
 
     if received_counts is None:
         return compute(rows, counts, param)
     parts = rows.split([sum(received) for received in received_counts])
     # Where no rank has sent rows, the parameters still have to be in the graph: rank 0 stands for all.
     sources = [source for source, part in enumerate(parts) if len(part)] or [0]
-    return torch.cat([compute(parts[each], received_counts[each], partial(param, rank=each)) for each in sources])
+    return torch.cat(
+        [compute(parts[source], received_counts[source], partial(param, rank=source)) for source in sources]
+    )
 
 
 def divide_gradient(param: Any, num_ranks: int) -> Tensor:

@@ -45,7 +45,7 @@ def average_replicated_gradients(model: nn.Module, process_group: GroupLike = No
         model = DistributedDataParallel(model, process_group=mesh["replica"].get_group())
     """
     group = group_of(process_group)
-    whole = [(name, param) for name, param in model.named_parameters() if not _is_divided_over(group, param)]
+    replicated = [(name, param) for name, param in model.named_parameters() if not _is_divided_over(group, param)]
     sharded = next((name for name, param in model.named_parameters() if lacks_autograd_hooks(param)), None)
     if sharded is not None:
         raise ValueError(
@@ -55,7 +55,7 @@ def average_replicated_gradients(model: nn.Module, process_group: GroupLike = No
         )
     if group.size > 1:
         order = _Order(group)
-        for name, param in whole:
+        for name, param in replicated:
             if param.requires_grad:
                 mark_averaged(param, group)
                 param.register_hook(_average_hook(param, group, name, order))
@@ -88,22 +88,25 @@ class _Order:
             return
         by_rank = [text.split("\n") for text in exchange_text("\n".join(names), self.group)]
         same = next(i for i in range(len(names) + 1) if len({tuple(row[i : i + 1]) for row in by_rank}) > 1)
-        told = ", ".join(f"rank {rank}: {row[same] if same < len(row) else 'none'}" for rank, row in enumerate(by_rank))
+        descriptions = ", ".join(
+            f"rank {rank}: {row[same] if same < len(row) else 'none'}" for rank, row in enumerate(by_rank)
+        )
         raise ContractError(
             f"average_replicated_gradients: the ranks {list(self.group.ranks)} computed gradients in other orders, so "
-            f"that what was averaged is of several parameters; first at place {same}, {told}. All of them have to run "
+            f"that what was averaged is of several parameters; first at place {same}, {descriptions}. All of them "
+            "have to run "
             "the same modules in the same order, forward and backward: give a rank that has no tokens for a module "
             "empty ones, x[:0]. Clear these gradients, and load the last snapshot if an optimizer has taken a step"
         )
 
 
 def _average_hook(param: Tensor, group: Group, name: str, order: _Order) -> Callable[[Tensor], Tensor]:
-    held = ref(param)  # Which holds the hook.
+    param_ref = ref(param)  # Which holds the hook.
 
     @on_local_tensors
     def average(grad: Tensor) -> Tensor:
-        if (known := held()) is not None and has_source_grad_hooks():
-            call_source_grad_hooks(known, grad, group.rank)
+        if (live_param := param_ref()) is not None and has_source_grad_hooks():
+            call_source_grad_hooks(live_param, grad, group.rank)
         if not peer_to_peer(group, grad.device) and group.backend != "fake":
             order.add(name)
         return all_reduced(grad, group, "gradient", name, average=True)

@@ -49,10 +49,10 @@ def resolve_expert_mesh(process_group: ExpertMeshLike) -> ExpertMesh:
             f"dimensions {process_group.mesh_dim_names}: pass a part of it, such as mesh['expert', 'tensor']"
         )
     expert, tensor = (group_of(process_group.get_group(axis)) for axis in (0, 1))
-    whole = mesh_group(process_group)
-    if whole.ranks != tuple(process_group.mesh.flatten().tolist()):
+    mesh = mesh_group(process_group)
+    if mesh.ranks != tuple(process_group.mesh.flatten().tolist()):
         raise ValueError(
             f"expected a DeviceMesh whose ranks stand in row-major order, got {process_group.mesh.tolist()}: build it "
             'by init_device_mesh(device, (expert, tensor), mesh_dim_names=("expert", "tensor"))'
         )
-    return ExpertMesh(expert, tensor, whole)
+    return ExpertMesh(expert, tensor, mesh)

@@ -71,15 +71,15 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
         parallelize_experts(model, mesh["expert"])
     """
     mesh = resolve_expert_mesh(process_group)
-    found = {path: module for path, module in model.named_modules() if _holds_experts(module)}
-    _check(model, found)
-    plans = [_plan(path, module, mesh) for path, module in found.items()]
+    expert_modules = {path: module for path, module in model.named_modules() if _holds_experts(module)}
+    _check(model, expert_modules)
+    plans = [_plan(path, module, mesh) for path, module in expert_modules.items()]
     check_same_call("parallelize_experts", "; ".join(map(str, plans)), mesh.whole, each_time=True)
     if mesh.whole.size > 1:
         for plan in plans:
-            _divide(found[plan.path], plan, mesh)
+            _divide(expert_modules[plan.path], plan, mesh)
             parent = model.get_submodule(plan.path.rpartition(".")[0])
-            object.__setattr__(found[plan.path], "parent", ref(parent))
+            object.__setattr__(expert_modules[plan.path], "parent", ref(parent))
     if mesh.whole.rank == 0:
         sizes = sorted({plan.num_experts for plan in plans})
         words = (type(model).__name__, len(plans), ", ".join(map(str, sizes)), mesh.shape)
@@ -104,7 +104,7 @@ class ParallelExperts(ShardedModule):
         checks: Any = {"router": self._router_weight(), "tensor_parallel_group": tensor}
         plan = plan_dispatch(hidden_states, top_k_index, top_k_weights, *where, **checks)
         tokens, weights = (
-            copy_to_expert_tensor_parallel_region(each, tensor, name) for each in (hidden_states, top_k_weights)
+            copy_to_expert_tensor_parallel_region(value, tensor, name) for value in (hidden_states, top_k_weights)
         )
         plan, received_counts = with_order_of_rows(plan)
         rows, compute = dispatch(tokens, plan), partial(self._compute, weights.dtype)
@@ -115,7 +115,7 @@ class ParallelExperts(ShardedModule):
         """The module's own forward on rows [R, dim] that are sorted by expert, each with a weight of 1 in `dtype`."""
         params = {name: param(name) for name in self.shardings}
         if not len(rows):  # It may leave out what has no tokens; the backward pass of other ranks waits for this one.
-            return rows + sum(each[:0].sum() for each in params.values())
+            return rows + sum(param[:0].sum() for param in params.values())
         number = tensor_on(rows.device, counts)
         index = torch.arange(len(counts), device=rows.device).repeat_interleave(number, output_size=len(rows))
         ones = torch.ones(len(rows), 1, dtype=dtype, device=rows.device)
@@ -239,15 +239,16 @@ def _hidden_features(path: str, module: nn.Module, mesh: ExpertMesh) -> dict[str
     Modules of transformers say how their parameters stand; all of its own kernels know no more of them.
     """
     up, stacked = ("gate_up_proj", 2) if getattr(module, "has_gate", True) else ("up_proj", 1)
-    known = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_post_expert_norm": False}
-    said = {name: getattr(module, name, None) for name in known}
+    supported = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_post_expert_norm": False}
+    actual = {name: getattr(module, name, None) for name in supported}
     shapes = {name: list(param.shape) for name, param in module.named_parameters(recurse=False)}
     down = shapes.get("down_proj", [])
     number, dim, width = down if len(down) == 3 else (0, 0, 0)
-    if said != known or shapes != {up: [number, stacked * width, dim], "down_proj": [number, dim, width]}:
-        told = ", ".join(f"{name}={value}" for name, value in said.items() if value != known[name])
+    if actual != supported or shapes != {up: [number, stacked * width, dim], "down_proj": [number, dim, width]}:
+        differences = ", ".join(f"{name}={value}" for name, value in actual.items() if value != supported[name])
         raise ValueError(
-            f"parallelize_experts: '{path}' ({type(module).__name__}) has {shapes}{f' and {told}' if told else ''}, "
+            f"parallelize_experts: '{path}' ({type(module).__name__}) has "
+            f"{shapes}{f' and {differences}' if differences else ''}, "
             f"and hidden features can be divided where there are {up} [experts, {stacked} * hidden, dim] and down_proj "
             "[experts, dim, hidden] alone, stacked one behind the other and without biases: give a mesh of one "
             'dimension, mesh["expert"], which divides whole experts'
@@ -263,9 +264,9 @@ def _divide(module: nn.Module, plan: _Plan, mesh: ExpertMesh) -> None:
     for name, value in added.items():
         object.__setattr__(module, name, value)
     for name, sharding in plan.shardings.items():
-        whole = module.get_parameter(name)
-        register_replaced(whole, _ReplacedParameter([f"{plan.path}.{name}"]), 0)
-        part = sharding.local_part(whole.detach(), mesh.whole.rank).clone(memory_format=torch.contiguous_format)
-        param = nn.Parameter(part, requires_grad=whole.requires_grad)
-        copy_attributes(whole, param)
+        full = module.get_parameter(name)
+        register_replaced(full, _ReplacedParameter([f"{plan.path}.{name}"]), 0)
+        part = sharding.local_part(full.detach(), mesh.whole.rank).clone(memory_format=torch.contiguous_format)
+        param = nn.Parameter(part, requires_grad=full.requires_grad)
+        copy_attributes(full, param)
         module.register_parameter(name, param)

@@ -79,7 +79,7 @@ def split_by(
                 f"split_by: the model has no parameter for '{kind}'. Use one optimizer, "
                 f"OSS(model.parameters(), torch.optim.{single}, ...)"
             )
-    made = {
+    optimizers = {
         kind: OSS(
             params,
             recipes[kind][0],
@@ -90,7 +90,7 @@ def split_by(
         )
         for kind, params in sorted_params.items()
     }
-    return SplitOptimizer(model, made["matrix"], made["other"], other_names)
+    return SplitOptimizer(model, optimizers["matrix"], optimizers["other"], other_names)
 
 
 class SplitOptimizer(Optimizer):
@@ -108,7 +108,9 @@ class SplitOptimizer(Optimizer):
         self.matrix, self.other = matrix, other
         self._model, self._other_names = model, tuple(other_names)
         self._built = False
-        super().__init__([{"params": group["params"]} for each in self.optimizers for group in each.param_groups], {})
+        super().__init__(
+            [{"params": group["params"]} for optimizer in self.optimizers for group in optimizer.param_groups], {}
+        )
         self._sync_param_groups()
         self._built = True
 
@@ -156,20 +158,24 @@ class SplitOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
-        given = param_group["params"]
-        listed = [given] if isinstance(given, Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
-        wanted = {id(param) for param in listed}
+        new_params = param_group["params"]
+        listed = (
+            [new_params]
+            if isinstance(new_params, Tensor)
+            else [p[1] if isinstance(p, tuple) else p for p in new_params]
+        )
+        listed_ids = {id(param) for param in listed}
         chosen = {
-            kind: [(name, param) for name, param in params if id(param) in wanted]
+            kind: [(name, param) for name, param in params if id(param) in listed_ids]
             for kind, params in _split_params(self._model, self._other_names).items()
         }
-        found = {id(param) for params in chosen.values() for _, param in params}
-        known = {id(param) for group in self.param_groups for param in group["params"]}
-        for place, param in enumerate(listed):
-            if id(param) not in found or id(param) in known:
+        chosen_ids = {id(param) for params in chosen.values() for _, param in params}
+        present_ids = {id(param) for group in self.param_groups for param in group["params"]}
+        for position, param in enumerate(listed):
+            if id(param) not in chosen_ids or id(param) in present_ids:
                 raise ValueError(
-                    f"add_param_group: parameter {place} of the group, of shape {tuple(full_shape(param))}, "
-                    + ("is in a group already" if id(param) in known else "is none of the model's")
+                    f"add_param_group: parameter {position} of the group, of shape {tuple(full_shape(param))}, "
+                    + ("is in a group already" if id(param) in present_ids else "is none of the model's")
                 )
         for kind, optimizer in zip(_KINDS, self.optimizers, strict=True):
             if chosen[kind]:
@@ -202,7 +208,7 @@ class SplitOptimizer(Optimizer):
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Returns both states, {"matrix": ..., "other": ...}, each of which the plain optimizer loads; see `OSS`."""
-        return {kind: each.state_dict(all_ranks) for kind, each in zip(_KINDS, self.optimizers, strict=True)}
+        return {kind: optimizer.state_dict(all_ranks) for kind, optimizer in zip(_KINDS, self.optimizers, strict=True)}
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Takes this rank's shard of both states; both are compared before either is written. See `OSS`.
@@ -217,7 +223,10 @@ class SplitOptimizer(Optimizer):
                 f"expected the states of both optimizers, {{'matrix': ..., 'other': ...}}, got {keys}: plain ones load "
                 "as {'matrix': muon.state_dict(), 'other': adamw.state_dict()}"
             )
-        checked = [each.check_state_dict(state_dict[kind]) for kind, each in zip(_KINDS, self.optimizers, strict=True)]
+        checked = [
+            optimizer.check_state_dict(state_dict[kind])
+            for kind, optimizer in zip(_KINDS, self.optimizers, strict=True)
+        ]
         for optimizer, local in zip(self.optimizers, checked, strict=True):
             optimizer.load_checked(local)
 
@@ -230,7 +239,7 @@ class SplitOptimizer(Optimizer):
 
     def _sync_param_groups(self) -> None:
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        parts = ((each.optim, each.placements) for each in self.optimizers)
+        parts = ((optimizer.optim, optimizer.placements) for optimizer in self.optimizers)
         self.state = StateByParam(*parts)  # type: ignore[assignment]  # a mapping, as torch uses it
 
 
@@ -250,7 +259,7 @@ def _split_params(model: nn.Module, other_names: Sequence[str]) -> dict[str, lis
                 f"split_by: no parameter's name has {pattern.pattern!r} in it; they are "
                 f"{', '.join(name for name, _ in named[:5])}{' and so on' if len(named) > 5 else ''}"
             )
-    found: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in _KINDS}
+    params_by_kind: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in _KINDS}
     for name, param in named:
         buffer = flat_buffer_of(param)
         if buffer is not None:
@@ -261,5 +270,5 @@ def _split_params(model: nn.Module, other_names: Sequence[str]) -> dict[str, lis
         shape = full_shape(param)
         is_matrix = len(shape) == 2 and shape.numel() > 0 and id(param) not in embeddings
         by_name = any(pattern.search(name) for pattern in patterns)
-        found["matrix" if is_matrix and not by_name else "other"].append((name, param))
-    return found
+        params_by_kind["matrix" if is_matrix and not by_name else "other"].append((name, param))
+    return params_by_kind

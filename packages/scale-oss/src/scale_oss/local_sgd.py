@@ -229,13 +229,13 @@ class LocalSGD:
         Raises:
             ValueError: An entry is missing.
         """
-        own = {key: value for bucket in self._buckets for key, value in bucket.state().items()}
-        if missing := sorted({*own, "num_syncs"} - state_dict.keys()):
+        local_state = {key: value for bucket in self._buckets for key, value in bucket.state().items()}
+        if missing := sorted({*local_state, "num_syncs"} - state_dict.keys()):
             raise ValueError(
                 f"LocalSGD.load_state_dict: expected an entry '{missing[0]}', and there are {len(state_dict)} others: "
                 "load what local_sgd.state_dict() of the same model has returned, with the same outer_momentum"
             )
-        for key, part in own.items():
+        for key, part in local_state.items():
             loaded = state_dict[key]
             part.tensor.copy_((loaded.tensor if isinstance(loaded, type(part)) else loaded).view(part.tensor.shape))
         self.num_syncs, self.steps_since_sync = int(state_dict["num_syncs"]), 0
@@ -244,9 +244,9 @@ class LocalSGD:
     def _before_inner_step(self, *_: Any) -> None:
         if self.steps_since_sync:
             return
-        known = {id(param) for bucket in self._buckets for param in bucket.params}
+        local_params = {id(param) for bucket in self._buckets for param in bucket.params}
         for number, group in enumerate(self.optimizer.param_groups):
-            if any(param.requires_grad and id(param) not in known for param in group["params"]):
+            if any(param.requires_grad and id(param) not in local_params for param in group["params"]):
                 raise RuntimeError(
                     f"the optimizer has parameters in group {number} that LocalSGD does not know, which would never be "
                     "averaged: add groups and unfreeze parameters first, and build LocalSGD(model, optimizer, ...) then"
@@ -265,14 +265,14 @@ class LocalSGD:
         if self.inner_state != "average":
             return {}
         params = [param for bucket in self._buckets for param in bucket.params]
-        found: dict[str, dict[Tensor, Tensor]] = {}
+        averaged: dict[str, dict[Tensor, Tensor]] = {}
         for param in params:
             for key, value in self.optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point():
-                    found.setdefault(key, {})[param] = value
-        for values in found.values():  # A parameter without a state counts as zeros, which stay where they are.
+                    averaged.setdefault(key, {})[param] = value
+        for values in averaged.values():  # A parameter without a state counts as zeros, which stay where they are.
             values.update({param: torch.zeros_like(param) for param in params if param not in values})
-        return dict(sorted(found.items()))
+        return dict(sorted(averaged.items()))
 
     @torch.no_grad()
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -303,8 +303,8 @@ class _OuterBucket:
     def take_changes(self) -> None:
         """Takes over what was written to the parameters since the last outer step, as by loading a model's state."""
         for slow, param, span in zip(self._pieces(self.slow), self.params, self._spans, strict=True):
-            own = param.detach().reshape(-1)[span.start : span.stop]
-            slow.copy_(torch.where(slow.to(own.dtype) == own, slow, own))
+            local = param.detach().reshape(-1)[span.start : span.stop]
+            slow.copy_(torch.where(slow.to(local.dtype) == local, slow, local))
 
     def mean(self, tensors: Sequence[Tensor], contract: Contract, what: str) -> Tensor:
         """This rank's shard of the average over the ranks; tensors are like the parameters. All ranks call it."""
@@ -356,8 +356,8 @@ class _OuterBucket:
                 if shard is None:
                     shard = Shard(name, tuple(param.shape), 0, param.numel())
                 start, stop = shard.start + span.start, shard.start + span.stop
-                place = (shard.shape, start, stop, shard.ranges)
-                state[f"{key}.{name}"] = LocalShard(piece, *place, written=shard.written)
+                location = (shard.shape, start, stop, shard.ranges)
+                state[f"{key}.{name}"] = LocalShard(piece, *location, written=shard.written)
         return state
 
     def _full(self) -> Tensor:
@@ -393,10 +393,10 @@ def _check_options(
 
 def _names_of(model: nn.Module, optimizer: Optimizer, group: Group) -> dict[nn.Parameter, str]:
     """The optimizer's parameters that train, by their names in the model, in the order of the model."""
-    stepped = {id(param): tuple(param.shape) for each in optimizer.param_groups for param in each["params"]}
+    stepped = {id(param): tuple(param.shape) for group in optimizer.param_groups for param in group["params"]}
     names = {param: name for name, param in model.named_parameters() if id(param) in stepped}
-    known = {id(param) for param in names}
-    if missing := [shape for param, shape in stepped.items() if param not in known]:
+    named = {id(param) for param in names}
+    if missing := [shape for param, shape in stepped.items() if param not in named]:
         raise ValueError(
             f"LocalSGD: the optimizer has {len(missing)} parameters that are none of the model's, the first of shape "
             f"{missing[0]}: pass the model whose parameters it was built with"
@@ -427,6 +427,6 @@ def _in_buckets(params: Sequence[nn.Parameter], bucket_numel: int) -> Iterator[l
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for param in params:
         kinds.setdefault((param.dtype, param.device), []).append(param)
-    for alike in kinds.values():
-        for members in group_in_buckets([param.numel() for param in alike], bucket_numel):
-            yield [alike[index] for index in members]
+    for params_of_kind in kinds.values():
+        for members in group_in_buckets([param.numel() for param in params_of_kind], bucket_numel):
+            yield [params_of_kind[index] for index in members]

@@ -118,9 +118,9 @@ class OSS(OSSStateDictMixin):
         **defaults: Any,
     ) -> None:
         refuse_inference_mode("OSS")
-        known = is_elementwise(optim)
+        is_known_elementwise = is_elementwise(optim)
         check_kind(optim, elementwise=elementwise, together=together)
-        self.elementwise = (known and not together) if elementwise is None else elementwise
+        self.elementwise = (is_known_elementwise and not together) if elementwise is None else elementwise
         self.together = together
         self._broadcast_fp16 = broadcast_fp16
         self._bucket_numel = bucket_numel
@@ -386,14 +386,14 @@ class OSS(OSSStateDictMixin):
             return
         number = len(self.param_groups) - 1
         group = self.param_groups[number]
-        what = f"a group of {self._optim_class.__name__}"
+        description = f"a group of {self._optim_class.__name__}"
         try:
             check_no_layer_shards([group], self.shard_group, number)
             self.contract.check_equal("a parameter group added to OSS", list(describe_groups([group], number)))
             num_buckets = len(self.full_param_buckets)
             (stepped,) = self._assigner.add([group], number)
             with self._gathered_full_params(self.full_param_buckets[num_buckets:]):
-                call_on_all_ranks(lambda: self.optim.add_param_group(stepped), what, self.contract)
+                call_on_all_ranks(lambda: self.optim.add_param_group(stepped), description, self.contract)
         except BaseException:
             del self.param_groups[number:], self.optim.param_groups[number:]
             self._assigner.rollback(group["params"])
@@ -475,19 +475,19 @@ class OSS(OSSStateDictMixin):
 
         Returns what the inner optimizer has raised. The rank still takes part in all collectives of the step.
         """
-        here = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
+        local_params = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
         parts = [bucket.optimizer_params for bucket in self.buckets]
         if self._optim_class in KINDS and len(parts) > 1 and not self.full_param_buckets and not self.together:
-            turns = [params or None for params in (*parts, here)]
+            turns = [params or None for params in (*parts, local_params)]
             return step_in_turn(self.optim, turns, self.contract, kwargs, self._gather_bucket)
         # An unknown optimizer takes one step: it may count its calls.
         failure = None
         if self.together:
             call_on_one_rank(self.optim, self.contract, "step", (), kwargs, self.buckets)
         elif self.full_param_buckets:
-            here += [param for params in parts for param in params]
+            local_params += [param for params in parts for param in params]
             try:
-                failure = step_in_turn(self.optim, self._full_parts(here), self.contract, kwargs)
+                failure = step_in_turn(self.optim, self._full_parts(local_params), self.contract, kwargs)
             except BaseException:
                 for bucket in self.full_param_buckets:
                     bucket.release()
@@ -564,8 +564,8 @@ def clip_grads_of(
     """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm_`."""
     check_max_norm(max_norm)
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    wanted = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
-    if wanted.isdisjoint(map(id, params)):
+    selected = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
+    if selected.isdisjoint(map(id, params)):
         raise ValueError(
             "clip_grad_norm_: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
             "clipped. Have it return some of those that it is given, each once, such as a list of them"
@@ -577,7 +577,7 @@ def clip_grads_of(
         reduced = optimizer.gets_reduced_gradients
         # Full gradients are scaled in full, so that every rank sees the same ones.
         for param, piece in optimizer.grad_holders():
-            if id(param) in wanted:
+            if id(param) in selected:
                 measured.append(MeasuredGradient(param, piece, piece.grad))
                 scaled.append(piece if reduced else param)
     contract = optimizers[0].contract

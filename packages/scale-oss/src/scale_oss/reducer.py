@@ -57,9 +57,9 @@ class BackwardStatus(NamedTuple):
 
     @staticmethod
     def unpack(row: Sequence[int]) -> BackwardStatus:
-        num_late, num_unused, rest = row
-        flags = (bool(rest & bit) for bit in (1, 2, 4, 8))
-        return BackwardStatus(num_late, num_unused, rest // 16, *flags)
+        num_late, num_unused, remainder = row
+        flags = (bool(remainder & bit) for bit in (1, 2, 4, 8))
+        return BackwardStatus(num_late, num_unused, remainder // 16, *flags)
 
 
 class ReductionSchedule:
@@ -71,7 +71,9 @@ class ReductionSchedule:
 
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int], contract: Contract, *, in_half: bool) -> None:
         self._buckets, self._contract, self._in_half = buckets, contract, in_half
-        self._pending_grads = [{i for i, param in enumerate(each.params) if param.requires_grad} for each in buckets]
+        self._pending_grads = [
+            {i for i, param in enumerate(bucket.params) if param.requires_grad} for bucket in buckets
+        ]
         # What frozen buckets have accumulated, on some ranks or on all, is reduced when the ranks have compared.
         self._unreduced = [number for number in order if self._pending_grads[number]]
         self._is_announced = False  # The next reduction has been compared between the ranks.
@@ -353,14 +355,14 @@ class Reducer:
     def _compare_and_commit(self, schedule: ReductionSchedule) -> bool:
         """Compares the pass between the ranks and adds the reduced gradients to the pieces; see `_finish`."""
         late = [number for number, bucket in enumerate(self.buckets) if bucket.gradient]
-        mine = BackwardStatus(
+        local_status = BackwardStatus(
             num_late=len(late) + len(schedule.frozen),
             num_unused=len(schedule.unused),
             num_unmatched=self.pending_forwards.num_unmatched,
             order_is_rebuilt=self._order_is_rebuilt,
             has_grads=schedule.has_grads or bool(late),
         )
-        statuses = self._compare(schedule, mine)
+        statuses = self._compare(schedule, local_status)
         if any(status.failed for status in statuses):
             raise StepError(self._abort_message(all_gather_failures(None, self.contract)), step=self.contract.step)
         unmatched = [status.num_unmatched for status in statuses]
@@ -381,7 +383,7 @@ class Reducer:
                 bucket.reduce(message_tag(Event("late reduction", bucket.title)))
                 self.contract.wait(bucket.reduce_event, bucket.reduction.wait)
         for number, bucket in enumerate(self.buckets):
-            bucket.commit({index for place, index in frozen if place == number})
+            bucket.commit({index for bucket_number, index in frozen if bucket_number == number})
         self.accumulation.seen = {}
         if self.accumulation.sums:
             self.accumulation.clear()
@@ -468,7 +470,7 @@ class Reducer:
             return False
         # Another model in the same backward pass has broken the group: no rank waits for this one.
         others: list[Reducer] = live_objects(Reducer)
-        if any(each.contract.is_broken and each.contract.group == self.contract.group for each in others):
+        if any(reducer.contract.is_broken and reducer.contract.group == self.contract.group for reducer in others):
             return False
         return self.schedule is None or not self.schedule.is_compared
 

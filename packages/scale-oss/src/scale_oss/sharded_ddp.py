@@ -49,9 +49,9 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
     """Checks that the optimizers can be given the averaged gradients of this module."""
     for name, member in module.named_modules():
         if isinstance(member, DistributedDataParallel):
-            what = f"'{name}'" if name else "the model"
+            subject = f"'{name}'" if name else "the model"
             raise ValueError(
-                f"ShardedDataParallel: {what} is under DistributedDataParallel, which "
+                f"ShardedDataParallel: {subject} is under DistributedDataParallel, which "
                 "would average the same gradients. Wrap the plain model, ShardedDataParallel(model.module, optimizer)"
             )
     for optimizer in optimizers:
@@ -75,13 +75,13 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
             f"ShardedDataParallel and its optimizers are on different ranks: {sorted(map(list, groups))}. Pass the "
             "same group to OSS(..., group=group) and ShardedDataParallel(..., process_group=group)"
         )
-    held: dict[int, str] = {}
+    holders: dict[int, str] = {}
     for optimizer in optimizers:
         for bucket in optimizer.buckets:
             for param, name in zip(bucket.params, bucket.names, strict=True):
-                if id(param) in held:
+                if id(param) in holders:
                     raise ValueError(f"'{name}' is in two of the optimizers. Give each parameter to one of them")
-                held[id(param)] = name
+                holders[id(param)] = name
     buckets = [bucket for optimizer in optimizers for bucket in optimizer.buckets]
     check_params_held(module, buckets)
     moved = [memory for bucket in buckets for memory in bucket.original_memory]
@@ -91,8 +91,8 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
 
 def check_params_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
     """Checks that every parameter that trains is in an optimizer; after `load_state_dict(assign=True)` some are not."""
-    held = {id(param) for bucket in buckets for param in bucket.params}
-    named = ((name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in held)
+    bucketed = {id(param) for bucket in buckets for param in bucket.params}
+    named = ((name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in bucketed)
     name, param = next(named, ("", None))
     if param is None:
         return
@@ -262,7 +262,7 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         refuse_inference_mode("ShardedDataParallel")
         several = sharded_optimizer if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
-        optimizers: list[OSS] = [unwrap_optimizer(each) for each in several]
+        optimizers: list[OSS] = [unwrap_optimizer(optimizer) for optimizer in several]
         check_optimizers(module, optimizers, process_group)
         if overlap_gather and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
             raise ValueError(
@@ -281,7 +281,7 @@ class ShardedDataParallel(nn.Module):
         # What decides which messages are sent, and their dtypes.
         settings = f"{broadcast_buffers=}, {sync_module_states=}, {reduce_fp16=}"
         sent = module.named_buffers() if broadcast_buffers or sync_module_states else ()
-        buffers = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in sent]
+        buffers = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in sent]
         self._contract.check_equal("what was given to ShardedDataParallel", [settings, *buffers])
         self._reducer = Reducer(optimizers, self._contract, in_half=reduce_fp16)
         self._with_params = [member for member in module.modules() if member._parameters]
@@ -417,9 +417,9 @@ class ShardedDataParallel(nn.Module):
     def _sync_model(self) -> None:
         self._broadcast([bucket.full for bucket in self._buckets], "parameters")
         in_buckets = ((i, param, bucket) for bucket in self._buckets for i, param in enumerate(bucket.params))
-        held = {id(param) for index, param, bucket in in_buckets if index not in bucket.unflattened}
-        rest = [param.data for param in self.module.parameters() if id(param) not in held]
-        self._broadcast([*rest, *self._replicated_buffers()], "parameters and buffers")
+        bucketed = {id(param) for index, param, bucket in in_buckets if index not in bucket.unflattened}
+        unbucketed = [param.data for param in self.module.parameters() if id(param) not in bucketed]
+        self._broadcast([*unbucketed, *self._replicated_buffers()], "parameters and buffers")
 
     def _replicated_buffers(self) -> list[Tensor]:
         """The values of the buffers. A buffer to which a program has added shards, as of gradients, is left out."""
@@ -430,16 +430,16 @@ class ShardedDataParallel(nn.Module):
             return
         with self._contract.waiting(Event(what, "")):
             for tensor in tensors:
-                whole = tensor.contiguous()
-                broadcast(whole.reshape(-1).view(torch.uint8), self.group).wait(self._contract.limit_seconds)
-                if not whole.is_set_to(tensor):
-                    tensor.copy_(whole)
+                contiguous = tensor.contiguous()
+                broadcast(contiguous.reshape(-1).view(torch.uint8), self.group).wait(self._contract.limit_seconds)
+                if not contiguous.is_set_to(tensor):
+                    tensor.copy_(contiguous)
 
     def _register_new_buckets(self) -> None:
         """Takes in the buckets of parameter groups that were added to an optimizer."""
         new = [bucket for bucket in self._buckets if bucket not in self._registered]
         if new:
-            for optimizer, bucket in ((each, bucket) for each in self.sharded_optimizers for bucket in each.buckets):
+            for optimizer, bucket in ((owner, bucket) for owner in self.sharded_optimizers for bucket in owner.buckets):
                 if bucket in new:
                     indices = range(len(bucket.params))
                     bucket.show_grads([PieceGradient(bucket, index, optimizer, self) for index in indices])

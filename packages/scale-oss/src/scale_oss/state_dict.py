@@ -121,12 +121,13 @@ def _check_shapes(state: State, placement: StatePlacement, live: State) -> None:
                     f"the state '{key}' of '{placement.name}' has shape {tuple(tensor.shape)}, expected "
                     f"{placement.shape} or a number"
                 )
-        known = live.get(key)
-        if placement.owner is None or not isinstance(value, Tensor) or not isinstance(known, Tensor):
+        current = live.get(key)
+        if placement.owner is None or not isinstance(value, Tensor) or not isinstance(current, Tensor):
             continue
-        if value.shape != known.shape:
+        if value.shape != current.shape:
             raise StateMismatch(
-                f"the state '{key}' of '{placement.name}' has shape {tuple(value.shape)}, expected {tuple(known.shape)}"
+                f"the state '{key}' of '{placement.name}' has shape {tuple(value.shape)}, expected "
+                f"{tuple(current.shape)}"
             )
 
 
@@ -151,22 +152,26 @@ def _gather_states(
 
     All ranks call it together; they raise as `gather_optim_states` does.
     """
-    found: dict[int, State] = {}
+    states_by_number: dict[int, State] = {}
     by_group: dict[Group, list[int]] = {}
     for number, placement in enumerate(placements):
         by_group.setdefault(placement.group, []).append(number)
     for group, numbers in by_group.items():
-        sizes = [max(1, sum(held.numel for held in placements[number].ranges)) for number in numbers]
+        sizes = [max(1, sum(span.numel for span in placements[number].ranges)) for number in numbers]
         for run in group_in_buckets(sizes, bucket_numel):
             bucket = []
-            for placement in (placements[numbers[place]] for place in run):
-                stepped, parts = placement.optimizer_param, [Part(*held) for held in placement.ranges]
-                owner, own = (placement.param, {}) if stepped is None else (stepped, states.get(stepped, {}))
-                held = ParamSlice(placement.name, owner, placement.shape, *placement.local_range)
-                bucket.append(ParamState(held, group, parts, placement.param.device, own, placement.owner))
-            whole = gather_optim_states(bucket, contract, keeps=keeps)
-            found.update((numbers[place], state) for place, state in zip(run, whole, strict=False) if state)
-    return dict(sorted(found.items()))
+            for placement in (placements[numbers[index]] for index in run):
+                stepped, parts = placement.optimizer_param, [Part(*span) for span in placement.ranges]
+                owner, local_state = (placement.param, {}) if stepped is None else (stepped, states.get(stepped, {}))
+                local_slice = ParamSlice(placement.name, owner, placement.shape, *placement.local_range)
+                bucket.append(
+                    ParamState(local_slice, group, parts, placement.param.device, local_state, placement.owner)
+                )
+            full_states = gather_optim_states(bucket, contract, keeps=keeps)
+            states_by_number.update(
+                (numbers[index], state) for index, state in zip(run, full_states, strict=False) if state
+            )
+    return dict(sorted(states_by_number.items()))
 
 
 class StateByParam(MutableMapping[Tensor, Any]):
@@ -244,9 +249,9 @@ class OSSStateDictMixin(Optimizer):
         if isinstance(state, StateByParam):
             self._state = state
         elif hasattr(self, "_state"):  # Not the empty one that torch begins with.
-            given = dict(state)
+            values = dict(state)
             self._state.clear()
-            self._state.update(given)
+            self._state.update(values)
 
     @on_local_tensors
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
@@ -300,10 +305,10 @@ class OSSStateDictMixin(Optimizer):
                 "recipient, rank 0 if no other was named; or consolidate_state_dict(-1) where all ranks call it, as in "
                 "accelerate's save_state"
             )
-        found = dict(self._consolidated or plain_state_dict(self.param_groups, {}))
+        content = dict(self._consolidated or plain_state_dict(self.param_groups, {}))
         for after in self._optimizer_state_dict_post_hooks.values():
-            found = after(self, found) or found
-        return found
+            content = after(self, content) or content
+        return content
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's shard of a full state; all ranks together, each with the same state dict.
@@ -343,10 +348,10 @@ class OSSStateDictMixin(Optimizer):
         """Loads what `check_state_dict` has returned."""
         self._invalidate()
         self.optim.load_state_dict(local)
-        for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for key in sorted(mine.keys() - theirs.keys() - NAMES):
-                del mine[key]
-            mine.update({key: value for key, value in theirs.items() if key not in NAMES})
+        for group, inner_group in zip(self.param_groups, self.optim.param_groups, strict=True):
+            for key in sorted(group.keys() - inner_group.keys() - NAMES):
+                del group[key]
+            group.update({key: value for key, value in inner_group.items() if key not in NAMES})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -172,7 +172,7 @@ class DeferredBatchNorm(_BatchNorm):
             deferred = cls.__new__(cls)  # It takes everything of the module, hooks and the user's attributes included.
             vars(deferred).update(vars(module))
             vars(deferred).update(
-                {kind: copy.copy(found) for kind, found in vars(module).items() if isinstance(found, dict)}
+                {kind: copy.copy(registry) for kind, registry in vars(module).items() if isinstance(registry, dict)}
             )
             deferred.chunks, deferred._expected, deferred._collected = chunks, None, None
             new = deferred

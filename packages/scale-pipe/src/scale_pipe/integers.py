@@ -21,8 +21,8 @@ def checked_arguments(function: F) -> F:
     def checked() -> Callable[..., Any]:
         from scale_core import arguments
 
-        made: Callable[..., Any] = arguments.checked_arguments(of_it)
-        return made
+        decorator: Callable[..., Any] = arguments.checked_arguments(of_it)
+        return decorator
 
     @functools.wraps(of_it)
     def call(*args: Any, **kwargs: Any) -> Any:

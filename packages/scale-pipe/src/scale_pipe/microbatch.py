@@ -134,19 +134,20 @@ def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
 
 def batch_size_of(inputs: Any) -> int | None:
     """The samples of the tensors in `inputs`, None without such tensors. Raises ValueError where they differ."""
-    found: tuple[str, Tensor] | None = None
+    first_tensor: tuple[str, Tensor] | None = None
     for path, leaf in iter_leaves(inputs):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             continue
-        if found is None:
-            found = path, leaf
-        elif leaf.shape[0] != found[1].shape[0]:
+        if first_tensor is None:
+            first_tensor = path, leaf
+        elif leaf.shape[0] != first_tensor[1].shape[0]:
             raise ValueError(
                 "all tensors of a mini-batch are cut along dimension 0, so they have to agree in it: "
-                f"{_describe_input(*found)} has {found[1].shape[0]} samples, and {_describe_input(path, leaf)} has "
+                f"{_describe_input(*first_tensor)} has {first_tensor[1].shape[0]} samples, and "
+                f"{_describe_input(path, leaf)} has "
                 f"{leaf.shape[0]}; {_NO_CHUNK_HINT}"
             )
-    return None if found is None else found[1].shape[0]
+    return None if first_tensor is None else first_tensor[1].shape[0]
 
 
 def scatter(inputs: Any, chunks: int) -> list[Any]:
@@ -183,14 +184,14 @@ def scatter_each(inputs: Any, chunks: int, *, stacklevel: int = 2) -> list[Any]:
     [2, ...]. Since one of them may also be a table that was to stay whole, there is a warning; `stacklevel` is that of
     `warnings.warn`, 2 for the caller. Raises ValueError where proportions differ.
     """
-    found: dict[int, tuple[str, Tensor]] = {}
+    first_by_size: dict[int, tuple[str, Tensor]] = {}
     for path, leaf in iter_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            found.setdefault(leaf.shape[0], (path, leaf))
-    if not found:
+            first_by_size.setdefault(leaf.shape[0], (path, leaf))
+    if not first_by_size:
         return scatter(inputs, chunks)  # Its error says what was given.
-    sizes = {total: micro_batch_sizes(total, chunks) for total in found}
-    (total, first), *others = found.items()
+    sizes = {total: micro_batch_sizes(total, chunks) for total in first_by_size}
+    (total, first), *others = first_by_size.items()
     for other, second in others:
         if not _same_proportions(sizes[total], sizes[other]):
             raise ValueError(
@@ -230,8 +231,8 @@ def _cut(inputs: Any, sizes: Mapping[int, Sequence[int]]) -> list[Any]:
     def split(tensor: Tensor) -> Sequence[Tensor]:
         return tensor.split(list(sizes[tensor.shape[0]])) if tensor.dim() else [tensor] * num_pieces
 
-    given = list(tensors_in(inputs))
-    pieces = {id(tensor): split(tensor) for tensor in given}
+    tensors = list(tensors_in(inputs))
+    pieces = {id(tensor): split(tensor) for tensor in tensors}
     cuts = [  # Containers may make their tensors anew each time they are looked through.
         map_tensors(lambda tensor: (pieces.get(id(tensor)) or split(tensor))[number], inputs)  # noqa: B023  # called at once
         for number in range(num_pieces)

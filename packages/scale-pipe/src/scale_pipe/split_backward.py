@@ -70,14 +70,14 @@ class Backward:
 
     def run(self, gradients: Gradients) -> list[Tensor | None]:
         """Computes all gradients at once, and returns those of the inputs; `gradients` are those of the roots."""
-        edges, given = _with_gradient(self._roots, gradients)
+        edges, edge_grads = _with_gradient(self._roots, gradients)
         if edges:
-            torch.autograd.backward(edges, given)
+            torch.autograd.backward(edges, edge_grads)
         self._roots = []
-        found = [leaf.grad for leaf in self._inputs]
+        grads = [leaf.grad for leaf in self._inputs]
         for leaf in self._inputs:
             leaf.grad = None
-        return found
+        return grads
 
     def run_inputs(self, gradients: Gradients) -> list[Tensor | None]:
         """Computes and returns the gradients of the inputs, and keeps what those of the parameters need."""
@@ -87,32 +87,36 @@ class Backward:
         roots, self._roots = self._roots, []
         if cut.beside is not None:
             self._later = [(cut.beside, [g for g, on in zip(gradients, cut.on_path, strict=True) if not on])]
-        edges, given = _with_gradient(roots, [g if on else None for g, on in zip(gradients, cut.on_path, strict=True)])
+        edges, edge_grads = _with_gradient(
+            roots, [g if on else None for g, on in zip(gradients, cut.on_path, strict=True)]
+        )
         if not edges:
             return [None] * len(self._inputs)
-        wanted: list[Any] = [*self._inputs, *(edge for part in cut.boundary for edge in part.edges), *cut.vectors]
-        found: list[Tensor | None] = list(
-            torch.autograd.grad(edges, wanted, given, retain_graph=bool(cut.boundary), allow_unused=True)
+        targets: list[Any] = [*self._inputs, *(edge for part in cut.boundary for edge in part.edges), *cut.vectors]
+        grads: list[Tensor | None] = list(
+            torch.autograd.grad(edges, targets, edge_grads, retain_graph=bool(cut.boundary), allow_unused=True)
         )
-        place = num_inputs = len(self._inputs)
+        index = num_inputs = len(self._inputs)
         self._inputs = []  # Their memory is kept only where a gradient of a parameter needs it.
         for part in cut.boundary:
-            self._later.append((part, found[place : place + len(part.edges)]))
-            place += len(part.edges)
+            self._later.append((part, grads[index : index + len(part.edges)]))
+            index += len(part.edges)
         if cut.vectors:
             segment = _Segment([get_gradient_edge(leaf) for leaf in cut.vectors], cut.vectors)
-            self._later.append((segment, found[place:]))
-        return found[:num_inputs]
+            self._later.append((segment, grads[index:]))
+        return grads[:num_inputs]
 
     def run_weights(self) -> None:
         """Adds the gradients of the parameters to their `grad`, unless the first pass computed everything."""
         later, self._later = self._later, []
-        for place, (part, kept) in enumerate(later):
-            later[place] = (part, [])  # What has been used is freed before the next is computed.
-            edges, given = _with_gradient(part.edges, kept)
-            del kept
+        for index, (part, saved_grads) in enumerate(later):
+            later[index] = (part, [])  # What has been used is freed before the next is computed.
+            edges, edge_grads = _with_gradient(part.edges, saved_grads)
+            del saved_grads
             if edges:
-                compat.add_gradients(edges, given, part.leaves)  # A stage has a part for nearly each of its layers.
+                compat.add_gradients(
+                    edges, edge_grads, part.leaves
+                )  # A stage has a part for nearly each of its layers.
 
 
 def _with_gradient(edges: Sequence[GradientEdge], gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
@@ -158,11 +162,11 @@ def _cut(roots: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> _Cut | None
             outputs += [nr for other in previous.get(node, ()) for after, nr in next_edges[other] if after is node]
             boundary.append(_Segment([GradientEdge(node, nr) for nr in dict.fromkeys(outputs)], leaves))
     on_path = [root.node in path for root in roots]
-    beside = [root for root, on in zip(roots, on_path, strict=True) if not on]
-    if not beside:
+    off_path_roots = [root for root, on in zip(roots, on_path, strict=True) if not on]
+    if not off_path_roots:
         return _Cut(on_path, boundary, vectors, None)
-    leaves = _claim([root.node for root in beside], None, owners, next_edges)
-    return None if leaves is None else _Cut(on_path, boundary, vectors, _Segment(beside, leaves))
+    leaves = _claim([root.node for root in off_path_roots], None, owners, next_edges)
+    return None if leaves is None else _Cut(on_path, boundary, vectors, _Segment(off_path_roots, leaves))
 
 
 def _leading_to(ends: Sequence[Node], previous: dict[Node, list[Node]]) -> set[Node]:

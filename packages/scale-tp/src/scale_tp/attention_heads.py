@@ -93,16 +93,16 @@ class Heads:
 
     def local_attributes(self, rank: int) -> dict[str, int]:
         """Returns the attributes that depend on the number of heads, with this rank's values."""
-        whole, heads = self.split.query.total, self.split.query.sizes[rank]
+        num_heads, heads = self.split.query.total, self.split.query.sizes[rank]
         whole_key_value, key_value_heads = self.split.key_value.total, self.split.key_value.sizes[rank]
         values = {  # what each is in the whole module, and what here
-            **dict.fromkeys(self.rule.heads, (whole, heads)),
+            **dict.fromkeys(self.rule.heads, (num_heads, heads)),
             **dict.fromkeys(self.rule.key_value_heads, (whole_key_value, key_value_heads)),
-            **dict.fromkeys(self.rule.ratio, (whole // whole_key_value, heads // max(key_value_heads, 1))),
-            **dict.fromkeys(self.rule.widths, (whole * self.head_size, heads * self.head_size)),
+            **dict.fromkeys(self.rule.ratio, (num_heads // whole_key_value, heads // max(key_value_heads, 1))),
+            **dict.fromkeys(self.rule.widths, (num_heads * self.head_size, heads * self.head_size)),
         }
-        found = {}
-        for name, (before, here) in values.items():
+        attributes = {}
+        for name, (before, local_value) in values.items():
             has = getattr(self.module, name, None)
             if isinstance(has, int) and not isinstance(has, bool):
                 if has != before:
@@ -110,8 +110,8 @@ class Heads:
                         f"'{self.path}': expected its attribute {name} to be {before}, as its heads say (rule "
                         f"{self.rule.name!r}), got {has}: pass an AttentionRule of your own in attention_rules"
                     )
-                found[name] = here
-        return found
+                attributes[name] = local_value
+        return attributes
 
 
 def heads_to_features(heads: Split, head_size: int) -> Split:
@@ -121,7 +121,9 @@ def heads_to_features(heads: Split, head_size: int) -> Split:
         >>> heads_to_features(Split.even(3, 2), 4)
         Split(total=12, ranges=(((0, 8),), ((8, 12),)))
     """
-    ranges = tuple(tuple((start * head_size, stop * head_size) for start, stop in held) for held in heads.ranges)
+    ranges = tuple(
+        tuple((start * head_size, stop * head_size) for start, stop in head_ranges) for head_ranges in heads.ranges
+    )
     return Split(heads.total * head_size, ranges)
 
 
@@ -146,13 +148,13 @@ def find_heads(
                 f"between {heads} ranks at most, or leave its projections out of the plan"
             )
         return Heads(module, path, rule, split_heads(heads, key_value_heads, num_ranks), size)
-    told = [f"its attribute {name}" for name in _HEADS if isinstance(getattr(module, name, None), int)]
-    told += [f"its projection {name}" for name in children if name in _FUSED_IN_SEVERAL_WAYS]
-    if told and children:
+    sources = [f"its attribute {name}" for name in _HEADS if isinstance(getattr(module, name, None), int)]
+    sources += [f"its projection {name}" for name in children if name in _FUSED_IN_SEVERAL_WAYS]
+    if sources and children:
         first = next(iter(children))
         field = f"fused=({first!r},), layout='by_head'" if first in _FUSED_IN_SEVERAL_WAYS else f"query=({first!r},)"
         raise ValueError(
-            f"'{path}' ({type(module).__name__}) computes with {told[0]}, but no rule fits its "
+            f"'{path}' ({type(module).__name__}) computes with {sources[0]}, but no rule fits its "
             f"projections {', '.join(children)}: pass attention_rules=(AttentionRule({type(module).__name__!r}, "
             f"{field}, ...),), or give it the style 'colwise_gather_output'"
         )
@@ -184,8 +186,8 @@ def _head_size(
 ) -> int:
     """Returns the size of one head, after comparing it with the outputs of each projection."""
     in_query = heads + 2 * key_value_heads if query in rule.fused else heads
-    told = (getattr(module, name, None) for name in _HEAD_SIZES)
-    size = next((found for found in told if isinstance(found, int)), children[query] // in_query)
+    candidates = (getattr(module, name, None) for name in _HEAD_SIZES)
+    size = next((candidate for candidate in candidates if isinstance(candidate, int)), children[query] // in_query)
     expected = {query: in_query * size} | {name: key_value_heads * size for name in children if name in rule.key_value}
     for name, number in expected.items():
         if children[name] != number:

@@ -87,8 +87,8 @@ class PendingTensor(NamedTuple):
         """Returns the tensor; a `TransferError` says what was communicated."""
         try:
             with record_function(self._title) if profiler_runs() else NO_RANGE:
-                found = self.work.wait()
-            return found if self.finish is None else self.finish(found)
+                result = self.work.wait()
+            return result if self.finish is None else self.finish(result)
         except TransferError as error:
             error.add_note(
                 f"in {self.op} of {list(self.tensor.shape)} {self.tensor.dtype} over the ranks "

@@ -98,16 +98,19 @@ class _Files(NamedTuple):
 
 
 def _open(folder: Path) -> _Files:
-    found = {int(match[1]): path for path in folder.glob("consolidated.*.pth") if (match := _FILE.fullmatch(path.name))}
-    if not found:
+    path_by_rank = {
+        int(match[1]): path for path in folder.glob("consolidated.*.pth") if (match := _FILE.fullmatch(path.name))
+    }
+    if not path_by_rank:
         raise FileNotFoundError(f"expected consolidated.00.pth in {folder}, found none: pass the folder that holds it")
-    missing = sorted(set(range(max(found) + 1)) - set(found))
+    missing = sorted(set(range(max(path_by_rank) + 1)) - set(path_by_rank))
     if missing:
         names = ", ".join(f"consolidated.{number:02d}.pth" for number in missing)
         raise FileNotFoundError(
-            f"expected the files of ranks 0 to {max(found)} in {folder}, but {names} is missing: fetch all of them"
+            f"expected the files of ranks 0 to {max(path_by_rank)} in {folder}, but {names} is missing: fetch all of "
+            "them"
         )
-    paths = [found[number] for number in sorted(found)]
+    paths = [path_by_rank[number] for number in sorted(path_by_rank)]
     parts = [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         differing = sorted(set(part) ^ set(parts[0]))

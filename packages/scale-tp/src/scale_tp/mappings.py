@@ -123,9 +123,9 @@ def scatter_to_sequence_parallel_region(
         ValueError: `sizes` do not add up to N.
     """
     ranks = tensor_parallel_group(process_group)
-    known = check_sizes(_check_tensor(input_, dim).shape[dim], ranks, sizes)
-    record_lengths(ranks, known)
-    return scatter_to_region(input_, ranks, dim, known)
+    lengths = check_sizes(_check_tensor(input_, dim).shape[dim], ranks, sizes)
+    record_lengths(ranks, lengths)
+    return scatter_to_region(input_, ranks, dim, lengths)
 
 
 def gather_from_sequence_parallel_region(
@@ -237,13 +237,13 @@ def gather_sequence(
     """All-gather of a sequence, with a reduce-scatter of the gradient, or a local slice."""
     if group.size == 1:
         return input
-    own = input.shape[dim]
-    known = shard_lengths(group, input, dim) if sizes is None else tuple(gather_sizes(own, group, sizes))
+    local_length = input.shape[dim]
+    lengths = shard_lengths(group, input, dim) if sizes is None else tuple(gather_sizes(local_length, group, sizes))
     try:
-        output: Tensor = apply(_GatherSequence if to_model_parallel else _Gather, group, input, dim, known)
+        output: Tensor = apply(_GatherSequence if to_model_parallel else _Gather, group, input, dim, lengths)
         return output
     except TransferError as error:
-        error.add_note(lengths_hint(group.rank, own))
+        error.add_note(lengths_hint(group.rank, local_length))
         raise
 
 
@@ -252,9 +252,9 @@ def reduce_scatter_sequence(input: Tensor, group: Group, dim: int, sizes: Sizes 
     """Reduce-scatter of a sequence, with an all-gather of the gradient."""
     if group.size == 1:
         return input
-    known = tuple(check_sizes(input.shape[dim], group, sizes))
-    record_lengths(group, known)
-    output: Tensor = apply(_ReduceScatter, group, input, dim, known)
+    lengths = tuple(check_sizes(input.shape[dim], group, sizes))
+    record_lengths(group, lengths)
+    output: Tensor = apply(_ReduceScatter, group, input, dim, lengths)
     return output
 
 
@@ -271,7 +271,7 @@ class RegionExit(torch.autograd.Function):
 
 def region_groups(tensor: Tensor) -> list[Group]:
     """Returns the ranks of the regions that a tensor was computed in, back to where each was entered; mostly one."""
-    found: dict[Group, None] = {}
+    groups: dict[Group, None] = {}
     seen: set[Any] = set()
     stack: list[Any] = [tensor.grad_fn]
     while stack:
@@ -281,10 +281,10 @@ def region_groups(tensor: Tensor) -> list[Group]:
         seen.add(node)
         function = getattr(node, "_forward_cls", object)
         if issubclass(function, RegionEntry):
-            found[node.group] = None
+            groups[node.group] = None
         elif not issubclass(function, RegionExit):
             stack += [before for before, _ in node.next_functions]
-    return list(found)
+    return list(groups)
 
 
 @untraced
@@ -332,9 +332,9 @@ class _CopyMany(RegionEntry):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = [grad for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True) if needed]
-        joined: Tensor = apply(_Reduce, ctx.group, torch.cat([grad.reshape(-1) for grad in wanted]))
-        sums = iter(joined.split([grad.numel() for grad in wanted]))
+        needed_grads = [grad for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True) if needed]
+        joined: Tensor = apply(_Reduce, ctx.group, torch.cat([grad.reshape(-1) for grad in needed_grads]))
+        sums = iter(joined.split([grad.numel() for grad in needed_grads]))
         return None, *(
             next(sums).view(grad.shape).to(grad.dtype) if needed else None
             for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)

@@ -43,8 +43,8 @@ def rank_groups(sizes: AxisSizes, *axes: str) -> list[list[int]]:
         ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(itertools.product(*map(range, sizes))):
-        others = tuple(index for name, index in zip(sizes._fields, place, strict=True) if name not in axes)
+    for rank, coordinates in enumerate(itertools.product(*map(range, sizes))):
+        others = tuple(index for name, index in zip(sizes._fields, coordinates, strict=True) if name not in axes)
         groups.setdefault(others, []).append(rank)
     return list(groups.values())
 
@@ -113,12 +113,12 @@ def initialize_model_parallel(
     backends |= {"data": ddp_backend, DATA_CONTEXT: ddp_backend}
     # Axes may have groups of the same ranks, as those of one rank alone: these are made once.
     shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
-    made = {
+    groups = {
         name: _own_group(rank_groups(sizes, *name.split(" and ")), backend, timeout, shared)
         for name, backend in backends.items()
     }
-    _axes.update(made)
-    for group in made.values():
+    _axes.update(groups)
+    for group in groups.values():
         if group.process_group is not None:
             group.state.get_or_create(_MadeHere).value = True
 
@@ -217,15 +217,15 @@ def _own_group(
     """Makes the groups of one axis and returns this rank's; torch wants every rank to make all of them."""
     if not (dist.is_available() and dist.is_initialized()):
         return Group()
-    mine: dist.ProcessGroup | None = None
+    local_group: dist.ProcessGroup | None = None
     for ranks in groups:
         key = (tuple(ranks), backend)
         if key not in shared:
             shared[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
-            mine = shared[key]
-    assert mine is not None, "each rank is in one group of each axis"
-    return group_of(mine)
+            local_group = shared[key]
+    assert local_group is not None, "each rank is in one group of each axis"
+    return group_of(local_group)
 
 
 def _described() -> str:

@@ -87,11 +87,12 @@ class RNGStatesTracker:
             TypeError: A state is none of those that `get_states` gives.
         """
         for name, state in states.items():
-            given: object = state
-            if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)):
+            argument: object = state
+            if not (isinstance(argument, tuple) and len(argument) == 2 and isinstance(argument[0], torch.Tensor)):
                 raise TypeError(
                     f"expected the state of the stream '{name}' to be one that get_states() gives, of the host and of "
-                    f"the device, got {type(given).__name__}: FairScale and Megatron keep that of one generator alone, "
+                    f"the device, got {type(argument).__name__}: FairScale and Megatron keep that of one generator "
+                    "alone, "
                     "from which the streams can't go on; begin them anew, scale_tp.model_parallel_manual_seed(seed)"
                 )
         self._states = {name: RNGState(*state) for name, state in states.items()}
@@ -144,9 +145,9 @@ class RNGStatesTracker:
             RuntimeError: It is asked for in a backward pass, by a recomputation that does not know what was drawn.
         """
         if name not in self._states:
-            known = ", ".join(map(repr, self._states)) or "none"
+            state_names = ", ".join(map(repr, self._states)) or "none"
             raise KeyError(
-                f"cuda rng state {name} is not added (there are: {known}): call "
+                f"cuda rng state {name} is not added (there are: {state_names}): call "
                 "scale_tp.model_parallel_cuda_manual_seed(seed), or add(name, seed)"
             )
         replay = self._replay

@@ -37,7 +37,7 @@ def compare_optimizer_steps(contract: Contract, named_params: Callable[[], Itera
     except TransferError as error:
         add_explanation(error, contract.group)
         raise
-    statuses, fingerprints = ([row[place] for row in rows] for place in range(2))
+    statuses, fingerprints = ([row[column] for row in rows] for column in range(2))
     if len(set(fingerprints)) > 1:
         contract.check_equal("which parameters train", trained, SAME_TRAINED)
     if are_different(statuses):

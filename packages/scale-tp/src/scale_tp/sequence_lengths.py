@@ -84,16 +84,16 @@ def record_lengths(group: Group, lengths: Sequence[int]) -> None:
 @untraced
 def shard_lengths(group: Group, part: Tensor, dim: int) -> tuple[int, ...]:
     """Returns the lengths of all parts of a sequence by rank, of which this rank has `part` [..., positions, ...]."""
-    own = part.shape[dim]
+    local_length = part.shape[dim]
     if group.process_group is None:
-        return (own,)
-    lengths = group.state.get_or_create(_RecordedLengths).lookup(group.rank, own)
+        return (local_length,)
+    lengths = group.state.get_or_create(_RecordedLengths).lookup(group.rank, local_length)
     if lengths is not None:
         return lengths
     try:
-        return tuple(row[0] for row in exchange([own], group))
+        return tuple(row[0] for row in exchange([local_length], group))
     except TransferError as error:
-        error.add_note(lengths_hint(group.rank, own))
+        error.add_note(lengths_hint(group.rank, local_length))
         raise
 
 
@@ -124,4 +124,4 @@ def is_ambiguous(known: Sequence[Sequence[int]]) -> bool:
         >>> is_ambiguous([(2, 1), (3, 2)]), is_ambiguous([(2, 1), (2, 2)])
         (False, True)
     """
-    return any(len(set(own)) < len(own) for own in zip(*known, strict=True))
+    return any(len(set(lengths)) < len(lengths) for lengths in zip(*known, strict=True))

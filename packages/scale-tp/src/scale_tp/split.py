@@ -48,9 +48,9 @@ class Split:
                     raise ValueError(
                         f"expected ranges within {self.total} indices, got [{start}, {stop}) for rank {rank}"
                     )
-        held = sorted({range_ for ranges in self.ranges for range_ in ranges if range_[0] < range_[1]})
+        sorted_ranges = sorted({range_ for ranges in self.ranges for range_ in ranges if range_[0] < range_[1]})
         reached = 0
-        for start, stop in held:
+        for start, stop in sorted_ranges:
             if start > reached:
                 break
             if start < reached:
@@ -151,8 +151,8 @@ class Split:
     @cached_property
     def is_in_rank_order(self) -> bool:
         """Whether the parts of all ranks, one behind the other, are the full dimension."""
-        held = [range_ for ranges in self.ranges for range_ in ranges if range_[0] < range_[1]]
-        return held == sorted(held) and sum(self.sizes) == self.total
+        local_ranges = [range_ for ranges in self.ranges for range_ in ranges if range_[0] < range_[1]]
+        return local_ranges == sorted(local_ranges) and sum(self.sizes) == self.total
 
     @cached_property
     def has_copies(self) -> bool:
@@ -199,8 +199,8 @@ def even_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
     """
     if total < 0 or num_ranks < 1:
         raise ValueError(f"expected 0 things or more and at least one rank, got {total} things and {num_ranks} ranks")
-    each, more = divmod(total, num_ranks)
-    return tuple(each + (rank < more) for rank in range(num_ranks))
+    quotient, more = divmod(total, num_ranks)
+    return tuple(quotient + (rank < more) for rank in range(num_ranks))
 
 
 @checked_arguments

@@ -42,8 +42,8 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
             continue
         part = local_tensor(value)
         group, placement = placed.get(name, (Group(), ParamSharding(tuple(part.shape))))
-        whole = placement.full_tensor(part, group, name)
-        state[name] = whole.to("cpu") if on_host else whole
+        full = placement.full_tensor(part, group, name)
+        state[name] = full.to("cpu") if on_host else full
     return state
 
 
@@ -73,20 +73,20 @@ def load_full_state_dict(
         )
     placed = dict(_param_shardings(model))
     values = model.state_dict(keep_vars=True)
-    own = {name: local_tensor(value) for name, value in values.items() if isinstance(value, Tensor)}
-    missing = set(own)
-    for name, whole in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        if name not in own:
+    local_tensors = {name: local_tensor(value) for name, value in values.items() if isinstance(value, Tensor)}
+    missing = set(local_tensors)
+    for name, full in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        if name not in local_tensors:
             if strict:
                 raise ValueError(
                     f"'{name}' is no parameter or buffer of {type(model).__name__}: rename it, or pass strict=False to "
                     "leave it out"
                 )
             continue
-        group, placement = placed.get(name, (Group(), ParamSharding(tuple(own[name].shape))))
-        if tuple(whole.shape) != placement.shape:
-            raise ValueError(f"'{name}': expected a full tensor of shape {placement.shape}, got {tuple(whole.shape)}")
-        own[name].detach().copy_(placement.local_part(whole, group.rank))
+        group, placement = placed.get(name, (Group(), ParamSharding(tuple(local_tensors[name].shape))))
+        if tuple(full.shape) != placement.shape:
+            raise ValueError(f"'{name}': expected a full tensor of shape {placement.shape}, got {tuple(full.shape)}")
+        local_tensors[name].detach().copy_(placement.local_part(full, group.rank))
         missing.discard(name)
     if strict and missing:
         raise ValueError(

@@ -96,13 +96,13 @@ def _copy_local(target: Tensor, block: Tensor, offset: int, period: int, columns
         rows = (stop - position) // period if column == 0 else 0
         length = rows * period if rows else min(period - column, stop - position)
         piece = block[position - offset : position - offset + length].view(max(rows, 1), -1)
-        place = 0
+        source_offset = 0
         for first, last in columns:
             begin, end = max(first, column), min(last, column + piece.shape[1])
             if begin < end:
-                into = target[row : row + max(rows, 1), place + begin - first : place + end - first]
+                into = target[row : row + max(rows, 1), source_offset + begin - first : source_offset + end - first]
                 into.copy_(piece[:, begin - column : end - column])
-            place += last - first
+            source_offset += last - first
         position += length
 
 
@@ -122,16 +122,16 @@ def _draws_in_blocks(func: Any, dtype: torch.dtype, device: torch.device) -> boo
     total = 2 * size + 37
     arguments = RANDOM[func]
     before = get_rng_state(device)
-    whole = func(torch.empty(total, dtype=dtype, device=device), *arguments)
+    full = func(torch.empty(total, dtype=dtype, device=device), *arguments)
     after = get_rng_state(device)
     set_rng_state(before, device)
     pieces = [
         func(torch.empty(stop - start, dtype=dtype, device=device), *arguments)
         for start, stop in blocks_of(total, size)
     ]
-    alike = bool(torch.equal(whole, torch.cat(pieces))) and after.equals(get_rng_state(device))
+    is_equal = bool(torch.equal(full, torch.cat(pieces))) and after.equals(get_rng_state(device))
     set_rng_state(before, device)
-    return alike
+    return is_equal
 
 
 _aten = torch.ops.aten
@@ -201,22 +201,22 @@ class FullWeightProxy(Tensor):
     @classmethod
     def of(cls, param: Tensor, shape: tuple[int, ...], dim: int, split: Split, rank: int) -> Self:
         """Returns the whole of `param`, [shape, but for `dim` with the indices of `rank`]."""
-        made: Self = cast(Any, Tensor)._make_wrapper_subclass(
+        wrapper: Self = cast(Any, Tensor)._make_wrapper_subclass(
             cls, shape, dtype=param.dtype, device=param.device, requires_grad=False
         )
-        made.param, made.shard_dim, made.index_split, made.rank = param.detach(), dim, split, rank
-        made.part, made.full, made._recorded = made.param.contiguous(), None, []
-        made._is_param = True  # What isinstance(..., nn.Parameter) asks of a tensor that is none by its class.
-        return made
+        wrapper.param, wrapper.shard_dim, wrapper.index_split, wrapper.rank = param.detach(), dim, split, rank
+        wrapper.part, wrapper.full, wrapper._recorded = wrapper.param.contiguous(), None, []
+        wrapper._is_param = True  # What isinstance(..., nn.Parameter) asks of a tensor that is none by its class.
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        whole, kwargs = args[0] if args else None, kwargs or {}
-        if func is _aten.detach.default or (isinstance(whole, cls) and whole._apply_to_part(func, args[1:], kwargs)):
-            return whole
+        target, kwargs = args[0] if args else None, kwargs or {}
+        if func is _aten.detach.default or (isinstance(target, cls) and target._apply_to_part(func, args[1:], kwargs)):
+            return target
         args, kwargs = tree_map_only(cls, cls.materialize, (args, kwargs))
         result = func(*args, **kwargs)
-        return whole if isinstance(whole, cls) and result is whole.full else result
+        return target if isinstance(target, cls) and result is target.full else result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types here
         return f"a tensor of shape {tuple(self.shape)} of which only {tuple(self.part.shape)} has memory"
@@ -225,7 +225,7 @@ class FullWeightProxy(Tensor):
         """Returns the full parameter with the values that it has by now; NaN where only other ranks have them."""
         if self.full is None:
             before = get_rng_state(self.device)
-            whole = torch.full(tuple(self.shape), torch.nan, dtype=self.dtype, device=self.device)
+            full = torch.full(tuple(self.shape), torch.nan, dtype=self.dtype, device=self.device)
             for done in self._recorded:
                 generator = done.kwargs.get("generator")
                 now = None if generator is None else generator.get_state()
@@ -233,15 +233,15 @@ class FullWeightProxy(Tensor):
                     set_rng_state(done.state, self.device)
                 if generator is not None:
                     generator.set_state(done.generator_state)
-                done.operation(whole, *done.args, **done.kwargs)
+                done.operation(full, *done.args, **done.kwargs)
                 if generator is not None:
                     generator.set_state(now)
             set_rng_state(before, self.device)
             ranges = self.index_split.ranges[self.rank]
             pieces = self.part.split([stop - start for start, stop in ranges], self.shard_dim)
             for (start, stop), piece in zip(ranges, pieces, strict=True):
-                whole.narrow(self.shard_dim, start, stop - start).copy_(piece)
-            self.full = whole
+                full.narrow(self.shard_dim, start, stop - start).copy_(piece)
+            self.full = full
             self._recorded.clear()
         return self.full
 

@@ -66,11 +66,11 @@ class Text:
 
     def describe(self) -> str:
         """Size and split, in one line."""
-        total, held = sum(self.num_bytes), self.num_bytes[1]
+        total, held_out = sum(self.num_bytes), self.num_bytes[1]
         tokens = "" if self.tokenizer.name == BYTE else f" ({len(self.train) + len(self.held_out):,} tokens)"
         return (
             f"{self.source}: {total / 1e6:.1f} MB{tokens} in {self.num_documents} "
-            f"document{'s' if self.num_documents > 1 else ''}; held out: {held / 1e6:.2f} MB ({self.split})"
+            f"document{'s' if self.num_documents > 1 else ''}; held out: {held_out / 1e6:.2f} MB ({self.split})"
         )
 
 
@@ -120,13 +120,13 @@ def read_text(
     ]
     if not contents:
         raise InputError(f"--text {source}: expected text, but found 0 bytes in {len(files)} files")
-    kept, held, split = _split([_Piece(content, True) for content in contents], held_out_every)
+    train_pieces, held_out_pieces, split = _split([_Piece(content, True) for content in contents], held_out_every)
     tokenizer = tokenizer or ByteTokenizer()
     if isinstance(tokenizer, FileTokenizer):
-        train, held_out = _kept_tokens(tokenizer, kept, held, cache or default_cache())
+        train, held_out = _kept_tokens(tokenizer, train_pieces, held_out_pieces, cache or default_cache())
     else:
-        train, held_out = _as_tensor(_joined(kept)), _as_tensor(_joined(held))
-    sizes = (sum(piece.num_bytes for piece in kept), sum(piece.num_bytes for piece in held))
+        train, held_out = _as_tensor(_joined(train_pieces)), _as_tensor(_joined(held_out_pieces))
+    sizes = (sum(piece.num_bytes for piece in train_pieces), sum(piece.num_bytes for piece in held_out_pieces))
     return Text(train, held_out, len(contents), source, split, tokenizer, sizes)
 
 
@@ -204,25 +204,25 @@ def _split(pieces: list[_Piece], every: int) -> tuple[list[_Piece], list[_Piece]
     """Every twentieth document is held out; with fewer ones, the last twentieth of the bytes."""
     if len(pieces) < every:
         return *_cut(pieces), f"the last {100 / HELD_OUT_EVERY:.0f} %"
-    held = pieces[every - 1 :: every]
-    kept = [piece for index, piece in enumerate(pieces, 1) if index % every]
-    return kept, held, f"every {every}th document, {len(held)} document{'s' if len(held) > 1 else ''}"
+    held_out = pieces[every - 1 :: every]
+    train = [piece for index, piece in enumerate(pieces, 1) if index % every]
+    return train, held_out, f"every {every}th document, {len(held_out)} document{'s' if len(held_out) > 1 else ''}"
 
 
 def _cut(pieces: list[_Piece]) -> tuple[list[_Piece], list[_Piece]]:
     total = sum(piece.num_bytes for piece in pieces)
     left = total - total // HELD_OUT_EVERY
-    kept: list[_Piece] = []
+    pieces_of_train: list[_Piece] = []
     for index, piece in enumerate(pieces):
         if piece.num_bytes > left:
             if not left:
-                return kept, pieces[index:]
+                return pieces_of_train, pieces[index:]
             inside = left - 1  # behind its separator
             first, second = _Piece(piece.content[:inside], True), _Piece(piece.content[inside:], False)
-            return [*kept, first], [second, *pieces[index + 1 :]]
+            return [*pieces_of_train, first], [second, *pieces[index + 1 :]]
         left -= piece.num_bytes
-        kept.append(piece)
-    return kept, []
+        pieces_of_train.append(piece)
+    return pieces_of_train, []
 
 
 def _joined(pieces: list[_Piece]) -> bytes:
@@ -261,8 +261,8 @@ def _kept_tokens(
         except OSError:  # A full or read-only disk, or another rank was faster.
             if not folder.is_dir():
                 train, held_out = (
-                    torch.frombuffer(each, dtype=torch.int32) if each else torch.empty(0, dtype=torch.int32)
-                    for each in parts
+                    torch.frombuffer(part, dtype=torch.int32) if part else torch.empty(0, dtype=torch.int32)
+                    for part in parts
                 )
                 return train, held_out
     train, held_out = (_mapped(folder / name) for name in PARTS)
@@ -278,9 +278,9 @@ def _mapped(file: Path) -> Tensor:
 
 def _encoded(tokenizer: FileTokenizer, pieces: list[_Piece]) -> array[int]:
     tokens = array("i")
-    for piece, found in zip(pieces, tokenizer.encode([piece.content for piece in pieces]), strict=True):
+    for piece, piece_tokens in zip(pieces, tokenizer.encode([piece.content for piece in pieces]), strict=True):
         tokens.extend(tokenizer.separator if piece.begins else ())
-        tokens.extend(found)
+        tokens.extend(piece_tokens)
     return tokens
 
 

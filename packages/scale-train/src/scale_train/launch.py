@@ -105,7 +105,7 @@ def start_ranks(options: Options, num_ranks: int) -> RunSummary | RankExit:
     code, results = launch_and_collect(
         _started_rank, num_ranks, options, device=resolve_device(options.parallel.device), grace=GRACE_SECONDS
     )
-    exits = [each for each in results if isinstance(each, RankExit)]
+    exits = [result for result in results if isinstance(result, RankExit)]
     if exits:
         return min(exits, key=lambda ended: ended.rank)
     if code:
@@ -162,16 +162,16 @@ def _own_rank() -> int:
 
 def _check_environment(options: Options) -> None:
     """Checks that the started ranks are those asked for and have devices and memory; alike on all of a machine."""
-    asked, started = options.parallel.ranks, _number_in("WORLD_SIZE")
-    if asked is not None and asked != started:
-        raise InputError(f"--ranks {asked}: torchrun started {started} ranks; leave --ranks away under torchrun")
-    here = _number_in("LOCAL_WORLD_SIZE")
-    if resolve_device(options.parallel.device) == "cuda" and here > torch.cuda.device_count():
+    num_ranks, started = options.parallel.ranks, _number_in("WORLD_SIZE")
+    if num_ranks is not None and num_ranks != started:
+        raise InputError(f"--ranks {num_ranks}: torchrun started {started} ranks; leave --ranks away under torchrun")
+    num_local = _number_in("LOCAL_WORLD_SIZE")
+    if resolve_device(options.parallel.device) == "cuda" and num_local > torch.cuda.device_count():
         raise InputError(
-            f"more ranks than this machine's devices: {here} ranks were started, and there are "
+            f"more ranks than this machine's devices: {num_local} ranks were started, and there are "
             f"{torch.cuda.device_count()} GPUs"
         )
-    check_fits(options, here, started)
+    check_fits(options, num_local, started)
 
 
 def _number_in(variable: str) -> int:

@@ -54,15 +54,17 @@ def replicated_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
     The optimizer keeps the same for each parameter, so its state of one gives that of those that other ranks update.
     """
     inner: Any = optimizer  # The one on this rank's shards, where shapes of parameters and states are equal.
-    while (held := getattr(inner, "optimizer", None) or getattr(inner, "optim", None)) is not None:
-        inner = held
-    known = ((param, state) for param, state in inner.state.items() if param.numel() and state)
-    param, state = next(known, (torch.empty(0), {}))
+    while (wrapped := getattr(inner, "optimizer", None) or getattr(inner, "optim", None)) is not None:
+        inner = wrapped
+    states = ((param, state) for param, state in inner.state.items() if param.numel() and state)
+    param, state = next(states, (torch.empty(0), {}))
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     # What has the parameter's own shape grows with it; the rest (a step count) does not.
-    alike = sum(value.element_size() for value in tensors if value.shape == param.shape)
-    rest = sum(_bytes(value) for value in tensors if value.shape != param.shape)
-    return sum(full_shape(each).numel() * (2 * each.element_size() + alike) + rest for each in params)
+    bytes_per_element = sum(value.element_size() for value in tensors if value.shape == param.shape)
+    other_bytes = sum(_bytes(value) for value in tensors if value.shape != param.shape)
+    return sum(
+        full_shape(param).numel() * (2 * param.element_size() + bytes_per_element) + other_bytes for param in params
+    )
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -142,12 +144,12 @@ def _expert_parameters(options: Options) -> int:
 @on_local_tensors
 def machine_bytes() -> int | None:
     """The machine's memory, or the limit of its container; None where the system does not give it."""
-    found = []
+    limits = []
     with suppress(ValueError, OSError, AttributeError):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with suppress(ValueError, OSError):  # "max" is no number: no limit
-        found.append(int(_CGROUP_LIMIT.read_text()))
-    return min(found, default=None)
+        limits.append(int(_CGROUP_LIMIT.read_text()))
+    return min(limits, default=None)
 
 
 @on_local_tensors

@@ -195,7 +195,7 @@ class GPT(nn.Module):
         drawn on the host from the seed and its name, so that values are the same in any order and on any device.
         """
         if not all(param.is_meta for param in module.parameters(recurse=False)):
-            self._init_weights(next(path for path, each in self.named_modules() if each is module), module)
+            self._init_weights(next(path for path, candidate in self.named_modules() if candidate is module), module)
 
     @torch.no_grad()
     @on_local_tensors
@@ -242,12 +242,12 @@ class GPT(nn.Module):
             Logits `[batch, sequence, vocabulary]` without targets; otherwise the loss in nats, fp32, a scalar.
         """
         x = self.embedding(tokens)
-        at = () if positions is None else (positions,)
+        position_args = () if positions is None else (positions,)
         for block in self.blocks:
             if self.config.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, *at, use_reentrant=False)
+                x = checkpoint(block, x, *position_args, use_reentrant=False)
             else:
-                x = block(x, *at)
+                x = block(x, *position_args)
         x = self.norm(x)
         if targets is None:
             logits: Tensor = self.head(x)
@@ -309,8 +309,8 @@ def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, see
     model.eval()
     tokens = prompt
     for _ in range(length):
-        found = model(tokens[-context:].unsqueeze(0), **without_cache(model))
-        logits = getattr(found, "logits", found)[0, -1].float().cpu()
+        output = model(tokens[-context:].unsqueeze(0), **without_cache(model))
+        logits = getattr(output, "logits", output)[0, -1].float().cpu()
         drawn = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.to(tokens.device)])
     model.train(was_training)

@@ -30,19 +30,19 @@ def resolve_device(asked: str) -> str:
 
 def num_local_ranks(options: Options) -> int:
     """Returns how many ranks to start on this machine."""
-    asked, kind = options.parallel.ranks, resolve_device(options.parallel.device)
+    num_ranks, kind = options.parallel.ranks, resolve_device(options.parallel.device)
     cores = os.cpu_count() or 1
     most = torch.cuda.device_count() if kind == "cuda" else cores * MAX_RANKS_PER_CORE
-    if asked is None:
+    if num_ranks is None:
         if options.parallel.parallel == "none":
             return 1
         return most if kind == "cuda" else min(2, cores)
-    if asked < 1:
-        raise InputError(f"--ranks {asked}: at least 1 is needed")
-    if asked > most:
+    if num_ranks < 1:
+        raise InputError(f"--ranks {num_ranks}: at least 1 is needed")
+    if num_ranks > most:
         devices = f"{most} GPUs" if kind == "cuda" else f"{cores} cores, at most {MAX_RANKS_PER_CORE} ranks each"
-        raise InputError(f"--ranks {asked}: more ranks than this machine's devices ({devices}); at most {most}")
-    return asked
+        raise InputError(f"--ranks {num_ranks}: more ranks than this machine's devices ({devices}); at most {most}")
+    return num_ranks
 
 
 def model_config(options: Options) -> ModelConfig:
@@ -91,10 +91,10 @@ def pipeline_shape(options: ParallelOptions, num_ranks: int) -> PipelineShape:
 
 def parse_bytes(option: str, text: str) -> int:
     """Returns a number of bytes, as 5GB or 2GiB; an InputError names the option."""
-    found = bytes_of(text)
-    if not found:
+    num_bytes = bytes_of(text)
+    if not num_bytes:
         raise InputError(f"{option} {text}: a size is needed, as 5GB or 2GiB")
-    return found
+    return num_bytes
 
 
 def check_options(options: Options, num_ranks: int) -> None:
@@ -151,15 +151,15 @@ def _tensor_parallel_problems(options: Options, num_ranks: int) -> Iterator[str]
 
 
 def _divisors(number: int) -> str:
-    return " or ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+    return " or ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]:
     parallel, number, sequence = options.parallel, options.parallel.context_parallel, options.data.sequence
     flag = f"--context-parallel {number}"
     if num_data % number:
-        beside = _beside(parallel.tensor_parallel)
-        yield f"{flag} does not divide {num_data} ranks{beside}; take {_divisors(num_data)}"
+        combination = _beside(parallel.tensor_parallel)
+        yield f"{flag} does not divide {num_data} ranks{combination}; take {_divisors(num_data)}"
         return
     if number == 1:
         return
@@ -264,8 +264,8 @@ def options_without_effect(options: Options) -> list[str]:
         lines.append("--sync-each-micro-batch has no effect without --accumulate 2 or more")
     shards = parallel.parallel == "fsdp" or (parallel.parallel == "pipe" and parallel.data_parallel == "fsdp")
     if not parallel.reshard_after_forward and not shards:
-        beside = f" and --data-parallel {parallel.data_parallel}" if parallel.parallel == "pipe" else ""
-        lines.append(f"--reshard-after-forward has no effect with --parallel {parallel.parallel}{beside}")
+        combination = f" and --data-parallel {parallel.data_parallel}" if parallel.parallel == "pipe" else ""
+        lines.append(f"--reshard-after-forward has no effect with --parallel {parallel.parallel}{combination}")
     if parallel.sequence_parallel and parallel.tensor_parallel == 1:
         lines.append("--sequence-parallel has no effect without --tensor-parallel 2 or more")
     if parallel.context_attention != ParallelOptions.context_attention and parallel.context_parallel == 1:

@@ -127,13 +127,13 @@ def _ends_beside(file: Path) -> Iterator[str]:
     """The texts of the token that ends a document, as the files beside a tokenizer name it."""
     for name in _BESIDE:
         try:
-            found = json.loads((file.parent / name).read_text(encoding="utf-8")).get("eos_token")
+            token = json.loads((file.parent / name).read_text(encoding="utf-8")).get("eos_token")
         except (OSError, ValueError, AttributeError):
             continue
-        if isinstance(found, dict):
-            found = found.get("content")
-        if isinstance(found, str):
-            yield found
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            yield token
 
 
 def _pieces(text: str) -> Iterator[str]:

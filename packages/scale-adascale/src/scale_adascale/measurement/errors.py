@@ -31,10 +31,10 @@ def no_step_error(passes: int, num_gradients: int, local: LocalGradNorms) -> Run
 
 def too_many_error(num_gradients: int, came: int | None) -> RuntimeError:
     """The error of a pass after the last one of a step; None for the begin of a pipeline's step, of any number."""
-    what = "another step of the pipeline began after them" if came is None else f"{came} came"
+    cause = "another step of the pipeline began after them" if came is None else f"{came} came"
     number = "the micro-batches of all steps of the pipeline" if came is None else came
     return RuntimeError(
-        f"expected {num_gradients} backward pass{'es' if num_gradients > 1 else ''} between two steps, but {what} "
+        f"expected {num_gradients} backward pass{'es' if num_gradients > 1 else ''} between two steps, but {cause} "
         "(each micro-batch of a pipeline is one, and so may be each reentrant checkpoint: use_reentrant=False). Call "
         "optimizer.step() after the last one, optimizer.zero_grad() where the step is left out, or pass "
         f"num_gradients_to_accumulate={number} if that many are meant"
@@ -56,12 +56,12 @@ def leftover_gradients_text(*, pass_failed: bool) -> str:
 
 def changed_gradients_text(passes: int, num_gradients: int, *, pass_failed: bool) -> str:
     """The error of a backward pass before which gradients have been changed since the last of `passes`."""
-    what = (
+    failure = (
         f"a backward pass has failed after {passes} of {num_gradients} of a step, and had added to some gradients"
         if pass_failed
         else f"gradients were changed or cleared after {passes} of {num_gradients} backward passes of a step"
     )
     return (
-        f"{what}, so that their mean is not that of what was measured. Call optimizer.zero_grad() and begin with the "
-        "first pass of the step; clip gradients and call model.zero_grad() after the last pass only"
+        f"{failure}, so that their mean is not that of what was measured. Call optimizer.zero_grad() and begin with "
+        "the first pass of the step; clip gradients and call model.zero_grad() after the last pass only"
     )

@@ -78,7 +78,7 @@ def were_changed(before: Versions, grads: Grads, *, alone: bool, pass_failed: bo
 def has_new(grads: Grads, zeros: Versions, of_step: Versions = ()) -> bool:
     """Whether any is neither one of the zeros that were written nor that of the last step."""
     return any(
-        now is not None and not any(known is not None and known.matches(now) for known in (zero, stepped))
+        now is not None and not any(snapshot is not None and snapshot.matches(now) for snapshot in (zero, stepped))
         for now, zero, stepped in zip_longest(grads, zeros, of_step)
     )
 
@@ -147,7 +147,7 @@ def bit_checksum(grads: Sequence[Tensor | None], device: torch.device, *, step: 
 
     Which elements are read depends on the step's number, which is alike on all ranks.
     """
-    found = torch.zeros((), dtype=torch.int64, device=device)
+    checksum = torch.zeros((), dtype=torch.int64, device=device)
     turn, index = divmod(step, max(1, len(grads)))
     for grad in grads if step < _NUM_FULL_STEPS else grads[index : index + 1]:
         if grad is None or not grad.numel():
@@ -156,5 +156,5 @@ def bit_checksum(grads: Sequence[Tensor | None], device: torch.device, *, step: 
         if step >= _NUM_FULL_STEPS:
             stride = max(1, flat.numel() // _NUM_SAMPLED)
             flat = flat[turn % stride :: stride].contiguous()
-        found += flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64).to(device)
-    return found.remainder_(_PRIME)
+        checksum += flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64).to(device)
+    return checksum.remainder_(_PRIME)

@@ -317,8 +317,8 @@ class LocalGradNorms:
         """Adds the squares of the pass that has ended to `squared_norms`."""
         for device, accumulator in self._of_pass.items():
             squares = accumulator.squares()
-            known = self.squared_norms.get(device)
-            self.squared_norms[device] = squares if known is None else known + squares
+            squared_norms = self.squared_norms.get(device)
+            self.squared_norms[device] = squares if squared_norms is None else squared_norms + squares
 
     def _finish_pass(self, weights: Sequence[float] = (1.0,)) -> None:
         try:
@@ -390,15 +390,15 @@ class _NormBuffers:
         self.norms = [self.of_rows, self.of_rest] if self.rest else [self.of_rows]
 
     def fill(self, values: Tensor) -> None:
-        norm, rows, rest = torch.linalg.vector_norm, self.num_rows, self.rest
-        if not rest:
+        norm, rows, remainder = torch.linalg.vector_norm, self.num_rows, self.rest
+        if not remainder:
             norm(values.reshape(rows, CHUNK), dim=1, dtype=self.norm_dtype, out=self.of_rows)
         elif not rows:
-            norm(values.reshape(1, rest), dim=1, dtype=torch.float64, out=self.of_rest)
+            norm(values.reshape(1, remainder), dim=1, dtype=torch.float64, out=self.of_rest)
         else:
             flat = values.reshape(-1)
-            norm(flat[:-rest].view(rows, CHUNK), dim=1, dtype=self.norm_dtype, out=self.of_rows)
-            norm(flat[-rest:].view(1, rest), dim=1, dtype=torch.float64, out=self.of_rest)
+            norm(flat[:-remainder].view(rows, CHUNK), dim=1, dtype=self.norm_dtype, out=self.of_rows)
+            norm(flat[-remainder:].view(1, remainder), dim=1, dtype=torch.float64, out=self.of_rest)
 
 
 class NormAccumulator:
@@ -447,16 +447,18 @@ class NormAccumulator:
 
     def squares(self) -> Tensor:
         """The squares, [num], fp64; 0 of indices that had no gradient."""
-        found = torch.zeros(self._num, dtype=torch.float64, device=self._device) if self._added is None else self._added
+        squares = (
+            torch.zeros(self._num, dtype=torch.float64, device=self._device) if self._added is None else self._added
+        )
         if not self._norms:
-            return found
+            return squares
         indices = [index for index, norms in self._norms for _ in norms]
         if indices != self._norm_indices:
             self._norm_indices = indices
             self._index_tensor = torch.tensor(indices).to(self._device, non_blocking=True)
         # The norm of rows' norms is that of all.
-        norms = torch.stack(torch._foreach_norm([each for _, norms in self._norms for each in norms], 2, torch.float64))
-        return found.index_add(0, self._index_tensor, norms.mul_(norms))
+        norms = torch.stack(torch._foreach_norm([norm for _, norms in self._norms for norm in norms], 2, torch.float64))
+        return squares.index_add(0, self._index_tensor, norms.mul_(norms))
 
 
 def _refuse_parts(ranks: Sequence[int]) -> NoReturn:

@@ -64,7 +64,7 @@ class NormReducer:
         call it together, and then `read`.
         """
         info = self.info
-        local = _sum_of([each.to(info.device) for each in squares], info.local_weights)
+        local = _sum_of([square.to(info.device) for square in squares], info.local_weights)
         weights = [_zeroed(info.local_weights, uncounted), _zeroed(info.total_weights, uncounted)]
         return self._start([local, self._total_squares()], weights, by_moments)
 
@@ -99,10 +99,10 @@ class NormReducer:
             if grad.device not in info.totals:
                 info.totals[grad.device] = NormAccumulator(len(info.holders), grad.device)
             info.totals[grad.device].set(index, grad if portion == (0, 1) else part_of(grad, *portion), stays=True)
-        found = [accumulator.squares().to(info.device) for accumulator in info.totals.values()]
+        totals = [accumulator.squares().to(info.device) for accumulator in info.totals.values()]
         for accumulator in info.totals.values():
             accumulator.clear()
-        return _sum_of(found, info.total_weights)
+        return _sum_of(totals, info.total_weights)
 
     def _start(self, rows: list[Tensor], weights: list[Tensor], by_moments: bool) -> CollectiveWork:
         """Starts the sum over all ranks of rows [k] with their weights, and of a checksum of the averaged gradients."""
@@ -131,12 +131,12 @@ class NormReducer:
         """Compares the number of parameter groups: vectors of other lengths would end a process."""
         number = len(self._optimizer.param_groups)
         for group in self._groups_of_sum():
-            found = [row[0] for row in exchange([number], group)]
-            if len(set(found)) > 1:
+            group_counts = [row[0] for row in exchange([number], group)]
+            if len(set(group_counts)) > 1:
                 raise RuntimeError(
                     "expected the same number of parameter groups on all ranks, whose gains are measured group by "
-                    f"group, got {', '.join(map(str, found))} on the ranks {', '.join(map(str, group.ranks))}. Pass "
-                    "the same groups everywhere; a group without a parameter on this rank is {'params': []}"
+                    f"group, got {', '.join(map(str, group_counts))} on the ranks {', '.join(map(str, group.ranks))}. "
+                    "Pass the same groups everywhere; a group without a parameter on this rank is {'params': []}"
                 )
         self._num_groups_agreed = number
 
@@ -165,9 +165,9 @@ class NormReducer:
 
     def _groups_of_sum(self) -> list[Group]:
         """The groups over which vectors are added up, one after the other."""
-        found = [group for group in (self._data, self.model) if group.size > 1]
-        everyone = group_of() if len(found) > 1 else Group()
-        return [everyone] if everyone.size > 1 and everyone.size == self._data.size * self.model.size else found
+        groups = [group for group in (self._data, self.model) if group.size > 1]
+        everyone = group_of() if len(groups) > 1 else Group()
+        return [everyone] if everyone.size > 1 and everyone.size == self._data.size * self.model.size else groups
 
     def _by_group(self, squares: Tensor, weights: Tensor) -> Tensor:
         """Sums weighted squares [k] by parameter group, [number of groups]."""

@@ -73,17 +73,18 @@ def model_group_of(optimizer: Optimizer, data: Group, given: GroupLike) -> Group
     if given is not None:
         return group_of(given)
     params = all_params(optimizer)
-    found = model_split_groups(params, data)
+    model_groups = model_split_groups(params, data)
     announced = pipeline_ranks(params)
     if announced is not None and announced.with_parameters.size > 1:
-        found[announced.with_parameters.ranks] = announced.with_parameters
-    if len(found) > 1:
+        model_groups[announced.with_parameters.ranks] = announced.with_parameters
+    if len(model_groups) > 1:
         raise ValueError(
-            f"the model is divided over the ranks {' and '.join(str(list(ranks)) for ranks in found)}, beside those "
-            f"with other data, {list(data.ranks)}. Pass AdaScale(..., model_parallel_group=the group of all that have "
+            f"the model is divided over the ranks {' and '.join(str(list(ranks)) for ranks in model_groups)}, beside "
+            f"those with other data, {list(data.ranks)}. Pass AdaScale(..., model_parallel_group=the group of all "
+            "that have "
             "other parts of the model), and process_group for those with other data"
         )
-    return next(iter(found.values()), Group())
+    return next(iter(model_groups.values()), Group())
 
 
 def model_split_groups(params: Iterable[Tensor], data: Group) -> dict[tuple[int, ...], Group]:
@@ -218,17 +219,20 @@ def param_info_of(optimizer: Optimizer, data: Group, model: Group) -> ParamInfo:
     states: list[Tensor] = [pieces.get(id(param), param) for param in params]
     holders = states if getattr(optimizer, "gets_reduced_gradients", False) else params
     splits = model_split_groups(params, data)
-    weights = [norm_weights(*each, data, model, splits.values()) for each in zip(params, holders, strict=True)]
-    is_shared = [data.size > 1 and math.isclose(each.share * data.size, 1.0) for each in weights]
+    weights = [
+        norm_weights(*param_and_holder, data, model, splits.values())
+        for param_and_holder in zip(params, holders, strict=True)
+    ]
+    is_shared = [data.size > 1 and math.isclose(weight.share * data.size, 1.0) for weight in weights]
     device = next((holder.device for holder in holders), torch.device("cpu"))
-    totals = [each.local if shared else each.total for each, shared in zip(weights, is_shared, strict=True)]
+    totals = [weight.local if shared else weight.total for weight, shared in zip(weights, is_shared, strict=True)]
     moment_shards = [
         MomentShard(
             param,
             state,
-            (known if state is holder else norm_weights(param, state, data, model, splits.values())).share,
+            (weight if state is holder else norm_weights(param, state, data, model, splits.values())).share,
         )
-        for param, state, holder, known in zip(params, states, holders, weights, strict=True)
+        for param, state, holder, weight in zip(params, states, holders, weights, strict=True)
     ]
     return ParamInfo(
         params=params,
@@ -237,7 +241,7 @@ def param_info_of(optimizer: Optimizer, data: Group, model: Group) -> ParamInfo:
         portions=_portions([holder.numel() for holder in holders], is_shared, data),
         device=device,
         group_index=torch.tensor([index for index, group in enumerate(groups) for _ in group["params"]], device=device),
-        local_weights=torch.tensor([each.local for each in weights], dtype=torch.float64, device=device),
+        local_weights=torch.tensor([weight.local for weight in weights], dtype=torch.float64, device=device),
         total_weights=torch.tensor(totals, dtype=torch.float64, device=device),
         fingerprint=fingerprint(params),
         moments=SecondMoments(optimizer, moment_shards, data, splits, device),

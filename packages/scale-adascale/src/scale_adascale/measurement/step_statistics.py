@@ -277,8 +277,8 @@ class StepStatistics:
 
     def _drop_nonfinite(self, sample: Sequence[Moments | None], *, warn: bool) -> list[Moments | None]:
         """Drops moments that are no numbers, and those of gradients that are all zero."""
-        nonzero = [each if each is not None and any(each) else None for each in sample]
-        finite = [each if each is not None and all(map(math.isfinite, each)) else None for each in nonzero]
+        nonzero = [row if row is not None and any(row) else None for row in sample]
+        finite = [row if row is not None and all(map(math.isfinite, row)) else None for row in nonzero]
         if warn and finite != nonzero and not self._has_warned:
             self._has_warned = True
             warnings.warn(

@@ -339,17 +339,17 @@ class Net(nn.Module):
             self.exit.head.weight = self.entry.layer.weight
 
     def _made(self, block: Block, width: int) -> nn.Module:
-        kind, *rest = block
+        kind, *arguments = block
         if kind in NESTED:
-            inner = nn.Sequential(*(self._made(each, width) for each in rest[0]))
+            inner = nn.Sequential(*(self._made(part, width) for part in arguments[0]))
             nested: nn.Module = NESTED[kind](inner)
             return nested
         if kind == "frozen":
-            return self._made(rest[0], width).requires_grad_(False)
+            return self._made(arguments[0], width).requires_grad_(False)
         if kind == "tied":
-            linear = next((each for each in self.modules() if isinstance(each, Linear)), None)
+            linear = next((module for module in self.modules() if isinstance(module, Linear)), None)
             return Linear(width, False) if linear is None else Tied(cast(nn.Parameter, linear.weight))
-        module: nn.Module = KINDS[kind](width, *rest)
+        module: nn.Module = KINDS[kind](width, *arguments)
         return module
 
     def forward(self, batch: Tensor) -> Any:
@@ -413,7 +413,7 @@ def batch_of(spec: ModelSpec, num_samples: int, *numbers: int) -> Tensor:
 
 def loss_of(output: Any) -> Tensor:
     """A mean over the samples of all that a model returns."""
-    terms = [(each - 0.5).square().mean() for each in tensors_of(output)]
+    terms = [(tensor - 0.5).square().mean() for tensor in tensors_of(output)]
     return torch.stack(terms).sum()
 
 
@@ -425,11 +425,11 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
         yield value.first
         yield from tensors_of(value.rest)
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_of(each)
+        for item in value.values():
+            yield from tensors_of(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_of(each)
+        for item in value:
+            yield from tensors_of(item)
 
 
 def random_model(
@@ -463,18 +463,22 @@ def random_model(
 
 def _random_blocks(random: Random, avoid: AbstractSet[str], depth: int) -> list[Block]:
     """One block, or two that belong together."""
-    kinds = [each for each in (*KINDS, "linear", "mlp", "tied", "residual", "again", "frozen") if each not in avoid]
-    kind = random.choice([each for each in kinds if each != "unpack"])
+    kinds = [
+        candidate
+        for candidate in (*KINDS, "linear", "mlp", "tied", "residual", "again", "frozen")
+        if candidate not in avoid
+    ]
+    kind = random.choice([candidate for candidate in kinds if candidate != "unpack"])
     if kind == "pack":
         return [(kind,), ("unpack",)]
     if kind in NESTED:
         if depth == 2:
             return [("linear", True)]
-        blocks = [each for _ in range(random.randint(1, 2)) for each in _random_blocks(random, avoid, depth + 1)]
+        blocks = [block for _ in range(random.randint(1, 2)) for block in _random_blocks(random, avoid, depth + 1)]
         return [(kind, tuple(blocks))]
     if kind == "frozen":
         inner = [("linear", True), ("odd",), ("mlp", 6), ("layernorm",)]
-        return [("frozen", random.choice([each for each in inner if each[0] not in avoid]))]
+        return [("frozen", random.choice([candidate for candidate in inner if candidate[0] not in avoid]))]
     if kind == "linear":
         return [(kind, random.random() < 0.7)]
     if kind == "mlp":

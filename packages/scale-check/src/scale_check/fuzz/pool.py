@@ -73,13 +73,15 @@ def run_in_turn(call: Callable[[P, Path], R], programs: Sequence[P], ranks: int)
 def _run_on_rank(call: Callable[[P, Path], R], programs: Sequence[P], reached: Path) -> list[tuple[R | None, str]]:
     """Runs programs until one fails; returns of each what it gives, and its error."""
     outcomes: list[tuple[R | None, str]] = []
-    ours = group_of(dist.new_group(backend="gloo"))  # What a program breaks must not keep the ranks from agreeing.
+    control_group = group_of(
+        dist.new_group(backend="gloo")
+    )  # What a program breaks must not keep the ranks from agreeing.
     for number, program in enumerate(programs):
         if dist.get_rank() == 0:
             reached.write_text(str(number))
         faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
         result, error = _call(call, program, reached.with_name(str(number)))
-        errors = exchange_text(error, ours, limit_seconds=LIMIT_SECONDS)
+        errors = exchange_text(error, control_group, limit_seconds=LIMIT_SECONDS)
         faulthandler.cancel_dump_traceback_later()
         outcomes.append((result, error))
         if any(errors):

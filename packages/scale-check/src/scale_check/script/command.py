@@ -56,8 +56,8 @@ def run_script(
     Raises:
         ScriptError: The script failed, or has no step of an optimizer of a model.
     """
-    with tempfile.TemporaryDirectory(prefix="scale-check-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="scale-check-") as temp_dir:
+        folder = Path(temp_dir)
         task = ScriptTask(tuple(arguments), is_module, steps, None, 0, folder)
         report = _compare_runs(task, num_ranks, folder / "first", limit_seconds)
         key = report.first_key
@@ -92,9 +92,9 @@ def _compare_runs(task: ScriptTask, num_ranks: int, folder: Path, limit_seconds:
 def _run_alone(task: ScriptTask, folder: Path, limit_seconds: float) -> list[Recording]:
     """Runs the script in one process, and beside it with weights that differ in their last place."""
     folder.mkdir()
-    with ThreadPoolExecutor(2) as beside:  # Each of the two has one process.
+    with ThreadPoolExecutor(2) as executor:  # Each of the two has one process.
         runs = [
-            beside.submit(_run, replace(task, perturbation=seed), 1, folder / name, limit_seconds)
+            executor.submit(_run, replace(task, perturbation=seed), 1, folder / name, limit_seconds)
             for seed, name in enumerate(("plain", "noise"))
         ]
         return [run.result()[0].recording for run in runs]
@@ -132,8 +132,8 @@ def _run(task: ScriptTask, num_ranks: int, folder: Path, limit_seconds: float) -
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
-            own = replace(task, result=folder / f"result-{rank}")
-            (folder / f"task-{rank}").write_bytes(pickle.dumps(own))
+            task_of_rank = replace(task, result=folder / f"result-{rank}")
+            (folder / f"task-{rank}").write_bytes(pickle.dumps(task_of_rank))
             with (folder / f"output-{rank}").open("wb") as output:
                 command = [sys.executable, "-m", "scale_check.script", str(folder / f"task-{rank}")]
                 environment = {**os.environ, **_variables(rank, num_ranks, store.port)}

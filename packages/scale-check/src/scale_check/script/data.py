@@ -45,8 +45,8 @@ class Samples:
         for number in ranks[0].of_loaders:
             iterations = zip(*(rank.of_loaders[number] for rank in ranks), strict=False)
             samples.of_loaders[number] = [
-                [joined(batches, f"DataLoader number {number + 1}") for batches in zip(*each, strict=False)]
-                for each in iterations
+                [joined(batches, f"DataLoader number {number + 1}") for batches in zip(*iteration, strict=False)]
+                for iteration in iterations
             ]
         if not samples.of_loaders:
             of_model = zip(*(rank.of_model for rank in ranks), strict=False)
@@ -84,8 +84,8 @@ def joined(batches: Sequence[Any], what: str = "a batch") -> Any:
         content = {key: joined([batch[key] for batch in batches], what) for key in first}
         return content if type(first) is dict else type(first)(content)  # type: ignore[call-arg]
     if isinstance(first, tuple | list):
-        if first and not any(isinstance(each, Tensor | Mapping | tuple | list) for each in first):
-            return type(first)([each for batch in batches for each in batch])
+        if first and not any(isinstance(item, Tensor | Mapping | tuple | list) for item in first):
+            return type(first)([item for batch in batches for item in batch])
         parts = [joined(parts, what) for parts in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if not isinstance(first, int | float | str | bytes | None):

@@ -164,10 +164,10 @@ class Sender:
     def _is_own(self, tensor: Tensor) -> bool:
         if not self._knows_all:
             # Looked up late: a sharded module has its memory only while it runs, a lazy one only after.
-            own = [each for module in self._modules for each in (*module.parameters(), *module.buffers())]
-            self._knows_all = not any(map(is_lazy, own))
-            strided = (each for each in own if not is_lazy(each) and each.layout is torch.strided)
-            self._own_storages.update(each.untyped_storage()._cdata for each in strided)
+            tensors = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
+            self._knows_all = not any(map(is_lazy, tensors))
+            strided = (tensor for tensor in tensors if not is_lazy(tensor) and tensor.layout is torch.strided)
+            self._own_storages.update(tensor.untyped_storage()._cdata for tensor in strided)
         return tensor.untyped_storage()._cdata in self._own_storages
 
 

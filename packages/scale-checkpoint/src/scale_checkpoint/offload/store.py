@@ -198,12 +198,12 @@ class Store:
         with self._lock:
             self._release_copied()
             key = tensor.untyped_storage()._cdata, tensor._version
-            known = self._known.get(key)
-            storage = None if known is None or not known.is_of(tensor) else known.link.storage()
-            if known is None or storage is None:
+            packed = self._known.get(key)
+            storage = None if packed is None or not packed.is_of(tensor) else packed.link.storage()
+            if packed is None or storage is None:
                 storage, link = self._send(tensor, key)
                 return PackedTensor(self, link, storage, tensor)
-            return PackedTensor(self, known.link, storage, tensor)
+            return PackedTensor(self, packed.link, storage, tensor)
 
     def fetch_ahead(self, link: _Link) -> None:
         """Starts to bring back what left before a storage that is needed now, as much as may be fetched early."""

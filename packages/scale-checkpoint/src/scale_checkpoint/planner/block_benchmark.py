@@ -62,7 +62,7 @@ def benchmark_blocks(
     They are empty where a visit has no gradient. The first of several equal blocks alone is timed `repeats` times.
     """
     waiting = [visit for visit in visits if visit.name]
-    found: list[dict[str, BlockCost]] = []
+    costs: list[dict[str, BlockCost]] = []
     timed: set[tuple[object, ...]] = set()
     is_measuring = False
 
@@ -86,10 +86,10 @@ def benchmark_blocks(
         if is_measuring:
             return
         is_measuring = True
-        visit = waiting[len(found)]
+        visit = waiting[len(costs)]
         call = BlockCall(args, kwargs, visit.input_requires_grad)
         try:
-            found.append(costs_of(block, call) if visit.output_requires_grad else {})
+            costs.append(costs_of(block, call) if visit.output_requires_grad else {})
         except RuntimeError as error:
             error.add_note(
                 f"This happened while the block '{visit.name}' was measured by itself. It runs several times on the "
@@ -104,7 +104,7 @@ def benchmark_blocks(
             stack.callback(block.register_forward_pre_hook(measure_here, with_kwargs=True, prepend=True).remove)
         with torch.no_grad():
             step.model(*step.args, **step.kwargs)
-    return found
+    return costs
 
 
 def _seconds(block: nn.Module, call: BlockCall, step: Step, how: str | tuple[str, ...]) -> float:
@@ -125,7 +125,9 @@ def measure_memory(block: nn.Module, call: BlockCall, device: torch.device) -> B
         visit = trace.visits[1]
         live = set(trace.live())
         boundary = {*visit.inputs, *visit.outputs}
-        kept = sum(trace.num_bytes(number) for number in live - boundary) - trace.num_bytes(trace.storage_number(loss))
+        kept_bytes = sum(trace.num_bytes(number) for number in live - boundary) - trace.num_bytes(
+            trace.storage_number(loss)
+        )
         held_inputs = tuple(number in live for number in visit.inputs)
         held_outputs = tuple(number in live and number not in visit.inputs for number in visit.outputs)
         loss.backward()
@@ -133,7 +135,7 @@ def measure_memory(block: nn.Module, call: BlockCall, device: torch.device) -> B
     assert visit.backward is not None
     peak, end = visit.backward.peak_bytes, visit.backward.peak_after_marker_bytes or 0
     return BlockMemory(
-        kept_bytes=kept,
+        kept_bytes=kept_bytes,
         forward_bytes=visit.forward.peak_bytes - visit.forward.start_bytes,
         backward_bytes=max(peak, end) - visit.backward.start_bytes,
         prefetch_peak_bytes=max(0, end - visit.backward.start_bytes),
@@ -154,12 +156,12 @@ def measure_seconds(block: nn.Module, call: BlockCall, device: torch.device) -> 
 
 def _forward(block: nn.Module, call: BlockCall, start: Tensor) -> Tensor:
     """Runs the block between its two neighbors; nothing but the graph holds what passes between them."""
-    tensors, rest = extract_tensors((call.args, call.kwargs))
-    given: tuple[Tensor, ...] = ()
+    tensors, structure = extract_tensors((call.args, call.kwargs))
+    grads: tuple[Tensor, ...] = ()
     if tensors:
-        given = _CopiedInputs.apply(start, call.input_requires_grad, *tensors)  # type: ignore[no-untyped-call]
-    args, kwargs = insert_tensors(rest, given)
-    del given, tensors
+        grads = _CopiedInputs.apply(start, call.input_requires_grad, *tensors)  # type: ignore[no-untyped-call]
+    args, kwargs = insert_tensors(structure, grads)
+    del grads, tensors
     output = block(*args, **kwargs)
     del args, kwargs
     results = unique_tensors(output)

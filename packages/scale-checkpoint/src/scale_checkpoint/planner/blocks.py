@@ -46,18 +46,18 @@ def _find(model: nn.Module) -> dict[str, nn.Module]:
         repeated = dict(_repeated(model, ""))
         names = set(repeated)
         classes = {type(module) for module in repeated.values() if type(module) not in _CONTAINERS}
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, block in _outermost(model, "", names, classes):
-        if block not in found.values():  # One in two places is visited twice, with one strategy.
-            found[name] = block
-    if not found:
+        if block not in blocks.values():  # One in two places is visited twice, with one strategy.
+            blocks[name] = block
+    if not blocks:
         inner = [name for name, child in model.named_children() if _has_children(child)]
         example = ", ".join(map(repr, inner[:3])) or "'name'"
         raise ValueError(
             f"{type(model).__name__} has no repeated modules with children in a ModuleList or Sequential: "
             f"name what is to be planned: blocks=[{example}]"
         )
-    return found
+    return blocks
 
 
 def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -102,8 +102,8 @@ def _check_disjoint(blocks: dict[str, nn.Module]) -> None:
         for other, around in blocks.items():
             if name != other and any(inner is block for inner in around.modules()):
                 is_same = around is block
-                found = f"{name!r} and {other!r} are one module" if is_same else f"{name!r} is inside {other!r}"
-                raise ValueError(f"blocks must not contain one another, but {found}; name one of them")
+                overlap = f"{name!r} and {other!r} are one module" if is_same else f"{name!r} is inside {other!r}"
+                raise ValueError(f"blocks must not contain one another, but {overlap}; name one of them")
 
 
 @dataclass(frozen=True)
@@ -122,19 +122,19 @@ def block_signature(block: nn.Module) -> BlockSignature:
 def excluded_modules(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """Returns the names of the outermost modules that have a block's class, and are none, nor inside or around one."""
     kinds = {type(block).__name__ for block in blocks.values()}
-    known = set(map(id, blocks.values()))
-    found: list[str] = []
+    block_ids = set(map(id, blocks.values()))
+    excluded: list[str] = []
     waiting = list(model.named_children())
     while waiting:
         name, module = waiting.pop(0)
-        if id(module) in known:
+        if id(module) in block_ids:
             continue
-        is_around = any(id(part) in known for part in module.modules())
+        is_around = any(id(part) in block_ids for part in module.modules())
         if type(module).__name__ in kinds and not is_around:
-            found.append(name)
+            excluded.append(name)
         else:
             waiting += [(f"{name}.{key}", child) for key, child in module.named_children()]
-    return tuple(found)
+    return tuple(excluded)
 
 
 def check_same_blocks(model: nn.Module, known: Mapping[str, BlockSignature], excluded: Collection[str]) -> None:

@@ -55,8 +55,8 @@ def strategy_table(segments: Sequence[Segment], strategies: Mapping[str, str], r
             cost = segment.costs[name]
             plain = segment.costs.get(reference, cost)
             added = cost.seconds - plain.seconds
-            kept = (format_bytes(cost.kept_bytes), format_bytes(plain.kept_bytes))
-            rows.append((segment.name, name, *kept, format_seconds(added) if added > 0 else "0"))
+            kept_column = (format_bytes(cost.kept_bytes), format_bytes(plain.kept_bytes))
+            rows.append((segment.name, name, *kept_column, format_seconds(added) if added > 0 else "0"))
     return table(("block", "strategy", "keeps", "of", "adds"), rows)
 
 
@@ -77,19 +77,19 @@ def bar_chart(step: Timeline, budget_bytes: int | None) -> str:
 
 def _merged(passes: Sequence[SegmentPass]) -> Iterator[tuple[str, bool, int]]:
     """At most `MAX_BARS` rows of neighbors, each with the highest of their peaks; of blocks where they are few."""
-    shown = [each for each in passes if not each.name.startswith("after ") or each.name == "after the blocks"]
-    peaks = {id(each): each.peak_bytes for each in shown}
+    shown = [trace for trace in passes if not trace.name.startswith("after ") or trace.name == "after the blocks"]
+    peaks = {id(trace): trace.peak_bytes for trace in shown}
     last = shown[0]
-    for each in passes:
-        last = each if id(each) in peaks else last
-        peaks[id(last)] = max(peaks[id(last)], each.peak_bytes)
+    for candidate in passes:
+        last = candidate if id(candidate) in peaks else last
+        peaks[id(last)] = max(peaks[id(last)], candidate.peak_bytes)
     size = -(-len(shown) // MAX_BARS)
     for backward in (False, True):
-        half = [each for each in shown if each.backward == backward]
+        half = [trace for trace in shown if trace.backward == backward]
         for start in range(0, len(half), size):
             group = half[start : start + size]
             name = group[0].name if len(group) == 1 else f"{group[0].name} .. {group[-1].name}"
-            yield name, backward, max(peaks[id(each)] for each in group)
+            yield name, backward, max(peaks[id(trace)] for trace in group)
 
 
 MIB = 2**20
@@ -112,7 +112,7 @@ def plot_timelines(
     axes = figure.add_subplot()
     longest = 0
     for label, step in timelines.items():
-        points = [size / MIB for each in step.passes for size in (each.start_bytes, each.peak_bytes)]
+        points = [size / MIB for trace in step.passes for size in (trace.start_bytes, trace.peak_bytes)]
         longest = max(longest, len(points))
         places = [index / 2 for index in range(len(points))]
         axes.fill_between(places, points, alpha=0.15)

@@ -16,13 +16,13 @@ def pool_seconds(measured: Sequence[Mapping[str, BlockCost]]) -> list[dict[str, 
 
     Most models repeat one block, and the least time is the least disturbed.
     """
-    alike: dict[tuple[BlockMemory, ...], list[Mapping[str, BlockCost]]] = {}
+    costs_by_memory: dict[tuple[BlockMemory, ...], list[Mapping[str, BlockCost]]] = {}
     for costs in measured:
-        alike.setdefault(tuple(cost.memory for cost in costs.values()), []).append(costs)
+        costs_by_memory.setdefault(tuple(cost.memory for cost in costs.values()), []).append(costs)
     pooled = []
     for costs in measured:
-        equals = alike[tuple(cost.memory for cost in costs.values())]
-        least = {name: min(each[name].seconds for each in equals) for name in costs}
+        equals = costs_by_memory[tuple(cost.memory for cost in costs.values())]
+        least = {name: min(cost[name].seconds for cost in equals) for name in costs}
         pooled.append({name: cost._replace(seconds=least[name]) for name, cost in costs.items()})
     return pooled
 
@@ -100,19 +100,19 @@ def _block_costs(
     visit: Visit, measured: Mapping[str, BlockCost], indices: Mapping[int, int]
 ) -> dict[str, StrategyCost]:
     costs = {}
-    for name, each in measured.items():
-        memory = each.memory
-        held = [number for number, is_held in zip(visit.inputs, memory.held_inputs, strict=True) if is_held]
-        held += [number for number, is_held in zip(visit.outputs, memory.held_outputs, strict=True) if is_held]
+    for name, costs_of_block in measured.items():
+        memory = costs_of_block.memory
+        held_inputs = [number for number, is_held in zip(visit.inputs, memory.held_inputs, strict=True) if is_held]
+        held_inputs += [number for number, is_held in zip(visit.outputs, memory.held_outputs, strict=True) if is_held]
         forward, backward = _peaks(visit) if name == RECOMPUTE else (memory.forward_bytes, memory.backward_bytes)
         costs[name] = StrategyCost(
-            seconds=each.seconds,
+            seconds=costs_of_block.seconds,
             kept_bytes=memory.kept_bytes,
             forward_bytes=forward,
             backward_bytes=backward,
-            prefetched_bytes=each.prefetched_bytes,
-            prefetch_peak_bytes=memory.prefetch_peak_bytes if each.prefetched_bytes else 0,
-            holds=_held(held, indices),
+            prefetched_bytes=costs_of_block.prefetched_bytes,
+            prefetch_peak_bytes=memory.prefetch_peak_bytes if costs_of_block.prefetched_bytes else 0,
+            holds=_held(held_inputs, indices),
         )
     return costs
 

@@ -56,10 +56,10 @@ class MemoryPlan:
     def __post_init__(self) -> None:
         costs = {segment.name: segment.costs for segment in self.profile.segments if segment.is_block}
         for name in self.profile.blocks:
-            known = list(costs.get(name, self.profile.strategies))
-            if self.strategies.get(name) not in known:
+            strategies = list(costs.get(name, self.profile.strategies))
+            if self.strategies.get(name) not in strategies:
                 raise ValueError(
-                    f"block {name!r} has one of the strategies {', '.join(map(repr, known))}, "
+                    f"block {name!r} has one of the strategies {', '.join(map(repr, strategies))}, "
                     f"but the plan has {self.strategies.get(name)!r}"
                 )
         unknown = [name for name in self.strategies if name not in self.profile.blocks]
@@ -161,9 +161,9 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0
 
     `budget_bytes` and `other_bytes` are those of `plan_memory`, and so is the BudgetError.
     """
-    for name, given in (("budget_bytes", budget_bytes), ("other_bytes", other_bytes)):
-        if type(given) is not int:
-            raise TypeError(f"{name}: expected a whole number of bytes, got {given!r}; write 2 * 2**30 for 2 GiB")
+    for name, num_bytes in (("budget_bytes", budget_bytes), ("other_bytes", other_bytes)):
+        if type(num_bytes) is not int:
+            raise TypeError(f"{name}: expected a whole number of bytes, got {num_bytes!r}; write 2 * 2**30 for 2 GiB")
     if other_bytes < 0:
         raise ValueError(f"other_bytes: expected what else is on the device, in bytes, got {other_bytes}")
     room = budget_bytes - other_bytes
@@ -219,8 +219,8 @@ def apply_plan(model: nn.Module, plan: MemoryPlan) -> nn.Module:
 
 
 def _by_block(profile: MemoryProfile, chosen: Sequence[str]) -> dict[str, str]:
-    found = dict.fromkeys(profile.blocks, KEEP)
+    strategy_by_block = dict.fromkeys(profile.blocks, KEEP)
     for segment, strategy in zip(profile.segments, chosen, strict=True):
         if segment.is_block:
-            found[segment.name] = strategy
-    return found
+            strategy_by_block[segment.name] = strategy
+    return strategy_by_block

@@ -94,9 +94,9 @@ class MemoryProfile:
 def read_json(path: str | PathLike[str]) -> dict[str, Any]:
     """Reads a JSON file of this format."""
     content = json.loads(Path(path).read_text(encoding="utf-8"))
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{path}: expected a plan or profile of format {FORMAT}, but its format is {found}")
+    file_format = content.get("format") if isinstance(content, dict) else None
+    if file_format != FORMAT:
+        raise ValueError(f"{path}: expected a plan or profile of format {FORMAT}, but its format is {file_format}")
     return dict(content)
 
 
@@ -136,21 +136,23 @@ def profile_memory(
     """
     if repeats < 1:
         raise ValueError(f"repeats: each time is taken at least once, but repeats={repeats} was given")
-    found = find_blocks(model, blocks)
+    block_by_name = find_blocks(model, blocks)
     step = Step(model, sample_input, loss, group_of(process_group))
     resolved = resolve_strategies(strategies, step.device)
     with preserve_state(model), single_threaded(step.device):
-        trace = _trace_recomputed_step(step, found)
-        seconds = _recomputed_step_seconds(step, found, repeats)
-        measured = pool_seconds(benchmark_blocks(step, found, trace.visits, resolved, repeats))
+        trace = _trace_recomputed_step(step, block_by_name)
+        seconds = _recomputed_step_seconds(step, block_by_name, repeats)
+        measured = pool_seconds(benchmark_blocks(step, block_by_name, trace.visits, resolved, repeats))
         # Once more, lest what disturbed the machine for a while counts for the step and not for its blocks.
-        seconds = min(seconds, _recomputed_step_seconds(step, found, repeats))
+        seconds = min(seconds, _recomputed_step_seconds(step, block_by_name, repeats))
     segments, tensors = assemble(trace, measured, step.bytes_before(), seconds)
-    signatures = {name: block_signature(block) for name, block in found.items()}
-    own = MemoryProfile(segments, tensors, signatures, resolved, step.device.type, excluded_modules(model, found))
+    signatures = {name: block_signature(block) for name, block in block_by_name.items()}
+    profile = MemoryProfile(
+        segments, tensors, signatures, resolved, step.device.type, excluded_modules(model, block_by_name)
+    )
     if step.group.size == 1:
-        return own
-    largest = MemoryProfile.from_json(largest_over_ranks(asdict(replace(own, blocks={})), step.group))
+        return profile
+    largest = MemoryProfile.from_json(largest_over_ranks(asdict(replace(profile, blocks={})), step.group))
     return replace(largest, blocks=signatures)  # Experts that do not divide evenly have other shapes on other ranks.
 
 

@@ -83,15 +83,15 @@ def _best(
     last_visit = {segment.name: j for j, segment in enumerate(segments)}
     fronts: Mapping[_PlanState, _Front] = {_PlanState(frozenset(), (), 0): [_PartialPlan(0, 0.0, "", None)]}
     for j, segment in enumerate(segments):
-        found: defaultdict[_PlanState, _Front] = defaultdict(list)
+        front_by_state: defaultdict[_PlanState, _Front] = defaultdict(list)
         choice = _SegmentChoice(j, segment, boundary_tensors, budget, cost, last_visit[segment.name] > j)
         for state, front in fronts.items():
             for name, added in choice.allowed(state):
                 longer = [choice.extend(partial, state, name, added) for partial in front]
                 fitting = [partial for partial in longer if partial is not None]
                 for following in choice.next_states(state, name, added):
-                    found[following] += fitting
-        fronts = {state: _pruned(front, budget) for state, front in found.items()}
+                    front_by_state[following] += fitting
+        fronts = {state: _pruned(front, budget) for state, front in front_by_state.items()}
     ends = [partial for state, front in fronts.items() if state.prefetched_bytes <= 0 for partial in front]
     return min(ends, key=lambda partial: (partial.cost, partial.kept_bytes), default=None)
 
@@ -117,10 +117,10 @@ class _SegmentChoice:
     def extend(self, partial: _PartialPlan, state: _PlanState, name: str, added: StrategyCost) -> _PartialPlan | None:
         """Returns the longer plan, or None where it exceeds the budget."""
         segment, tensors = self.segment, self.boundary_tensors
-        held = state.held | set(added.holds)
+        held_tensors = state.held | set(added.holds)
         in_forward = segment.forward_bytes + partial.kept_bytes + added.forward_bytes
         in_backward = segment.backward_bytes + partial.kept_bytes + added.kept_bytes
-        in_backward += sum(tensors[index].num_bytes for index in held)
+        in_backward += sum(tensors[index].num_bytes for index in held_tensors)
         prefetched = max(0, state.prefetched_bytes)
         if added.prefetched_bytes:
             in_backward += max(added.backward_bytes, added.prefetch_peak_bytes + prefetched)
@@ -129,18 +129,20 @@ class _SegmentChoice:
         peak = max(in_forward, in_backward)
         if peak > self.budget:
             return None
-        closed_bytes = sum(tensors[index].num_bytes for index in held if tensors[index].last_reader <= self.j)
+        closed_bytes = sum(tensors[index].num_bytes for index in held_tensors if tensors[index].last_reader <= self.j)
         kept_bytes = partial.kept_bytes + added.kept_bytes + closed_bytes
         return _PartialPlan(kept_bytes, self.cost(partial.cost, added, peak), name, partial)
 
     def next_states(self, state: _PlanState, name: str, added: StrategyCost) -> list[_PlanState]:
         """Returns the state of the longer plan; two where it may be the last offloaded segment, or not."""
-        held = frozenset(i for i in state.held | set(added.holds) if self.boundary_tensors[i].last_reader > self.j)
+        held_tensors = frozenset(
+            i for i in state.held | set(added.holds) if self.boundary_tensors[i].last_reader > self.j
+        )
         others = [pair for pair in state.chosen if pair[0] != self.segment.name]
         is_open = self.comes_again and self.segment.is_block
         chosen = (*others, (self.segment.name, name)) if is_open else tuple(others)
         prefetched = [added.prefetched_bytes, -1] if added.prefetched_bytes else [state.prefetched_bytes]
-        return [_PlanState(held, chosen, each) for each in prefetched]
+        return [_PlanState(held_tensors, chosen, count) for count in prefetched]
 
 
 def _pruned(front: _Front, budget: int) -> _Front:
@@ -148,8 +150,8 @@ def _pruned(front: _Front, budget: int) -> _Front:
     if len(front) > MAX_FRONT and budget < UNLIMITED:
         unit = max(1, budget // MAX_FRONT)
         front = [partial._replace(kept_bytes=-(-partial.kept_bytes // unit) * unit) for partial in front]
-    kept: _Front = []
+    best: _Front = []
     for partial in sorted(front, key=lambda partial: (partial.kept_bytes, partial.cost)):
-        if not kept or partial.cost < kept[-1].cost:
-            kept.append(partial)
-    return kept
+        if not best or partial.cost < best[-1].cost:
+            best.append(partial)
+    return best

@@ -88,7 +88,7 @@ def _largest(values: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _largest([value[key] for value in values]) for key in first}
     if isinstance(first, list):
-        return [_largest(each) for each in zip(*values, strict=True)]
+        return [_largest(samples) for samples in zip(*values, strict=True)]
     return max(values) if isinstance(first, int | float) else first
 
 

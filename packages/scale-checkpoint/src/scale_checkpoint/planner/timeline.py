@@ -82,7 +82,7 @@ class Timeline:
     @property
     def peak_bytes(self) -> int:
         """The most at any one time."""
-        return max((each.peak_bytes for each in self.passes), default=0)
+        return max((trace.peak_bytes for trace in self.passes), default=0)
 
 
 def timeline(
@@ -119,14 +119,14 @@ def memory_state(boundary_tensors: Sequence[BoundaryTensor], chosen: Sequence[St
     held_tensors = [(boundary_tensors[index], holder) for index, holder in first_holder.items()]
     last_offloaded = max((j for j, cost in enumerate(chosen) if cost.prefetched_bytes), default=-1)
     state = MemoryState([], [], [])
-    kept = early = 0
+    kept_bytes = early = 0
     for j, cost in enumerate(chosen):
         passed = sum(tensor.num_bytes for tensor, _ in held_tensors if tensor.last_reader < j)
-        held = sum(tensor.num_bytes for tensor, holder in held_tensors if holder <= j)
-        state.forward.append(kept + passed)
-        state.backward.append(kept + cost.kept_bytes + held + (0 if cost.prefetched_bytes else early))
+        held_bytes = sum(tensor.num_bytes for tensor, holder in held_tensors if holder <= j)
+        state.forward.append(kept_bytes + passed)
+        state.backward.append(kept_bytes + cost.kept_bytes + held_bytes + (0 if cost.prefetched_bytes else early))
         state.prefetched.append(early if cost.prefetched_bytes else 0)
-        kept += cost.kept_bytes
+        kept_bytes += cost.kept_bytes
         if cost.prefetched_bytes:
             early = cost.prefetched_bytes if j < last_offloaded else 0
     return state

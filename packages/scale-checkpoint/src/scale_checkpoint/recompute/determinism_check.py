@@ -102,10 +102,10 @@ class DeterminismCheck:
 
     def step(self, operator: Any, result: Any, module: nn.Module) -> _Step:
         """Describes what an operator of a checkpointed module has returned."""
-        found = [each for each in results_of(result) if isinstance(each, Tensor)]
+        tensors = [value for value in results_of(result) if isinstance(value, Tensor)]
         results = tuple(
-            (tuple(t.shape), t.dtype, t.device, _checksum(t) if self.values and _has_values(t, place) else None)
-            for place, t in enumerate(found)
+            (tuple(t.shape), t.dtype, t.device, _checksum(t) if self.values and _has_values(t, index) else None)
+            for index, t in enumerate(tensors)
         )
         return _Step(self._inside[-1] if self._inside else self.name_of(module), str(operator), results)
 
@@ -167,12 +167,12 @@ class CompareOperators(TorchDispatchMode):
                 f"operator {number} was {then.operator} in '{then.module}' in the forward, and is {step.operator} in "
                 f"'{step.module}' now"
             )
-        for place, (old, new) in enumerate(zip(then.results, step.results, strict=True)):
+        for index, (old, new) in enumerate(zip(then.results, step.results, strict=True)):
             if old != new:
-                what = _describe(old) if old[:3] != new[:3] else f"{_describe(old)} of other values"
+                description = _describe(old) if old[:3] != new[:3] else f"{_describe(old)} of other values"
                 raise self._error(
-                    f"tensor {place} of operator {number}, {step.operator} in '{step.module}', was {what} in the "
-                    f"forward, and is {_describe(new)} now"
+                    f"tensor {index} of operator {number}, {step.operator} in '{step.module}', was {description} in "
+                    f"the forward, and is {_describe(new)} now"
                 )
 
 

@@ -69,8 +69,8 @@ class ModuleState:
         for part in self._parts:
             for name, buffer in part._buffers.items():
                 if buffer is not None:
-                    known = history.get(part)
-                    may_change = True if known is None else known.get((part.training, name), True)
+                    versions = history.get(part)
+                    may_change = True if versions is None else versions.get((part.training, name), True)
                     copy = _copy(buffer) if may_change else None
                     self._before.append(BufferBefore(part, name, buffer, _version(buffer), copy))
 
@@ -97,8 +97,8 @@ class ModuleState:
                 # What was replaced is still there as it was; what was changed in place is there as a copy.
                 before = buffer if copy is None else copy
                 self.changed.append(ChangedBuffer(part, name, before, now, _version(now)))
-            known = self._history.setdefault(part, {})
-            known[part.training, name] = has_changed or known.get((part.training, name), False)
+            versions = self._history.setdefault(part, {})
+            versions[part.training, name] = has_changed or versions.get((part.training, name), False)
         changed = {(change.module, change.name) for change in self.changed}
         self.unchanged = [
             (part, name)
@@ -133,7 +133,7 @@ class ModuleState:
         Raises:
             RuntimeError: A parameter or buffer was changed in place since the forward.
         """
-        found = []
+        changes = []
         for used in self.used:
             module, owner, name, tensor, version, requires_grad = used
             now = owner.get(name)
@@ -142,8 +142,8 @@ class ModuleState:
             if version >= 0 and tensor._version != version:
                 raise RuntimeError(_changed_in_place(used))
             if now is not tensor or tensor.requires_grad is not requires_grad:
-                found.append(used)
-        return found
+                changes.append(used)
+        return changes
 
 
 class RestoredState(AbstractContextManager[dict[int, Tensor]]):
@@ -176,12 +176,12 @@ class RestoredState(AbstractContextManager[dict[int, Tensor]]):
         self._changed: list[tuple[ChangedBuffer, Tensor, int, Tensor | None]] = []
         read: dict[int, Tensor] = {}
         for change, copy in zip(self._state.changed, copies, strict=True):
-            held = change.module._buffers.get(change.name)
-            self._changed.append((change, copy, _version(copy), held))
+            current = change.module._buffers.get(change.name)
+            self._changed.append((change, copy, _version(copy), current))
             change.module._buffers[change.name] = copy
-            is_as_left = held is change.after and _version(held) == change.version
-            if held is not None and is_as_left and not decides_results(change):
-                read[id(copy)] = held
+            is_as_left = current is change.after and _version(current) == change.version
+            if current is not None and is_as_left and not decides_results(change):
+                read[id(copy)] = current
         return read
 
     def __exit__(
@@ -191,10 +191,10 @@ class RestoredState(AbstractContextManager[dict[int, Tensor]]):
         mismatch = self._buffer_mismatch(has_stopped)
         for part, name, buffer in self._unchanged:
             part._buffers[name] = buffer
-        for change, _, _, held in self._changed:
-            change.module._buffers[change.name] = held
-        for (_, owner, name, tensor, _, _), held, requires_grad in self._held:
-            owner[name] = held
+        for change, _, _, current in self._changed:
+            change.module._buffers[change.name] = current
+        for (_, owner, name, tensor, _, _), current, requires_grad in self._held:
+            owner[name] = current
             if tensor.requires_grad is not requires_grad:
                 tensor.requires_grad = requires_grad
         for part, training in self._modes:
@@ -253,8 +253,8 @@ def _can_be_restored(then: Tensor, now: Tensor | None, is_buffer: bool) -> bool:
         return False
     if type(then) is Tensor:
         return True
-    alike = (now.shape, now.dtype, now.device) == (then.shape, then.dtype, then.device)
-    return alike and (type(then) is not nn.Parameter or _has_memory(then))
+    same_kind = (now.shape, now.dtype, now.device) == (then.shape, then.dtype, then.device)
+    return same_kind and (type(then) is not nn.Parameter or _has_memory(then))
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -281,10 +281,10 @@ def _copy(buffer: Tensor) -> Tensor:
 
 def _parts_of(module: nn.Module) -> Sequence[nn.Module]:
     """The module and all that it holds, each once; `modules()` in a form that costs little at every call."""
-    found, waiting = {id(module): module}, [module]
+    parts, waiting = {id(module): module}, [module]
     while waiting:
         for child in waiting.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
+            if child is not None and id(child) not in parts:
+                parts[id(child)] = child
                 waiting.append(child)
-    return list(found.values())
+    return list(parts.values())

@@ -68,12 +68,12 @@ class NamedOperators:
     def matches(self, operator: Any) -> bool:
         """Whether an operator is one of them, and can be kept."""
         # By identity, since torch's hash of an operator is slow; the operator is held, so that none takes its place.
-        found = self._found.get(id(operator))
-        if found is None:
+        is_match = self._found.get(id(operator))
+        if is_match is None:
             names = _full_name(operator), operator_name(operator)
             named = any(re.fullmatch(pattern, name) for pattern in self.patterns for name in names)
-            found = self._found[id(operator)] = named and can_be_saved(operator), operator
-        return found[0]
+            is_match = self._found[id(operator)] = named and can_be_saved(operator), operator
+        return is_match[0]
 
     def saves_result(self, operator: Any, args: tuple[Any, ...], result: Any) -> bool:
         """Whether it keeps this result of an operator that is one of them."""
@@ -187,14 +187,14 @@ def updated_statistics(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str
     """The running statistics that a norm updates, as it is called here; its schema does not name them."""
     if _argument(operator, "training", args, kwargs) is False:
         return []
-    found = (_argument(operator, name, args, kwargs) for name in ("running_mean", "running_var"))
-    return [each for each in found if isinstance(each, Tensor)]
+    statistics = (_argument(operator, name, args, kwargs) for name in ("running_mean", "running_var"))
+    return [value for value in statistics if isinstance(value, Tensor)]
 
 
 def _argument(operator: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if name in kwargs:
         return kwargs[name]
-    for place, argument in enumerate(operator._schema.arguments):
+    for position, argument in enumerate(operator._schema.arguments):
         if argument.name == name:
-            return args[place] if place < len(args) else argument.default_value
+            return args[position] if position < len(args) else argument.default_value
     return None

@@ -186,11 +186,11 @@ def run_recomputed(
     """Runs a module's bound forward so that autograd keeps its inputs alone; returns what it returns."""
     function: Callable[..., Any] = forward
     tensors: Sequence[Tensor] = args
-    rest = None
+    structure = None
     if kwargs or not all(isinstance(arg, Tensor) for arg in args):
-        tensors, rest = extract_tensors((args, kwargs))
-        function = _Nested(forward, (args, kwargs), rest)
-    call = _Call(module, function, rest, config, stats)
+        tensors, structure = extract_tensors((args, kwargs))
+        function = _Nested(forward, (args, kwargs), structure)
+    call = _Call(module, function, structure, config, stats)
     result = checkpoint(
         call, *tensors, use_reentrant=False, preserve_rng_state=False, determinism_check=config.determinism_check
     )
@@ -214,8 +214,8 @@ class _Nested:
         self._given: tuple[Any, Any] | None = given
 
     def __call__(self, *tensors: Tensor) -> Any:
-        given, self._given = self._given, None
-        args, kwargs = insert_tensors(self._rest, tensors) if given is None else given
+        inputs, self._given = self._given, None
+        args, kwargs = insert_tensors(self._rest, tensors) if inputs is None else inputs
         return self._forward(*args, **kwargs)
 
 
@@ -347,10 +347,10 @@ class _Call:
     def _unpack_for_function(self, packed: Any, unpack: Callable[[Any], Tensor]) -> Tensor:
         # torch gives each saved tensor away once. It lives as in the plain module: until autograd releases the node.
         backward = torch._C._current_graph_task_id()
-        found = self._unpacked.get(packed)
-        if found is None or found[0] != backward:
-            found = self._unpacked[packed] = backward, unpack(packed)
-        return found[1]
+        unpacked = self._unpacked.get(packed)
+        if unpacked is None or unpacked[0] != backward:
+            unpacked = self._unpacked[packed] = backward, unpack(packed)
+        return unpacked[1]
 
     def _recompute_hooks(self, to_the_end: bool, read: Mapping[int, Tensor]) -> saved_tensors_hooks:
         """Hooks around those of torch's recomputation; the backward reads `read[id(tensor)]` in a tensor's place."""
@@ -366,15 +366,17 @@ class _Call:
             is_result = tensor.grad_fn is not None or tensor.requires_grad or tensor._version or tensor._is_view()
             if not is_result and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
                 unwritten = current_operator()  # It may write to it yet: `rrelu` saves its noise, then draws it.
-            held = read.get(id(tensor), tensor)
-            held = held.detach() if held.requires_grad else held  # As torch would: this is what it holds.
-            version = held._version
-            if versions.setdefault(id(held), version) != version:
+            replacement = read.get(id(tensor), tensor)
+            replacement = (
+                replacement.detach() if replacement.requires_grad else replacement
+            )  # As torch would: this is what it holds.
+            version = replacement._version
+            if versions.setdefault(id(replacement), version) != version:
                 # Saved before, at another version; or the number is that of a tensor which is gone.
-                held = held.detach()
-                versions[id(held)] = version
+                replacement = replacement.detach()
+                versions[id(replacement)] = version
             try:
-                return pack(held)
+                return pack(replacement)
             except _StopRecomputationError:
                 if not to_the_end and unwritten != current_operator():
                     raise

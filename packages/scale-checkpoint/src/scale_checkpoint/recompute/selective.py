@@ -59,9 +59,9 @@ class SavedResults:
         """Keeps a result, a tensor or a tuple or list of such, and the values of statistics that its operator wrote."""
         self.operators.add(key[0])
         if statistics:
-            self._statistics[key] = [each.clone() for each in statistics]
-        self.results[key] = kept = _map(self._save_tensor, result)
-        for saved in _saved_in(kept):
+            self._statistics[key] = [statistic.clone() for statistic in statistics]
+        self.results[key] = stored = _map(self._save_tensor, result)
+        for saved in _saved_in(stored):
             self._by_storage.setdefault(saved.storage, []).append(saved)
 
     def watch(self, result: Any) -> None:

@@ -18,9 +18,9 @@ def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
     [{tensor([2.])}, 'as it is']
     """
     if type(container) in (list, tuple, set):
-        return type(container)(apply_to_tensors(fn, each) for each in container)
+        return type(container)(apply_to_tensors(fn, item) for item in container)
     if type(container) is dict:
-        return {key: apply_to_tensors(fn, each) for key, each in container.items()}
+        return {key: apply_to_tensors(fn, item) for key, item in container.items()}
     return map_tensors(fn, container)
 
 
@@ -48,9 +48,9 @@ def split_non_tensors(mixed: Any) -> tuple[tuple[Tensor, ...], dict[str, list[An
     """Returns the tensors of a tuple, and what says how to put the rest between them."""
     if isinstance(mixed, Tensor):
         return (mixed,), None
-    tensors = tuple(each for each in mixed if torch.is_tensor(each))
-    rest = [each for each in mixed if not torch.is_tensor(each)]
-    return tensors, {"is_tensor": [torch.is_tensor(each) for each in mixed], "objects": rest}
+    tensors = tuple(value for value in mixed if torch.is_tensor(value))
+    objects = [value for value in mixed if not torch.is_tensor(value)]
+    return tensors, {"is_tensor": [torch.is_tensor(value) for value in mixed], "objects": objects}
 
 
 def unpack_non_tensors(tensors: Sequence[Tensor], packed: dict[str, list[Any]] | None) -> tuple[Any, ...]:
@@ -61,8 +61,8 @@ def unpack_non_tensors(tensors: Sequence[Tensor], packed: dict[str, list[Any]] |
     assert len(tensors) + len(packed["objects"]) == len(packed["is_tensor"]), (
         "got an argument that split_non_tensors has not made"
     )
-    given, rest = iter(tensors), iter(packed["objects"])
-    return tuple(next(given) if is_tensor else next(rest) for is_tensor in packed["is_tensor"])
+    tensor_iter, object_iter = iter(tensors), iter(packed["objects"])
+    return tuple(next(tensor_iter) if is_tensor else next(object_iter) for is_tensor in packed["is_tensor"])
 
 
 __all__ = ["apply_to_tensors", "pack_kwargs", "split_non_tensors", "unpack_kwargs", "unpack_non_tensors"]

@@ -12,7 +12,7 @@ def find_module_instances(module: nn.Module, search_class: type[nn.Module]) -> l
     ['0.', '1.0.']
     """
     named = module.named_modules(remove_duplicate=False)
-    return [(f"{name}." if name else "", each) for name, each in named if isinstance(each, search_class)]
+    return [(f"{name}." if name else "", module) for name, module in named if isinstance(module, search_class)]
 
 
 def replace_by_prefix_(state_dict: dict[str, Any], old_prefix: str, new_prefix: str) -> None:

@@ -11,8 +11,8 @@ def torch_version(version: str = torch.__version__) -> tuple[int, ...]:
     >>> torch_version("2.13.0+cpu")
     (2, 13, 0)
     """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 __all__ = ["torch_version"]

@@ -112,7 +112,7 @@ class AdaScale(scale_adascale.AdaScale):
         super().add_param_group(param_group)
         estimates = self._state.estimates
         *old, added = estimates.groups
-        count = max(each.count for each in old)
+        count = max(state.count for state in old)
         if self._settings.debias or not count:
             return
         is_mean = (count + 1) * (1 - self.smoothing) < 1  # A mean begins with zeros, and an average with the gain 1.
@@ -141,9 +141,9 @@ class AdaScale(scale_adascale.AdaScale):
         """
         group = self._statistics.reducer._data
         assert group.size > 1, "Only for distributed training: the gradients of several ranks are compared"
-        own = self._gather_flat_grad().float()
-        by_rank = own.new_empty(group.size * own.numel())
-        all_gather(by_rank, own, group).wait()
+        grad = self._gather_flat_grad().float()
+        by_rank = grad.new_empty(group.size * grad.numel())
+        all_gather(by_rank, grad, group).wait()
         correlations = by_rank.view(group.size, -1).corrcoef()
         return correlations[torch.triu(torch.ones_like(correlations), diagonal=1) == 1].mean()
 

@@ -235,8 +235,8 @@ def _as_built_by(
         TypeError: It builds no optimizer.
         ValueError: It builds one with other groups than it was given.
     """
-    given = list(params)
-    groups = [dict(each) for each in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    listed = list(params)
+    groups = [dict(group) for group in listed] if listed and isinstance(listed[0], dict) else [{"params": listed}]
     probes = [{**group, "params": [nn.Parameter(torch.zeros(1, 1))]} for group in groups]
     built = build(probes, **default)
     if not isinstance(built, Optimizer):

@@ -180,10 +180,10 @@ class Bucket:
         share = uneven_inputs.active_share
         if share is not None and not share.weight:
             self.gradient.drop()
-        given = self.gradient.has_grad()
+        has_grad = self.gradient.has_grad()
         flat = self.gradient.take(self.device)
-        if given and gradient_hooks.local:
-            call_local_grad_hooks([self.params[i] for i in given], [self.view(i, flat) for i in given])
+        if has_grad and gradient_hooks.local:
+            call_local_grad_hooks([self.params[i] for i in has_grad], [self.view(i, flat) for i in has_grad])
         if share is not None and share.weight not in (0, 1):
             flat.mul_(share.weight)
         with record_function(f"scale_oss::reduce_scatter ({self.title})") if profiler_runs() else NO_RANGE:

@@ -80,11 +80,11 @@ class BucketAssigner:
         )
         with self._contract.waiting("the shards given to OSS"):
             shards = [param for group in groups for param in group["params"] if unit_shard_of(param) is not None]
-            known = gather_shards(shards, self._group, self._contract.limit_seconds)
+            gathered_shards = gather_shards(shards, self._group, self._contract.limit_seconds)
         keep_strides = params_with_ddp_strides(param for group in groups for param in group["params"])
         for number, group in enumerate(groups, first):
             placements.update(self._add_replicated(group, number, keep_strides))
-        placements.update(self._add_shards(known))
+        placements.update(self._add_shards(gathered_shards))
         for group in groups:
             self.placements.update((id(param), placements[id(param)]) for param in group["params"])
         return [
@@ -107,16 +107,16 @@ class BucketAssigner:
 
     def params_by_rank(self) -> list[set[int]]:
         """Returns, by rank, the `id`s of the parameters of which the rank updates a part."""
-        found: list[set[int]] = []
+        params_by_rank: list[set[int]] = []
         for rank in self._group.ranks:
             updated = set()
-            for key, place in self.placements.items():
-                ranks = place.group.ranks
-                member = ranks.index(rank) if place.group.size > 1 and rank in ranks else None
-                if place.group.size == 1 or (member is not None and place.ranges[member].numel):
+            for key, placement in self.placements.items():
+                ranks = placement.group.ranks
+                member = ranks.index(rank) if placement.group.size > 1 and rank in ranks else None
+                if placement.group.size == 1 or (member is not None and placement.ranges[member].numel):
                     updated.add(key)
-            found.append(updated)
-        return found
+            params_by_rank.append(updated)
+        return params_by_rank
 
     @on_local_tensors
     def _check(self, param: nn.Parameter, name: str) -> None:
@@ -138,17 +138,17 @@ class BucketAssigner:
     ) -> dict[int, StatePlacement]:
         """Puts neighbors of one dtype and device into buckets; returns the placements by `id`."""
         placements: dict[int, StatePlacement] = {}
-        alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+        indices_by_kind: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
         for index, param in enumerate(group["params"]):
             if unit_shard_of(param) is None:
-                alike.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
-        for indices in alike.values():
+                indices_by_kind.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
+        for indices in indices_by_kind.values():
             for run in group_from_the_end([group["params"][index].numel() for index in indices], self._bucket_numel):
-                members = [indices[place] for place in run]
+                members = [indices[index] for index in run]
                 names = [param_name(group, number, index) for index in members]
                 bucket = self._make_bucket([group["params"][index] for index in members], names, keep_strides)
                 self.replicated.append(bucket)
-                placements.update((id(place.param), place) for place in bucket.placements)
+                placements.update((id(placement.param), placement) for placement in bucket.placements)
         return placements
 
     def _make_bucket(
@@ -192,7 +192,7 @@ class BucketAssigner:
                     FullParamBucket([members[index] for index in run], its_owners, title, self._contract)
                 )
                 buckets.append(self.full_param[-1])
-        return {id(place.param): place for bucket in buckets for place in bucket.placements}
+        return {id(placement.param): placement for bucket in buckets for placement in bucket.placements}
 
     def _choose_owners(self, numels: Sequence[int], group: Group, trains: bool) -> list[int]:
         loads = self._loads_of(group, trains)
@@ -214,7 +214,7 @@ def params_with_ddp_strides(params: Iterable[Tensor]) -> set[Tensor]:
     if not strided:
         return set()
     # A parameter does not know its wrapper, which may be older than the import of this package.
-    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    wrappers = [wrapper for wrapper in gc.get_objects() if issubclass(type(wrapper), DistributedDataParallel)]
     return strided.intersection(param for wrapper in wrappers for param in wrapper.parameters())
 
 

@@ -68,12 +68,12 @@ class FullParamBucket:
     def prepare(self) -> None:
         """Checks which parameters have a gradient; changes nothing."""
         self._check_params()
-        given = [index for index, param in enumerate(self.params) if param.grad is not None]
-        if given != self._with_grad:  # The ranks compare whenever it changes.
-            has = set(given)
+        with_grad = [index for index, param in enumerate(self.params) if param.grad is not None]
+        if with_grad != self._with_grad:  # The ranks compare whenever it changes.
+            has = set(with_grad)
             lines = [f"'{p.name}' has {'a' if i in has else 'no'} gradient" for i, p in enumerate(self.placements)]
             self._contract.check_equal(f"the gradients that OSS steps with, in {self._title}", lines)
-            self._with_grad = given
+            self._with_grad = with_grad
 
     @on_local_tensors
     def gather_to_owners(self) -> bool:
@@ -114,11 +114,11 @@ class FullParamBucket:
         self.release()
         sizes = self._sizes_by_peer(self._with_grad), self._sizes_by_owner(self._with_grad)
         received = self._exchange("scatter to shards", self._with_grad, source, *sizes)
-        place = 0
+        offset = 0
         for index in self._by_owner(self._with_grad):
             param = self.params[index]
-            param.data.copy_(received[place : place + param.numel()].view(param.shape))
-            place += param.numel()
+            param.data.copy_(received[offset : offset + param.numel()].view(param.shape))
+            offset += param.numel()
         # Gathered copies are stale now, on all ranks alike, whatever a rank holds of them.
         increment_version([self.params[index] for index in self._with_grad])
 
@@ -178,12 +178,12 @@ class FullParamBucket:
             self.params, self.placements, self._pieces, self._built_as, strict=True
         ):
             shard = shard_of(param)
-            held = None if shard is None else Range(shard.start, shard.stop)
-            if held != pieces[self.group.rank] or (param.dtype, param.device) != (dtype, device):
+            local_range = None if shard is None else Range(shard.start, shard.stop)
+            if local_range != pieces[self.group.rank] or (param.dtype, param.device) != (dtype, device):
                 raise RuntimeError(
                     f"'{placement.name}' was {_describe(pieces[self.group.rank], dtype, device)} when OSS was built, "
-                    f"and is {_describe(held, param.dtype, param.device)} now: convert, move or shard the model first, "
-                    "then build OSS(model.parameters(), ...)"
+                    f"and is {_describe(local_range, param.dtype, param.device)} now: convert, move or shard the model "
+                    "first, then build OSS(model.parameters(), ...)"
                 )
 
 
@@ -205,9 +205,9 @@ def _unallocated(shard: ShardedParam) -> nn.Parameter:
 
     Each has its own storage, aligned as any tensor's: libraries may compute otherwise from another alignment.
     """
-    whole = torch.empty(shard.shape, dtype=shard.param.dtype, device=shard.param.device)
-    whole.untyped_storage().resize_(0)
-    full = nn.Parameter(whole)
+    full_size = torch.empty(shard.shape, dtype=shard.param.dtype, device=shard.param.device)
+    full_size.untyped_storage().resize_(0)
+    full = nn.Parameter(full_size)
     copy_attributes(shard.param, full)
     return full
 

@@ -80,12 +80,12 @@ def assign_whole(
     """
     numels = [math.prod(shape) for shape in shapes]
     aligned = [-(-numel // alignment) * alignment for numel in numels]
-    offsets, place = [0] * len(names), 0
+    offsets, position = [0] * len(names), 0
     for rank in range(world_size):
         for index, owner in enumerate(owners):
             if owner == rank:
-                offsets[index] = place
-                place += aligned[index]
+                offsets[index] = position
+                position += aligned[index]
     sizes = tuple(
         sum(n for n, owner in zip(aligned, owners, strict=True) if owner == rank) for rank in range(world_size)
     )
@@ -114,11 +114,11 @@ def choose_owners(numels: Sequence[int], world_size: int, loads: Sequence[int] =
     >>> choose_owners([7, 3, 2, 2], world_size=2)
     [0, 1, 1, 1]
     """
-    held = list(loads) or [0] * world_size
+    load_by_rank = list(loads) or [0] * world_size
     owners = [0] * len(numels)
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
-        owners[index] = min(range(world_size), key=lambda rank: held[rank])
-        held[owners[index]] += max(1, numels[index])
+        owners[index] = min(range(world_size), key=lambda rank: load_by_rank[rank])
+        load_by_rank[owners[index]] += max(1, numels[index])
     return owners
 
 
@@ -132,7 +132,7 @@ def group_from_the_end(numels: Sequence[int], bucket_numel: int) -> list[list[in
     """
     last = len(numels) - 1
     buckets = group_in_buckets(numels[::-1], bucket_numel)
-    return [[last - place for place in reversed(members)] for members in reversed(buckets)]
+    return [[last - index for index in reversed(members)] for members in reversed(buckets)]
 
 
 def group_in_rounds(numels: Sequence[int], owners: Sequence[int], bucket_numel: int) -> list[list[int]]:
@@ -145,9 +145,9 @@ def group_in_rounds(numels: Sequence[int], owners: Sequence[int], bucket_numel: 
     """
     rounds: list[list[int]] = []
     for owner in sorted(set(owners)):
-        own = [index for index, its_owner in enumerate(owners) if its_owner == owner]
-        for number, run in enumerate(group_in_buckets([numels[index] for index in own], bucket_numel)):
+        owned = [index for index, its_owner in enumerate(owners) if its_owner == owner]
+        for number, run in enumerate(group_in_buckets([numels[index] for index in owned], bucket_numel)):
             if number == len(rounds):
                 rounds.append([])
-            rounds[number] += [own[place] for place in run]
+            rounds[number] += [owned[index] for index in run]
     return [sorted(members) for members in rounds]

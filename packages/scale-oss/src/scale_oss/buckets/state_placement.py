@@ -49,7 +49,7 @@ class StatePlacement:
         if self.owner is not None:
             return self.stepped if self.group.rank == self.owner else None
         # A parameter without elements has its state, too: where tensors are cut, on every rank.
-        return self.stepped if self.local_range.numel or not any(held.numel for held in self.ranges) else None
+        return self.stepped if self.local_range.numel or not any(span.numel for span in self.ranges) else None
 
     @property
     def local_range(self) -> Range:
@@ -59,7 +59,7 @@ class StatePlacement:
     def first_holder(self) -> int:
         if self.owner is not None:
             return self.owner
-        return next((rank for rank, held in enumerate(self.ranges) if held.numel), 0)
+        return next((rank for rank, span in enumerate(self.ranges) if span.numel), 0)
 
 
 class ShardedParam(NamedTuple):
@@ -73,12 +73,12 @@ class ShardedParam(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return sum(held.numel for held in self.ranges)
+        return sum(span.numel for span in self.ranges)
 
     @property
     def holder(self) -> int | None:
         """The rank that holds all of it; None where it is divided."""
-        return next((rank for rank, held in enumerate(self.ranges) if held.numel == self.numel), None)
+        return next((rank for rank, span in enumerate(self.ranges) if span.numel == self.numel), None)
 
 
 def sharding_group(shard: Shard, within: Group | None) -> Group:
@@ -106,24 +106,24 @@ def ranks_of_shards(params: Sequence[nn.Parameter]) -> Group:
     """Returns the ranks between which these are sharded, if all are shards over the same ones, or else all ranks."""
     shards = [unit_shard_of(param) for param in params]
     groups = {None if shard is None else sharding_group(shard, None) for shard in shards}
-    found = groups.pop() if len(groups) == 1 else None
-    return group_of() if found is None else found
+    shard_group = groups.pop() if len(groups) == 1 else None
+    return group_of() if shard_group is None else shard_group
 
 
 def gather_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: float) -> list[ShardedParam]:
     """Returns what all ranks hold of these shards; all ranks call it together, with the same parameters."""
     shards = [unit_shard_of(param) for param in params]
-    known = [shard for shard in shards if shard is not None]
-    assert len(known) == len(params), "asked of a parameter that is no shard"
-    groups = [sharding_group(shard, within) for shard in known]
+    local_shards = [shard for shard in shards if shard is not None]
+    assert len(local_shards) == len(params), "asked of a parameter that is no shard"
+    groups = [sharding_group(shard, within) for shard in local_shards]
     ranges: dict[int, tuple[Range, ...]] = {}
     for group in dict.fromkeys(groups):
-        members = [number for number, each in enumerate(groups) if each == group]
-        held_by_rank = _gather_ranges([known[number] for number in members], group, limit_seconds)
+        members = [number for number, other_group in enumerate(groups) if other_group == group]
+        held_by_rank = _gather_ranges([local_shards[number] for number in members], group, limit_seconds)
         ranges.update(zip(members, held_by_rank, strict=True))
     return [
         ShardedParam(param, shard.name, shard.shape, groups[number], ranges[number])
-        for number, (param, shard) in enumerate(zip(params, known, strict=True))
+        for number, (param, shard) in enumerate(zip(params, local_shards, strict=True))
     ]
 
 
@@ -153,21 +153,21 @@ def _gather_ranges(shards: Sequence[Shard], group: Group, limit_seconds: float) 
         return [_fake_ranges(shard, group) for shard in shards]
     record = [number for shard in shards for number in (shard.start, shard.stop)]
     rows = exchange(record, group, limit_seconds=limit_seconds)
-    found = []
+    ranges_by_shard = []
     for index, shard in enumerate(shards):
-        held = tuple(Range(row[2 * index], row[2 * index + 1]) for row in rows)
-        place = 0
-        for start, stop in sorted(each for each in held if each.numel):
-            if start != place:
+        ranges = tuple(Range(row[2 * index], row[2 * index + 1]) for row in rows)
+        offset = 0
+        for start, stop in sorted(span for span in ranges if span.numel):
+            if start != offset:
                 break
-            place = stop
-        if place != shard.numel:
+            offset = stop
+        if offset != shard.numel:
             raise ValueError(
                 f"OSS: expected the ranks to hold each of the {shard.numel} elements of '{shard.name}' once, but they "
-                f"hold {[list(each) for each in held]}"
+                f"hold {[list(span) for span in ranges]}"
             )
-        found.append(held)
-    return found
+        ranges_by_shard.append(ranges)
+    return ranges_by_shard
 
 
 def _fake_ranges(shard: Shard, group: Group) -> tuple[Range, ...]:

@@ -35,8 +35,8 @@ def module_fqns(stage: nn.Module) -> dict[str, str]:
         if inner is not None and inner in module._modules:
             hidden.add(f"{path}.{inner}".lstrip("."))
         parent, _, last = path.rpartition(".")
-        known = fqns.get(parent, "")
-        fqns[path] = known if path in hidden else f"{known}.{last}".lstrip(".") if path else ""
+        prefix = fqns.get(parent, "")
+        fqns[path] = prefix if path in hidden else f"{prefix}.{last}".lstrip(".") if path else ""
     return fqns
 
 
@@ -51,9 +51,9 @@ class ModelFQNs:
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         positions: dict[str, int] = {}  # of modules, in the order of the model, which each split stage has
-        found: dict[str, str] = {}
+        first_names: dict[str, str] = {}
         self.first_stages: dict[str, int] = {}  # by first name, the first stage that holds the tensor
-        known: dict[int, str] = {}
+        name_by_id: dict[int, str] = {}
         self.top_level: set[str] = set()  # first parts of all names, those of non-persistent buffers included
         for index, stage in enumerate(stages):
             fqns = module_fqns(stage)
@@ -63,12 +63,12 @@ class ModelFQNs:
                 positions.setdefault(fqn, len(positions))
             for listed, value in stage.state_dict(keep_vars=True).items():
                 name = original_fqn(fqns, listed)
-                first = known.setdefault(id(value), name) if isinstance(value, Tensor) else name
-                found.setdefault(name, first)
+                first = name_by_id.setdefault(id(value), name) if isinstance(value, Tensor) else name
+                first_names.setdefault(name, first)
                 self.first_stages.setdefault(first, index)
-        in_order = sorted(found, key=lambda name: positions.get(name.rpartition(".")[0], 0))
-        self.first_names = {name: found[name] for name in in_order}  # each with the first name of the same tensor
-        self.top_level |= {name.partition(".")[0] for name in found}
+        in_order = sorted(first_names, key=lambda name: positions.get(name.rpartition(".")[0], 0))
+        self.first_names = {name: first_names[name] for name in in_order}  # each with the first name of the same tensor
+        self.top_level |= {name.partition(".")[0] for name in first_names}
 
 
 def check_stage_memory(stages: Sequence[nn.Module], placement: StagePlacement) -> None:
@@ -185,14 +185,14 @@ class StageModuleView(nn.Module):
         """
         if not target:
             return self
-        found: list[nn.Module] = []
+        modules: list[nn.Module] = []
         for stage in self.stages.values():
             paths = [path for path, fqn in module_fqns(stage).items() if fqn == target]
-            found += [stage.get_submodule(path) for path in paths[-1:]]  # The innermost, without its wrappers.
-        for module in found:  # Before a placeholder for a module of another stage, which holds nothing.
+            modules += [stage.get_submodule(path) for path in paths[-1:]]  # The innermost, without its wrappers.
+        for module in modules:  # Before a placeholder for a module of another stage, which holds nothing.
             if any(True for _ in chain(module.parameters(), module.buffers())):
                 return module
-        return self._lookup(target, {target: found[0]} if found else {})
+        return self._lookup(target, {target: modules[0]} if modules else {})
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """Returns a parameter by its name in the original model.
@@ -241,14 +241,14 @@ class StageModuleView(nn.Module):
             args: `destination`, `prefix`, `keep_vars`, as torch has them.
             kwargs: The same by keyword.
         """
-        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
-        prefix, found = given.get("prefix", ""), given.get("destination")
-        found = {} if found is None else found
+        arguments = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        prefix, destination = arguments.get("prefix", ""), arguments.get("destination")
+        destination = {} if destination is None else destination
         for stage in self.stages.values():
             fqns = module_fqns(stage)
-            for listed, value in stage.state_dict(keep_vars=given.get("keep_vars", False)).items():
-                found[prefix + original_fqn(fqns, listed)] = value
-        return found
+            for listed, value in stage.state_dict(keep_vars=arguments.get("keep_vars", False)).items():
+                destination[prefix + original_fqn(fqns, listed)] = value
+        return destination
 
     def _gather_full(self, local: Mapping[str, Any], rank: int, channel: P2PChannel, placement: StagePlacement) -> Any:
         """The state dicts of all ranks on the first one's host, in the model's order; {} on others. Raises P2PError."""
@@ -257,19 +257,19 @@ class StageModuleView(nn.Module):
             name: value.detach().to("cpu", copy=rank == 0) if isinstance(value, Tensor) else value
             for name, value in local.items()
         }
-        found: dict[str, Any] = {}
+        full_state: dict[str, Any] = {}
         for other, slot in enumerate(state_slots(placement), start=1):
             if rank == 0:
                 channel.post_receive(slot, other)
                 message = channel.receive(slot, other)
                 assert isinstance(message, Payload)
-                found.update(unpack(message.structure, message.tensors))
+                full_state.update(unpack(message.structure, message.tensors))
             elif rank == other:
                 channel.send(slot, 0, Payload(*pack(on_host), WHOLE))
         channel.wait_sends()
-        found.update(on_host)
-        known = {name: found.pop(name) for name in self._fqns.first_names if name in found}
-        return {**known, **found} if rank == 0 else {}
+        full_state.update(on_host)
+        renamed = {name: full_state.pop(name) for name in self._fqns.first_names if name in full_state}
+        return {**renamed, **full_state} if rank == 0 else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's part of a state dict of the original model, whole or of this rank alone.
@@ -286,9 +286,9 @@ class StageModuleView(nn.Module):
         missing = []
         for index, stage in self.stages.items():
             fqns = module_fqns(stage)
-            wanted = {listed: original_fqn(fqns, listed) for listed in stage.state_dict(keep_vars=True)}
-            parts[index] = {listed: state_dict[name] for listed, name in wanted.items() if name in state_dict}
-            missing += [name for name in wanted.values() if name not in state_dict]
+            requested = {listed: original_fqn(fqns, listed) for listed in stage.state_dict(keep_vars=True)}
+            parts[index] = {listed: state_dict[name] for listed, name in requested.items() if name in state_dict}
+            missing += [name for name in requested.values() if name not in state_dict]
         unexpected = [name for name in state_dict if name not in self._fqns.first_names]
         if strict and (missing or unexpected):
             differences = [f"missing: {', '.join(missing)}"] * bool(missing)
@@ -304,12 +304,12 @@ class StageModuleView(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Where the pipeline is a part of another module that loads: gives its children the names that they have."""
         names = self._fqns.first_names
-        whole = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
+        stage_state = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
         for index, stage in self.stages.items():
             fqns = module_fqns(stage)
             for listed in stage.state_dict(keep_vars=True):
-                if (name := original_fqn(fqns, listed)) in whole:
-                    state_dict[f"{prefix}{_STAGE}{index}.{listed}"] = whole[name]
+                if (name := original_fqn(fqns, listed)) in stage_state:
+                    state_dict[f"{prefix}{_STAGE}{index}.{listed}"] = stage_state[name]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -33,16 +33,16 @@ def gather_spans(timed: TimedPass, group: Group, limit_seconds: float | None) ->
 
     Ranks on several machines are aligned as well as the clocks of these.
     """
-    mine = [[str(span.action), span.start, span.end] for span in local_spans(timed, group.rank)]
-    texts = exchange_text(json.dumps([timed.wall_clock, mine]), group, limit_seconds=limit_seconds)
+    local_rows = [[str(span.action), span.start, span.end] for span in local_spans(timed, group.rank)]
+    texts = exchange_text(json.dumps([timed.wall_clock, local_rows]), group, limit_seconds=limit_seconds)
     rows = [json.loads(text) for text in texts]
     first = min((start + origin for origin, spans in rows for _, start, _ in spans), default=0.0)
-    found = [
+    timed_actions = [
         TimedAction(rank, Action.parse(text), origin + start - first, origin + end - first)
         for rank, (origin, spans) in enumerate(rows)
         for text, start, end in spans
     ]
-    return tuple(sorted(found, key=lambda span: (span.start, span.end, span.rank)))
+    return tuple(sorted(timed_actions, key=lambda span: (span.start, span.end, span.rank)))
 
 
 def costs_from_spans(spans: Iterable[TimedAction], num_stages: int, link: float | Sequence[float] = 0.0) -> Costs:
@@ -53,7 +53,7 @@ def costs_from_spans(spans: Iterable[TimedAction], num_stages: int, link: float 
     times: dict[tuple[Kind, int], list[float]] = {}
     for span in spans:
         times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
-    means = {key: sum(found) / len(found) for key, found in times.items()}
+    means = {key: sum(samples) / len(samples) for key, samples in times.items()}
     halves = [means.get((Kind.BACKWARD, stage), 0.0) / 2 for stage in range(num_stages)]
     forward = [means.get((Kind.FORWARD, stage), 0.0) for stage in range(num_stages)]
     inputs = [means.get((Kind.INPUT_GRADIENT, stage), half) for stage, half in enumerate(halves)]
@@ -69,17 +69,17 @@ def measure_link_times(
     As many bytes as an activation of the last pass in `channel` are sent there and back, one link after the other; the
     shortest round trip counts. Raises P2PError or TransferError if a rank did not come.
     """
-    found = {}
-    for stage, (there, back) in probe_slots(placement).items():
-        here, peer = placement.rank_of[stage], placement.rank_of[stage + 1]
-        if group.rank == here:
+    link_times = {}
+    for stage, (send_slot, back) in probe_slots(placement).items():
+        rank, peer = placement.rank_of[stage], placement.rank_of[stage + 1]
+        if group.rank == rank:
             num_bytes = channel.num_bytes(Slot(Flow.ACTIVATION, "", stage, stage + 1, 0))
-            found[stage] = min(_round_trip(channel, there, back, peer, num_bytes) for _ in range(_ROUNDS)) / 2
+            link_times[stage] = min(_round_trip(channel, send_slot, back, peer, num_bytes) for _ in range(_ROUNDS)) / 2
         elif group.rank == peer:
             for _ in range(_ROUNDS):
-                _echo(channel, there, back, here)
-    rows = [json.loads(text) for text in exchange_text(json.dumps(found), group, limit_seconds=limit_seconds)]
-    times = {int(stage): seconds for own in rows for stage, seconds in own.items()}
+                _echo(channel, send_slot, back, rank)
+    rows = [json.loads(text) for text in exchange_text(json.dumps(link_times), group, limit_seconds=limit_seconds)]
+    times = {int(stage): seconds for row in rows for stage, seconds in row.items()}
     return [times.get(stage, 0.0) for stage in range(placement.num_stages - 1)]
 
 
@@ -126,7 +126,7 @@ def solve_on_first_rank(
         except ValueError as error:
             text, cause = json.dumps(["", str(error)]), error
     limit = None if limit_seconds is None else limit_seconds + _SEARCH_SECONDS
-    found, refused = json.loads(exchange_text(text, group, limit_seconds=limit)[0])
+    answer, refused = json.loads(exchange_text(text, group, limit_seconds=limit)[0])
     if refused:
         raise ValueError(f"no schedule was found; {schedule.name} stays: {refused}") from cause
-    return Schedule.from_json(found)
+    return Schedule.from_json(answer)

@@ -361,7 +361,10 @@ def build_channels(
     """Builds this rank's programs and channels without any communication; `pipeline_id` makes tags its own."""
     programs = build_programs(schedule, cross_stage)
     by_kind = {StepKind.STEP: programs, StepKind.EVALUATION: [forward_only(tasks) for tasks in programs]}
-    own = {kind: RankProgram(each, group.rank, schedule.num_stages, cross_stage) for kind, each in by_kind.items()}
+    rank_programs = {
+        kind: RankProgram(kind_schedule, group.rank, schedule.num_stages, cross_stage)
+        for kind, kind_schedule in by_kind.items()
+    }
     slots = [task.slot for tasks in programs for task in tasks if isinstance(task, Send)]
     slots += [slot for pair in probe_slots(schedule.placement).values() for slot in pair]
     slots += microbatch_grad_slots(schedule.placement, cross_stage.shared, schedule.num_micro_batches)
@@ -370,4 +373,4 @@ def build_channels(
     tags = [UNIT_TAGS[(first + index) % len(UNIT_TAGS)] for index in range(len(slots) + len(on_host))]
     p2p = P2PChannel(group, dict(zip(slots, tags, strict=False)), device, limit_seconds)
     host = P2PChannel(group, dict(zip(on_host, tags[len(slots) :], strict=True)), HOST, limit_seconds)
-    return RankChannels(own, p2p, host)
+    return RankChannels(rank_programs, p2p, host)

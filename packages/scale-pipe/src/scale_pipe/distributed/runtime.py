@@ -124,9 +124,9 @@ class PassRuntime:
         self._post_receives(1)
         self._inbox[slot] = self._receive(slot)
         if p2p.received_kind != self._kind:
-            theirs, peer = StepKind(p2p.received_kind), self._program.source_ranks[slot]
-            self._record(errors.mismatched_pass(self._kind, theirs, rank=self._rank, stage=slot.target, peer=peer))
-            self._program, p2p.pass_kind = self.channels.programs[theirs], theirs
+            peer_kind, peer = StepKind(p2p.received_kind), self._program.source_ranks[slot]
+            self._record(errors.mismatched_pass(self._kind, peer_kind, rank=self._rank, stage=slot.target, peer=peer))
+            self._program, p2p.pass_kind = self.channels.programs[peer_kind], peer_kind
 
     # Transfers.
 
@@ -218,16 +218,17 @@ class PassRuntime:
 
     def _forward(self, action: Action, arrived: Mapping[str, Payload], chunk_size: ChunkSize) -> Mapping[str, Payload]:
         _, number, micro_batch = action
-        given = self.inputs.arguments.get(number)
-        if given is not None and given.total is not None and given.total != chunk_size.total:
+        arguments = self.inputs.arguments.get(number)
+        if arguments is not None and arguments.total is not None and arguments.total != chunk_size.total:
             raise ValueError(
-                f"stage {number} was given inputs of {given.total} samples, but the mini-batch has {chunk_size.total}: "
+                f"stage {number} was given inputs of {arguments.total} samples, but the mini-batch has "
+                f"{chunk_size.total}: "
                 "give every stage inputs of the same samples"
             )
         is_last = number == self._program.num_stages - 1
         sent, result = self._stages[number].forward(
             micro_batch,
-            _NO_ARGUMENTS if given is None else given.by_micro_batch[micro_batch],
+            _NO_ARGUMENTS if arguments is None else arguments.by_micro_batch[micro_batch],
             arrived,
             chunk_size,
             reduces=self._last_backwards.get(number) == micro_batch,
@@ -262,7 +263,7 @@ class PassRuntime:
                 reduces=self._last_backwards.get(number) == micro_batch,
             )
         # A single gradient is packed as itself: a list would be pickled.
-        trees = {name: found[0] if len(found) == 1 else found for name, found in gradients.items()}
+        trees = {name: grads[0] if len(grads) == 1 else grads for name, grads in gradients.items()}
         return {name: Payload(*pack(tree), chunk_size) for name, tree in trees.items()}
 
     def _loss_grad(self, loss: Tensor, micro_batch: int) -> Tensor:
@@ -313,7 +314,7 @@ class PassRuntime:
         wrappers = [stage.wrappers for stage in self._stages.values() if stage.wrappers is not None]
         # Replicas wait in each of these for this rank, which says so there where it has failed.
         calls: list[Callable[..., None]] = [partial(self._shared.sum_grads, payloads)]
-        calls += [each.reduce_deferred for each in wrappers]
+        calls += [wrapper.reduce_deferred for wrapper in wrappers]
         for call in calls:
             try:
                 call(failed=self.failure is not None, limit_seconds=self._limit)
@@ -338,14 +339,14 @@ class PassRuntime:
         """Records an exception of this rank."""
         kind, stage, micro_batch = action
         sources = {slot.name: slot.source for slot in self._program.inputs.get(action, ())}
-        given = [(f"stage {sources[name]}", payload) for name, payload in (arrived or {}).items()]
+        payloads = [(f"stage {sources[name]}", payload) for name, payload in (arrived or {}).items()]
         failure = errors.failure_from_error(
             error,
             rank=self._rank,
             stage=stage,
             micro_batch=micro_batch,
             action=errors.ACTION_NAMES[kind],
-            arrived=given if kind is Kind.FORWARD else (),
+            arrived=payloads if kind is Kind.FORWARD else (),
         )
         self.cause = self.cause or error
         self._record(failure)

@@ -117,16 +117,18 @@ class Stage:
             self._begun = True
             for norm in self._batch_norms:
                 norm.begin_mini_batch(chunk_size.num_micro_batches)
-        aliases = {name: [input_alias(t) if trains else t for t in each.tensors] for name, each in arrived.items()}
-        trees = {name: unpack(each.structure, aliases[name]) for name, each in arrived.items()}
+        aliases = {
+            name: [input_alias(t) if trains else t for t in payload.tensors] for name, payload in arrived.items()
+        }
+        trees = {name: unpack(payload.structure, aliases[name]) for name, payload in arrived.items()}
         with ExitStack() as stack:
             if self.wrappers is not None:
                 stack.enter_context(self.wrappers.no_sync(skip_reduce=trains and not reduces))
             if self._checkpoint == "except_last" and micro_batch == chunk_size.num_micro_batches - 1:
                 stack.enter_context(disable_checkpointing())
             output, stashed = self._call(given, trees)
-        for name, each in arrived.items():
-            for leaf, alias in zip(each.tensors, aliases[name], strict=True):
+        for name, arrival in arrived.items():
+            for leaf, alias in zip(arrival.tensors, aliases[name], strict=True):
                 # The stage before may have kept the same memory for its backward.
                 if alias is not leaf and alias._version:
                     increment_version(leaf)
@@ -146,7 +148,7 @@ class Stage:
             roots[name] = [get_gradient_edge(tensor) for tensor in tensors if trains and tensor.requires_grad]
             sent[name] = Payload(structure, [self._detach(tensor) for tensor in tensors], chunk_size)
         if trains:
-            leaves = {name: [t for t in each.tensors if t.requires_grad] for name, each in arrived.items()}
+            leaves = {name: [t for t in payload.tensors if t.requires_grad] for name, payload in arrived.items()}
             self._graphs[micro_batch] = _MicroBatchGraph(leaves, roots)
         return sent, result
 
@@ -179,8 +181,8 @@ class Stage:
                 continue
             structure, tensors, _ = arrived[name]
             # Where each root has a gradient of its own, the tensors of the list are the list.
-            given = tensors if len(tensors) == len(roots) else unpack(structure, tensors)
-            gradients += given if isinstance(given, list) else [given]
+            grads = tensors if len(tensors) == len(roots) else unpack(structure, tensors)
+            gradients += grads if isinstance(grads, list) else [grads]
         assert len(gradients) == sum(map(len, graph.roots.values()))
         leaves = [leaf for group in graph.leaves.values() for leaf in group]
         backward = Backward([root for roots in graph.roots.values() for root in roots], leaves, splits=self._splits)
@@ -189,10 +191,10 @@ class Stage:
         with ExitStack() as stack:
             if self.wrappers is not None:
                 stack.enter_context(self.wrappers.no_sync(skip_reduce=not reduces))
-            found = iter(backward.run_inputs(gradients) if inputs_only else backward.run(gradients))
+            input_grads = iter(backward.run_inputs(gradients) if inputs_only else backward.run(gradients))
         if inputs_only:
             self._pending_weights[micro_batch] = backward
-        return {name: [next(found) for _ in range(length)] for name, length in lengths.items()}
+        return {name: [next(input_grads) for _ in range(length)] for name, length in lengths.items()}
 
     def weight_gradients(self, micro_batch: int) -> None:
         """Computes the gradients of the parameters that `backward` has left."""
@@ -204,11 +206,11 @@ class Stage:
         A buffer is copied: the next micro-batch may change it before this one is sent, or looked at. So is a view that
         nobody may change in place, since autograd would not notice it if the next stage did so to its memory.
         """
-        own = tensor.detach()
-        is_buffer = bool(self._buffer_memory) and _memory(own) in self._buffer_memory
+        detached = tensor.detach()
+        is_buffer = bool(self._buffer_memory) and _memory(detached) in self._buffer_memory
         if is_buffer or (tensor._is_view() and compat.forbids_in_place(tensor)):
-            own = own.clone()
-        return own.requires_grad_(tensor.requires_grad)
+            detached = detached.clone()
+        return detached.requires_grad_(tensor.requires_grad)
 
     def discard(self) -> None:
         """Drops all micro-batches of an aborted step, and gradients that wait in wrappers."""

@@ -192,8 +192,8 @@ class StepLoop:
         self._recorder.publish()
         lines = [text, "What each rank did last:"]
         lost = cause if isinstance(cause, TransferError) else None
-        gone = None if lost is None else lost.gone
-        lines += [f"  rank {rank}: {events}" for rank, events in self._recorder.dump_all_ranks(gone).items()]
+        lost_rank = None if lost is None else lost.gone
+        lines += [f"  rank {rank}: {events}" for rank, events in self._recorder.dump_all_ranks(lost_rank).items()]
         self._broken = "\n".join([*lines, f"The process group can't be used any more: {recovery_hint()}"])
         raise ScaleDistributedError(
             self._broken,

@@ -35,20 +35,20 @@ def install_collectors(model: nn.Module) -> None:
 def collecting() -> Iterator[dict[str, list[Any]]]:
     """Yields a dict that holds, at the end of the context, what was appended to the lists in it."""
     lists = _lists()
-    lengths = {key: len(found) for key, found in lists.items()}
+    lengths = {key: len(outputs) for key, outputs in lists.items()}
     added: dict[str, list[Any]] = {}
     yield added
-    added.update({key: found[lengths[key] :] for key, found in lists.items() if len(found) > lengths[key]})
+    added.update({key: outputs[lengths[key] :] for key, outputs in lists.items() if len(outputs) > lengths[key]})
 
 
 def add_collected(added: Collected) -> None:
     """Appends to the lists what a module has appended on its own stage."""
-    for key, found in _lists().items() if added else ():
-        found += added.get(key, ())
+    for key, outputs in _lists().items() if added else ():
+        outputs += added.get(key, ())
 
 
 def _lists() -> dict[str, list[Any]]:
     """Returns the lists of the innermost forward that collects anything."""
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     lists = None if collector is None else collector.get()
-    return {key: found for key, found in (lists or {}).items() if isinstance(found, list)}
+    return {key: outputs for key, outputs in (lists or {}).items() if isinstance(outputs, list)}

@@ -63,18 +63,20 @@ def plan_cuts(model: nn.Module, cuts: Sequence[str], hold: Mapping[str, int | Se
     items = list(_items(model))
     positions = {item.name: position for position, item in enumerate(items)}
     starts = _check_cuts(model, items, positions, cuts)
-    given = _check_hold(hold or {}, positions, len(cuts) + 1, cuts)
+    stages_by_name = _check_hold(hold or {}, positions, len(cuts) + 1, cuts)
 
     def stages_of(position: int) -> tuple[int, ...]:
         for ancestor in _with_ancestors(items[position].name):
-            if ancestor in given:
-                return given[ancestor]
+            if ancestor in stages_by_name:
+                return stages_by_name[ancestor]
         return (sum(start <= position for start in starts),)
 
-    split_modules = {""} | {above for name in (*cuts, *given) for above in _with_ancestors(name) if above != name}
+    split_modules = {""} | {
+        above for name in (*cuts, *stages_by_name) for above in _with_ancestors(name) if above != name
+    }
     by_module: dict[str, set[tuple[int, ...]]] = {}
     for position, item in enumerate(items):
-        if item.holds or item.name in given:
+        if item.holds or item.name in stages_by_name:
             for ancestor in _with_ancestors(item.name):
                 by_module.setdefault(ancestor, set()).add(stages_of(position))
     split_modules |= {
@@ -124,8 +126,8 @@ def _with_ancestors(name: str) -> Iterator[str]:
 def _check_cuts(
     model: nn.Module, items: Sequence[_Item], positions: Mapping[str, int], cuts: Sequence[str]
 ) -> list[int]:
-    given: object = cuts
-    if isinstance(cuts, str) or not isinstance(given, Sequence) or not all(isinstance(cut, str) for cut in cuts):
+    argument: object = cuts
+    if isinstance(cuts, str) or not isinstance(argument, Sequence) or not all(isinstance(cut, str) for cut in cuts):
         raise TypeError(f'cuts are a list of names, as ["blocks.4", "blocks.8"], but got {cuts!r}')
     names = [item.name for item in items if item.module is not None and item.name]
     starts: list[int] = []
@@ -142,9 +144,9 @@ def _check_cuts(
             )
         if starts and positions[cut] <= starts[-1]:
             before = cuts[index - 1]
-            what = "is named twice" if cut == before else f"is registered before {before!r}"
+            problem = "is named twice" if cut == before else f"is registered before {before!r}"
             ordered = [name for name in names if name in cuts]
-            raise ValueError(f"cuts are in the order of the model, but {cut!r} {what}; write {ordered}")
+            raise ValueError(f"cuts are in the order of the model, but {cut!r} {problem}; write {ordered}")
         starts.append(positions[cut])
     return starts
 
@@ -154,7 +156,7 @@ def _check_hold(
 ) -> dict[str, tuple[int, ...]]:
     if not isinstance(hold, Mapping):
         raise TypeError(f'hold gives the stage of each name, as {{"head": 0}}, but got {hold!r}')
-    given: dict[str, tuple[int, ...]] = {}
+    stages_by_name: dict[str, tuple[int, ...]] = {}
     for name, numbers in hold.items():
         if name not in positions or not name:
             hint = did_you_mean(name, filter(None, positions))  # "" is the model itself.
@@ -172,5 +174,5 @@ def _check_hold(
             raise ValueError(
                 f"hold[{name!r}] would move the cut at {within[0]!r}; hold smaller modules, or cut elsewhere"
             )
-        given[name] = stages
-    return given
+        stages_by_name[name] = stages
+    return stages_by_name

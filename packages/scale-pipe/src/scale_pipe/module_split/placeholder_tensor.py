@@ -50,7 +50,7 @@ class PlaceholderTensor(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, origin: str, device: torch.device | str, is_parameter: bool = False) -> Self:
-        made: Self = torch.Tensor._make_wrapper_subclass(
+        wrapper: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -58,8 +58,8 @@ class PlaceholderTensor(Tensor):
             dtype=meta.dtype,
             device=torch.device(device),
         )
-        made.meta, made.origin, made.is_parameter, made.resolved = meta, origin, is_parameter, None
-        return made
+        wrapper.meta, wrapper.origin, wrapper.is_parameter, wrapper.resolved = meta, origin, is_parameter, None
+        return wrapper
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PlaceholderTensor({list(self.meta.shape)}, {self.meta.dtype}, from {self.origin})"
@@ -161,10 +161,12 @@ def _check_needs_no_values(
         )
     if not func._schema.is_mutable:
         return
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | {**kwargs}
+    arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | {
+        **kwargs
+    }
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tensors_in(given.get(argument.name)) if written else ():
+        for tensor in tensors_in(arguments.get(argument.name)) if written else ():
             if not isinstance(tensor, PlaceholderTensor):
                 raise PlaceholderTensorError(
                     f"{func._schema.name} would write the values of a tensor from {first.origin}, which are on another "

@@ -199,7 +199,7 @@ class Replay:
             )
         self._begun = True
         sent, sent_spec = pytree.tree_flatten(self._input.call)
-        here, here_spec = pytree.tree_flatten(local)
+        local_leaves, here_spec = pytree.tree_flatten(local)
         same_structure = sent_spec == here_spec
         for index, leaf in enumerate(sent):
             if leaf is NotForwarded.VALUE:
@@ -208,9 +208,9 @@ class Replay:
                         f"an argument of {self._begin!r} is no tensor and no plain value, so each stage takes its own, "
                         f"but on stage {self._stage} the call has other arguments than on the stage before"
                     )
-                sent[index] = here[index]
+                sent[index] = local_leaves[index]
             elif same_structure:
-                self._resolve_with(here[index], leaf)
+                self._resolve_with(local_leaves[index], leaf)
         arguments: CallArguments = pytree.tree_unflatten(sent, sent_spec)
         return arguments
 

@@ -102,8 +102,8 @@ def _stage(model: nn.Module, forward: StageForward) -> nn.Module:
     for hooks in FORWARD_HOOKS:  # These get the model's inputs or outputs, which only one stage has.
         first = hooks == "_forward_pre_hooks"
         if forward.stage != (0 if first else forward.plan.num_stages - 1):
-            kept = ((key, hook) for key, hook in vars(model)[hooks].items() if is_for_each_part(hook))
-            vars(stage)[hooks] = OrderedDict(kept)
+            hooks_of_parts = ((key, hook) for key, hook in vars(model)[hooks].items() if is_for_each_part(hook))
+            vars(stage)[hooks] = OrderedDict(hooks_of_parts)
     forward.bind(stage)
     return stage
 
@@ -195,4 +195,4 @@ def shared_parameters(stages: Sequence[nn.Module]) -> list[list[tuple[int, str]]
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             places.setdefault(id(parameter), []).append((number, name))
-    return [found for found in places.values() if len({number for number, _ in found}) > 1]
+    return [calls for calls in places.values() if len({number for number, _ in calls}) > 1]

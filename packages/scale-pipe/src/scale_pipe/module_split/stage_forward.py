@@ -54,10 +54,10 @@ class StageForward:
             passed = inputs if self.pass_on is None else self._passed_inputs(module, inputs)
             return Replay(self.plan, 0, self._device(module, inputs), inputs=inputs, passed_inputs=passed).run(forward)
         if len(args) != 1 or not isinstance(args[0], StageOutput):
-            given = ", ".join([*(type(arg).__name__ for arg in args), *kwargs]) or "nothing"
+            description = ", ".join([*(type(arg).__name__ for arg in args), *kwargs]) or "nothing"
             raise TypeError(
                 f"stage {self.stage} takes what stage {self.stage - 1} returns, one StageOutput, and the model's own "
-                f"arguments by keyword, but got {given}; other arguments go to stage 0"
+                f"arguments by keyword, but got {description}; other arguments go to stage 0"
             )
         for parameter in self._resolved_parameters:
             parameter.resolved = None
@@ -67,15 +67,15 @@ class StageForward:
 
     def _device(self, module: nn.Module, given: Any) -> torch.device:
         """Returns the device of the stage's parameters, or else of its buffers, or of what it is given."""
-        found = None if self._first is None else self._first[0]._parameters.get(self._first[1])
-        if found is None:
+        param = None if self._first is None else self._first[0]._parameters.get(self._first[1])
+        if param is None:
             parameters = (
                 (part, key) for part in module.modules() for key, p in part._parameters.items() if p is not None
             )
             self._first = next(parameters, None)
-            found = None if self._first is None else self._first[0]._parameters[self._first[1]]
-        if found is not None:
-            return found.device
+            param = None if self._first is None else self._first[0]._parameters[self._first[1]]
+        if param is not None:
+            return param.device
         tensors: Iterator[Tensor] = chain(module.buffers(), tensors_in(given))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 

@@ -35,7 +35,7 @@ def resolve_devices(devices: Iterable[Device] | None, balance: Sequence[int] | N
         return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
     if isinstance(devices, str | torch.device) or not isinstance(devices, Iterable):
         raise TypeError(f"devices are a list, one for each partition, but got {devices!r}: write devices=[{devices!r}]")
-    return [_device(place, device) for place, device in enumerate(devices)]
+    return [_device(index, device) for index, device in enumerate(devices)]
 
 
 def _device(place: int, given: Device) -> torch.device:
@@ -49,9 +49,9 @@ def _device(place: int, given: Device) -> torch.device:
     if is_there and (accelerator is None or device.type != accelerator.type):
         return device  # Of another type: a copy to it raises if it is not there.
     if not is_there or (device.index or 0) >= count:
-        found = "no accelerators" if accelerator is None else f"{count} of the type {accelerator.type!r}"
+        available = "no accelerators" if accelerator is None else f"{count} of the type {accelerator.type!r}"
         raise ValueError(
-            f"there is no device {given!r}, as devices[{place}] names it: this process sees {found}, and the CPU, "
+            f"there is no device {given!r}, as devices[{place}] names it: this process sees {available}, and the CPU, "
             'which may be given several times: devices=["cpu", "cpu"]'
         )
     is_numbered = device != torch.device(device.type)

@@ -161,12 +161,12 @@ class Pipeline:
     ) -> list[tuple[Arguments, dict[SkipKey, Any]]]:
         tasks = []
         for task in cycle:
-            runner, given, popped = self._runners[task.partition], inputs[task.micro_batch], dict[SkipKey, Any]()
+            runner, layer_input, popped = self._runners[task.partition], inputs[task.micro_batch], dict[SkipKey, Any]()
             if self._skips:
                 if runner.starts_in_place:
-                    portals.check_not_overwritten(task.micro_batch, given)
+                    portals.check_not_overwritten(task.micro_batch, layer_input)
                 popped = portals.pop(*task)
-            tasks.append((runner.device, partial(self._run_task, task, runner.fetch, given, popped)))
+            tasks.append((runner.device, partial(self._run_task, task, runner.fetch, layer_input, popped)))
         return self._workers.run(tasks)
 
     def _compute(
@@ -177,10 +177,10 @@ class Pipeline:
         is_cut: bool,
     ) -> list[Result]:
         tasks = []
-        for task, (given, popped) in zip(cycle, fetched, strict=True):
+        for task, (layer_input, popped) in zip(cycle, fetched, strict=True):
             runner = self._runners[task.partition]
             options = task.micro_batch < num_checkpointed, is_cut and task.partition == 0
-            tasks.append((runner.device, partial(self._run_task, task, runner.run, given, popped, *options)))
+            tasks.append((runner.device, partial(self._run_task, task, runner.run, layer_input, popped, *options)))
         return self._workers.run(tasks)
 
     def _run_task(self, task: Task, function: Callable[..., R], *args: Any) -> R:

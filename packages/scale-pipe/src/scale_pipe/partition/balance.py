@@ -161,19 +161,19 @@ def best_balance(
     best = block_partition([sum(layer) for layer in times], partitions)
     least, seen = makespan(_costs(times, best, link)), {tuple(best)}
     while True:
-        found = None
+        improved = None
         for balance in _neighbors(best):
             if tuple(balance) in seen:
                 continue
             if len(seen) >= max_balances:
-                return found or best
+                return improved or best
             seen.add(tuple(balance))
             time = makespan(_costs(times, balance, link))
             if time < least * (1 - 1e-9):
-                least, found = time, balance
-        if found is None:
+                least, improved = time, balance
+        if improved is None:
             return best
-        best = found
+        best = improved
 
 
 def _neighbors(balance: Sequence[int]) -> list[list[int]]:

@@ -58,7 +58,7 @@ def _most_even(sums: list[int], num_blocks: int, limit: int) -> list[int]:
     least: list[int | None] = [0, *[None] * length]
     starts: list[list[int]] = []
     for block in range(1, num_blocks + 1):
-        found: list[int | None] = [None] * (length + 1)
+        cuts: list[int | None] = [None] * (length + 1)
         begins = [0] * (length + 1)
         for end in range(block, length - num_blocks + block + 1):
             for start in range(end - 1, block - 2, -1):
@@ -68,10 +68,10 @@ def _most_even(sums: list[int], num_blocks: int, limit: int) -> list[int]:
                 before = least[start]
                 if before is None:
                     continue
-                total, best = before + cost * cost, found[end]
+                total, best = before + cost * cost, cuts[end]
                 if best is None or total < best:
-                    found[end], begins[end] = total, start
-        least = found
+                    cuts[end], begins[end] = total, start
+        least = cuts
         starts.append(begins)
     sizes, end = [], length
     for begins in reversed(starts):

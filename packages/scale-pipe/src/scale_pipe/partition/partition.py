@@ -34,17 +34,17 @@ class Partition(nn.Sequential):
 
 def run_layers(layers: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs layers, the first of which may take any arguments; errors get a note on the layer and its arguments."""
-    given = Arguments(args, dict(kwargs))
+    arguments = Arguments(args, dict(kwargs))
     for name, layer in layers._modules.items():
         assert layer is not None
         try:
-            given = Arguments((layer(*given.args, **given.kwargs),), {})
+            arguments = Arguments((layer(*arguments.args, **arguments.kwargs),), {})
         except Exception as error:  # In a recomputation as well, where no traceback says which layer it is.
             error.add_note(
-                f"in layer {name!r} of the pipeline, a {type(layer).__name__}, given {describe_arguments(given)}"
+                f"in layer {name!r} of the pipeline, a {type(layer).__name__}, given {describe_arguments(arguments)}"
             )
             raise
-    return given.args[0]
+    return arguments.args[0]
 
 
 def describe_layers(module: nn.Module) -> str:
@@ -83,13 +83,13 @@ def partition(
             f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(numbers)}); name "
             f"some of them several times, or take a balance of {len(devices)} numbers"
         )
-    own = [torch.device(device) for device in devices[: len(numbers)]]
+    stage_devices = [torch.device(device) for device in devices[: len(numbers)]]
     modules = slice_layers(module, numbers)
-    _check_tensors(modules, own, move)
+    _check_tensors(modules, stage_devices, move)
     if move:
-        for part, device in zip(modules, own, strict=True):
+        for part, device in zip(modules, stage_devices, strict=True):
             part.to(device)
-    return Partitions(modules, numbers, own)
+    return Partitions(modules, numbers, stage_devices)
 
 
 def slice_layers(module: nn.Sequential, numbers: Iterable[int]) -> list[Partition]:
@@ -145,9 +145,9 @@ def check_balance(balance: Iterable[int] | None, num_layers: int, num_devices: i
         raise ValueError(
             f"a balance is needed: how many of the {num_layers} layers each partition has; {_hint(num_devices)}"
         )
-    given: object = balance
-    if not isinstance(given, Iterable):
-        partitions = given if isinstance(given, int) and given > 0 else num_devices
+    argument: object = balance
+    if not isinstance(argument, Iterable):
+        partitions = argument if isinstance(argument, int) and argument > 0 else num_devices
         raise TypeError(
             f"a balance is a list, how many layers each partition has, but is {balance!r}; {_hint(partitions)}"
         )

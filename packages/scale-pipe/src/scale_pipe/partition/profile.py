@@ -92,8 +92,8 @@ def profile_stages(
     for number, stage in enumerate(stages):
         device = _device_of(stage, (inputs.args, dict(inputs.kwargs)))
         with _noting_errors(f"stage {number}", stage), preserve_state(stage):
-            found, inputs = _measure_times(stage, inputs, device, seconds / len(stages))
-        times.append(found)
+            stage_times, inputs = _measure_times(stage, inputs, device, seconds / len(stages))
+        times.append(stage_times)
     forward, input_gradient, weight_gradient = zip(*times, strict=True)
     return Costs.measured(forward, input_gradient, weight_gradient, link)
 
@@ -102,9 +102,9 @@ def layer_times(
     module: nn.Sequential, sample: Any, seconds: float = 1.0, device: torch.device | str | int | None = None
 ) -> list[StageTimes]:
     """Measures each layer in training mode, as a copy on the device (None: the module's); see `balance_by_time`."""
-    each = seconds / len(module)
+    layer_seconds = seconds / len(module)
     return _measure_layers(
-        module, sample, device, lambda layer, inputs, place: _measure_times(layer, inputs, place, each)
+        module, sample, device, lambda layer, inputs, place: _measure_times(layer, inputs, place, layer_seconds)
     )
 
 
@@ -120,14 +120,14 @@ def _measure_layers(
     measure: Callable[[nn.Module, _Inputs, torch.device], tuple[T, _Inputs]],
 ) -> list[T]:
     """Measures a copy of each layer in training mode on the output of the one before, one at a time."""
-    place = _device_of(module, sample) if device is None else torch.device(device)
-    devices = [place] if place.type != "cpu" else []
-    with torch.random.fork_rng(devices, device_type=place.type if devices else "cuda"):
-        inputs = _Inputs((map_tensors(lambda tensor: tensor.to(place), sample),), {}, {})
+    target_device = _device_of(module, sample) if device is None else torch.device(device)
+    devices = [target_device] if target_device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=target_device.type if devices else "cuda"):
+        inputs = _Inputs((map_tensors(lambda tensor: tensor.to(target_device), sample),), {}, {})
         results = []
         for name, layer in module.named_children():
             with _noting_errors(f"layer {name!r}", layer):
-                result, inputs = measure(training_copy(layer, place), inputs, place)
+                result, inputs = measure(training_copy(layer, target_device), inputs, target_device)
             results.append(result)
     return results
 
@@ -152,9 +152,9 @@ def _measure_bytes(module: nn.Module, inputs: _Inputs, device: torch.device) -> 
     live = LiveMemory(device)
     with torch.enable_grad(), live:
         output, stashed = run_with_skips(module, copies.skips, *copies.args)
-    found = LayerBytes(live.current_bytes, storage_bytes(list(module.parameters())))
+    layer_bytes = LayerBytes(live.current_bytes, storage_bytes(list(module.parameters())))
     live.close()
-    return found, _next_inputs(module, inputs, output, stashed)
+    return layer_bytes, _next_inputs(module, inputs, output, stashed)
 
 
 def _measure_times(

@@ -74,13 +74,13 @@ class Action(NamedTuple):
         Raises:
             ValueError: It is no action.
         """
-        found = re.fullmatch(r"(S(?=\d)|F|I|W|B|SA|RA|SG|RG)(\d+)(?:\.(\d+))?", text)
-        if found is None or (found[3] is None) != (found[1] == Kind.STEP.value):
+        match = re.fullmatch(r"(S(?=\d)|F|I|W|B|SA|RA|SG|RG)(\d+)(?:\.(\d+))?", text)
+        if match is None or (match[3] is None) != (match[1] == Kind.STEP.value):
             raise ValueError(
                 f"expected an action such as F2.5 (kind, stage, micro-batch; kinds F, I, W, B, SA, RA, SG, RG) or S2, "
                 f"but got {text!r}"
             )
-        return cls(Kind(found[1]), int(found[2]), EVERY_MICRO_BATCH if found[3] is None else int(found[3]))
+        return cls(Kind(match[1]), int(match[2]), EVERY_MICRO_BATCH if match[3] is None else int(match[3]))
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.stage}" + f".{self.micro_batch}" * (self.kind is not Kind.STEP)

@@ -88,8 +88,8 @@ class Problem:
 
     def action(self, code: int) -> Action:
         """Returns the action of a code."""
-        kind, rest = divmod(code, self.size)
-        return Action(KINDS[kind], *divmod(rest, self.num_micro_batches))
+        kind, remainder = divmod(code, self.size)
+        return Action(KINDS[kind], *divmod(remainder, self.num_micro_batches))
 
     def orders(self, codes: Codes) -> list[list[Action]]:
         """Returns by rank the actions of codes."""
@@ -97,13 +97,15 @@ class Problem:
 
     def codes(self, orders: Orders) -> Codes:
         """Returns by rank the codes of actions; a backward becomes its two gradients."""
-        found: Codes = []
+        codes_of_rank: Codes = []
         for order in orders:
-            found.append([])
+            codes_of_rank.append([])
             for kind, stage, micro_batch in order:
                 numbers = (1, 2) if kind is Kind.BACKWARD else (KINDS.index(kind),)
-                found[-1] += [number * self.size + stage * self.num_micro_batches + micro_batch for number in numbers]
-        return found
+                codes_of_rank[-1] += [
+                    number * self.size + stage * self.num_micro_batches + micro_batch for number in numbers
+                ]
+        return codes_of_rank
 
 
 def evaluate(problem: Problem, codes: Codes) -> list[float]:
@@ -175,8 +177,8 @@ def list_schedule(problem: Problem, priorities: Sequence[float], patience: float
                 if priorities[code] < priority and now + durations[code] * patience < next_arrival:
                     best, priority = code, priorities[code]
         if best >= 0:
-            kind, rest = divmod(best, size)
-            num_done[kind][rest // num_micro_batches] += 1
+            kind, remainder = divmod(best, size)
+            num_done[kind][remainder // num_micro_batches] += 1
             room[rank] += kind - 1  # A forward takes a place, a weight gradient frees one.
             orders[rank].append(best)
             end = arrivals[best] = now + durations[best]

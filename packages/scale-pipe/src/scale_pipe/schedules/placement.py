@@ -85,9 +85,9 @@ class StagePlacement:
     @property
     def shape(self) -> str:
         """`loop`, `V`, `wave`, or `ranks 0 1 0` where it is none of these."""
-        rounds, rest = divmod(self.num_stages, self.num_ranks)
-        if not rest and self == StagePlacement.loop(self.num_ranks, rounds):
+        rounds, remainder = divmod(self.num_stages, self.num_ranks)
+        if not remainder and self == StagePlacement.loop(self.num_ranks, rounds):
             return "loop"
-        if not rest and self == StagePlacement.wave(self.num_ranks, rounds):
+        if not remainder and self == StagePlacement.wave(self.num_ranks, rounds):
             return "V" if rounds == 2 else "wave"
         return f"ranks {' '.join(map(str, self.rank_of))}"

@@ -68,8 +68,8 @@ def get_schedule(
 
 def classic_schedules(num_ranks: int, num_stages: int, num_micro_batches: int) -> Iterator[Schedule]:
     """Yields the schedules with a name that have this number of stages, whatever their placement."""
-    stages_per_rank, rest = divmod(num_stages, num_ranks)
-    if not rest:
+    stages_per_rank, remainder = divmod(num_stages, num_ranks)
+    if not remainder:
         for name, build_looped in _LOOPED.items():
             if stages_per_rank > 1 or name == "gpipe":  # With one stage, others are GPipe and 1F1B.
                 yield build_looped(num_ranks, num_micro_batches, stages_per_rank)

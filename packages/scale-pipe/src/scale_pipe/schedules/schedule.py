@@ -85,9 +85,11 @@ class Schedule:
             ValueError: It is no schedule, or one of another format.
         """
         try:
-            found = content["format"]
-            if found != FORMAT:
-                raise ValueError(f"expected a schedule of format {FORMAT}, but got format {found!r}; build it again")
+            file_format = content["format"]
+            if file_format != FORMAT:
+                raise ValueError(
+                    f"expected a schedule of format {FORMAT}, but got format {file_format!r}; build it again"
+                )
             return cls(
                 name=str(content["name"]),
                 placement=StagePlacement(tuple(map(int, content["rank_of_stage"]))),

@@ -93,16 +93,16 @@ def caps_by_rank(memory_cap: float | Sequence[float] | None, num_ranks: int) -> 
 def _check_rank(schedule: Schedule, rank: int) -> None:
     """Checks that each action is in the list of its rank once, and no other, and comes after what it needs there."""
     expected = dict.fromkeys(_expected_actions(schedule, rank))
-    found: set[Action] = set()
+    seen_actions: set[Action] = set()
     for action in schedule.actions[rank]:
         for part in _parts(action):
             if part not in expected:
                 raise ScheduleError(_misplaced_reason(schedule, rank, action), rank, action)
-            if part in found:
+            if part in seen_actions:
                 raise ScheduleError("is here a second time; each action is done once in a step", rank, action)
-            found.add(part)
+            seen_actions.add(part)
     for action in expected:
-        if action not in found:
+        if action not in seen_actions:
             raise ScheduleError("is missing; build_schedule(...) adds transfers and steps", rank, action)
     done: set[Action] = set()
     for action in schedule.actions[rank]:

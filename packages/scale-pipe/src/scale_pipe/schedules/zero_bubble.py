@@ -128,8 +128,8 @@ def _best_list_schedule(name: str, num_ranks: int, num_micro_batches: int, cap: 
         for priorities, patience in priority_rules(assumed):
             codes, makespan = list_schedule(assumed, priorities, patience)
             assert makespan < inf
-            if (found := (max(evaluate(equal, codes)), max(evaluate(usual, codes)))) < best:
-                best, orders = found, codes
+            if (makespans := (max(evaluate(equal, codes)), max(evaluate(usual, codes)))) < best:
+                best, orders = makespans, codes
     return build_schedule(name, placement, num_micro_batches, equal.orders(orders))
 
 

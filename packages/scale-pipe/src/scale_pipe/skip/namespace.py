@@ -69,14 +69,14 @@ class DeclaredSkips(NamedTuple):
 
 def namespaces_of(module: nn.Module) -> dict[str, Namespace]:
     """Returns by name the namespaces of a module's isolated names."""
-    found: dict[str, Namespace] = module.__dict__.get("_skip_namespaces", {})
-    return found
+    namespaces: dict[str, Namespace] = module.__dict__.get("_skip_namespaces", {})
+    return namespaces
 
 
 def declared_skips(module: nn.Module) -> DeclaredSkips | None:
     """Returns the names of a module itself; None if it is not skippable."""
-    found: DeclaredSkips | None = getattr(type(module), "_declared_skips", None)
-    return found
+    declared: DeclaredSkips | None = getattr(type(module), "_declared_skips", None)
+    return declared
 
 
 def skip_key(module: nn.Module, name: str) -> SkipKey:

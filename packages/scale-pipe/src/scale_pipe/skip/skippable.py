@@ -50,11 +50,11 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     declared = DeclaredSkips(_names("@skippable: stash", stash), _names("@skippable: pop", pop))
 
     def decorate(cls: type[M]) -> type[M]:
-        given: object = cls
-        if not (isinstance(given, type) and issubclass(given, nn.Module)):
+        argument: object = cls
+        if not (isinstance(argument, type) and issubclass(argument, nn.Module)):
             raise TypeError(f"@skippable: expected a class derived from torch.nn.Module, got {cls!r}")
-        made: Any = cls
-        plain = made.forward
+        skippable_class: Any = cls
+        plain = skippable_class.forward
         # A forward that calls that of a skippable base class may leave it to that one to stash and pop.
         is_first = getattr(cls, "_declared_skips", None) is None
 
@@ -67,7 +67,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
                 check_all_used(self, set(declared.stash), set(declared.pop))
             return output
 
-        made.forward, made.isolate, made._declared_skips = forward, _isolate, declared
+        skippable_class.forward, skippable_class.isolate, skippable_class._declared_skips = forward, _isolate, declared
         return cls
 
     return decorate
@@ -76,11 +76,11 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 def _names(title: str, names: Iterable[str]) -> tuple[str, ...]:
     if isinstance(names, str):
         raise TypeError(f'{title} takes a list of names, got {names!r}: write {title.split()[-1]}=["{names}"]')
-    found = tuple(names)
-    for name in found:
+    skip_names = tuple(names)
+    for name in skip_names:
         if not isinstance(name, str):
             raise TypeError(f"{title} takes names, got {name!r}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(skip_names))
 
 
 def _isolate(self: nn.Module, namespace: Namespace, *, only: Iterable[str] | None = None) -> nn.Module:

@@ -31,17 +31,17 @@ def linear_with_grad_all_reduce(
     compute = product_dtype(input, [weight])
     if group.size == 1 or not input.requires_grad:
         return input, F.linear(input, weight, bias)
-    found: tuple[Tensor, Tensor] = apply(
+    outputs: tuple[Tensor, Tensor] = apply(
         _LinearWithGradAllReduce, group, input, weight.to(compute), None if bias is None else bias.to(compute)
     )
-    return found
+    return outputs
 
 
 def linear_all_reduce(input: Tensor, weight: Tensor, group: Group, pieces: int) -> Tensor:
     """Multiplies [..., features of this rank] and sums over the ranks, `pieces` of the rows one after the other."""
     compute = product_dtype(input, [weight])
-    found: Tensor = apply(_LinearAllReduce, group, pieces, input.to(compute), weight.to(compute))
-    return found
+    output: Tensor = apply(_LinearAllReduce, group, pieces, input.to(compute), weight.to(compute))
+    return output
 
 
 class _LinearWithGradAllReduce(RegionEntry):

@@ -64,12 +64,12 @@ def chunk_ranges(sizes: tuple[int, ...], pieces: int, turn: int) -> tuple[ChunkR
         >>> [[tuple(chunk) for chunk in chunk_ranges((5, 2), 2, turn)] for turn in range(2)]
         [[(0, 3), (5, 1)], [(3, 2), (6, 1)]]
     """
-    found, first = [], 0
+    ranges, first = [], 0
     for size in sizes:
         lengths = even_sizes(size, pieces)
-        found.append(ChunkRange(first + sum(lengths[:turn]), lengths[turn]))
+        ranges.append(ChunkRange(first + sum(lengths[:turn]), lengths[turn]))
         first += size
-    return tuple(found)
+    return tuple(ranges)
 
 
 def all_gather_chunks(chunks: SequenceChunks, part: Tensor, act: Callable[[ChunkRange, Tensor], None]) -> None:
@@ -90,23 +90,23 @@ def reduce_scatter_chunks(chunks: SequenceChunks, like: Tensor, act: Callable[[C
     """
     group, shape = chunks.group, tuple(like.shape)
     rounds = [_start_scatter(chunks, like, turn, act) for turn in range(chunks.pieces)] if group.size > 1 else []
-    own = like.new_empty(chunks.shape(shape, chunks.own.length))
+    output = like.new_empty(chunks.shape(shape, chunks.own.length))
     if chunks.own.length:
-        act(chunks.own, own)  # While the summands are being sent.
+        act(chunks.own, output)  # While the summands are being sent.
     for turn, pending in enumerate(rounds):
         received, chunk = pending.wait(), chunk_ranges(chunks.sizes, chunks.pieces, turn)[group.rank]
-        here = chunks.at(own, ChunkRange(chunk.start - chunks.own.start, chunk.length))
-        others = list(received.view(group.size - 1, *here.shape))
-        here.copy_(sum_in_rank_order([*others[: group.rank], here, *others[group.rank :]]))
-    return own
+        target = chunks.at(output, ChunkRange(chunk.start - chunks.own.start, chunk.length))
+        others = list(received.view(group.size - 1, *target.shape))
+        target.copy_(sum_in_rank_order([*others[: group.rank], target, *others[group.rank :]]))
+    return output
 
 
 def _start_gather(chunks: SequenceChunks, part: Tensor, turn: int) -> PendingTensor:
     group, row = chunks.group, chunks.row_numel(part)
     ranges = chunk_ranges(chunks.sizes, chunks.pieces, turn)
     numels = [chunk.length * row for chunk in ranges]
-    own = ranges[group.rank]
-    piece = chunks.at(part, ChunkRange(own.start - chunks.own.start, own.length)).reshape(-1)
+    local_range = ranges[group.rank]
+    piece = chunks.at(part, ChunkRange(local_range.start - chunks.own.start, local_range.length)).reshape(-1)
     tag = call_tag("piece to all", turn, chunks.dim, chunks.sizes, part.dtype, chunks.shape(tuple(part.shape), 0))
     uneven = numels if len(set(numels)) > 1 else None
     work = all_gather(part.new_empty(sum(numels)), piece.contiguous(), group, sizes=uneven, tag=tag)
@@ -118,8 +118,8 @@ def _received_pieces(
 ) -> Iterator[tuple[ChunkRange, Tensor]]:
     """The others' pieces of a round."""
     ranges = chunk_ranges(chunks.sizes, chunks.pieces, turn)
-    found = pending.wait().split([chunk.length * chunks.row_numel(part) for chunk in ranges])
-    for rank, (chunk, flat) in enumerate(zip(ranges, found, strict=True)):
+    pieces = pending.wait().split([chunk.length * chunks.row_numel(part) for chunk in ranges])
+    for rank, (chunk, flat) in enumerate(zip(ranges, pieces, strict=True)):
         if rank != chunks.group.rank and chunk.length:
             yield chunk, flat.view(chunks.shape(tuple(part.shape), chunk.length))
 
@@ -148,9 +148,9 @@ def to_rows(tensor: Tensor) -> Tensor:
 def matmul_into(rows: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Fills `out` [..., outputs] with [rows, features] times [features, outputs], and a bias."""
     into = out.view(rows.shape[0], factor.shape[1]) if out.is_contiguous() else None
-    found = torch.mm(rows, factor, out=into) if bias is None else torch.addmm(bias, rows, factor, out=into)
+    product = torch.mm(rows, factor, out=into) if bias is None else torch.addmm(bias, rows, factor, out=into)
     if into is None:
-        out.copy_(found.view(out.shape))
+        out.copy_(product.view(out.shape))
 
 
 def product_dtype(input: Tensor, weights: Sequence[Tensor]) -> torch.dtype:

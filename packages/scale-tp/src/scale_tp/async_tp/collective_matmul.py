@@ -115,12 +115,12 @@ def linear_scatter(
     ranks = tensor_parallel_group(process_group)
     check_size("pieces", pieces, 1)
     dim = check_sequence_dim("linear_scatter", "dim", input.shape, dim)
-    known = tuple(check_sizes(input.shape[dim], ranks, sizes))
-    record_lengths(ranks, known)
+    lengths = tuple(check_sizes(input.shape[dim], ranks, sizes))
+    record_lengths(ranks, lengths)
     compute = product_dtype(input, [weight])
-    chunks = SequenceChunks(ranks, dim, known, pieces)
-    found: Tensor = apply(_LinearReduceScatter, chunks, input.to(compute), weight.to(compute))
-    return found
+    chunks = SequenceChunks(ranks, dim, lengths, pieces)
+    output: Tensor = apply(_LinearReduceScatter, chunks, input.to(compute), weight.to(compute))
+    return output
 
 
 def chunk_sequence(
@@ -130,8 +130,8 @@ def chunk_sequence(
     ranks = tensor_parallel_group(process_group)
     check_size("pieces", pieces, 1)
     dim = check_sequence_dim(what, "dim", input.shape, dim)
-    known = shard_lengths(ranks, input, dim) if sizes is None else gather_sizes(input.shape[dim], ranks, sizes)
-    return SequenceChunks(ranks, dim, tuple(known), pieces)
+    lengths = shard_lengths(ranks, input, dim) if sizes is None else gather_sizes(input.shape[dim], ranks, sizes)
+    return SequenceChunks(ranks, dim, tuple(lengths), pieces)
 
 
 def all_gather_linear(
@@ -145,8 +145,8 @@ def all_gather_linear(
     factors = [weight.to(compute) for weight in weights]
     summands = [None if bias is None else bias.to(compute) for bias in biases]
     try:
-        found: tuple[Tensor, ...] = apply(_AllGatherLinear, chunks, keeps, len(weights), part, *factors, *summands)
-        return found
+        outputs: tuple[Tensor, ...] = apply(_AllGatherLinear, chunks, keeps, len(weights), part, *factors, *summands)
+        return outputs
     except TransferError as error:
         error.add_note(lengths_hint(chunks.group.rank, part.shape[chunks.dim]))
         raise
@@ -186,14 +186,14 @@ class _AllGatherLinear(RegionEntry):
     @on_local_tensors
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         chunks: SequenceChunks = ctx.chunks
-        kept, *weights = ctx.saved_tensors
+        saved_input, *weights = ctx.saved_tensors
         total, output_grads = (grads[0], grads[1:]) if ctx.keeps else (None, grads)
         _, _, _, wants_part, *wants = ctx.needs_input_grad
         wants_weights, wants_biases = wants[: ctx.num_weights], wants[ctx.num_weights :]
         gathering = scattering = None
-        with without_autocast(kept):
+        with without_autocast(saved_input):
             if not ctx.keeps and any(wants_weights):
-                gathering = start_all_gather(kept, chunks.group, chunks.dim, chunks.sizes)
+                gathering = start_all_gather(saved_input, chunks.group, chunks.dim, chunks.sizes)
             if wants_part:
                 # In the order in which autograd adds what the readers of one tensor give: the last one first.
                 for grad, weight in reversed(list(zip(output_grads, weights, strict=True))):
@@ -202,14 +202,14 @@ class _AllGatherLinear(RegionEntry):
                         total = input_grad if total is None else total + input_grad
                 assert total is not None, "autograd asks for no gradients where there are none"
                 scattering = start_reduce_scatter(total, chunks.group, chunks.dim, chunks.sizes)
-            rows = to_rows(kept if gathering is None else gathering.wait())
+            rows = to_rows(saved_input if gathering is None else gathering.wait())
             weight_grads = [
-                to_rows(grad).mT @ rows.to(grad.dtype) if wanted and grad is not None else None
-                for grad, wanted in zip(output_grads, wants_weights, strict=True)
+                to_rows(grad).mT @ rows.to(grad.dtype) if needs_grad and grad is not None else None
+                for grad, needs_grad in zip(output_grads, wants_weights, strict=True)
             ]
             bias_grads = [
-                to_rows(grad).sum(0) if wanted and grad is not None else None
-                for grad, wanted in zip(output_grads, wants_biases, strict=True)
+                to_rows(grad).sum(0) if needs_grad and grad is not None else None
+                for grad, needs_grad in zip(output_grads, wants_biases, strict=True)
             ]
             part_grad = None if scattering is None else scattering.wait()
         return None, None, None, part_grad, *weight_grads, *bias_grads

@@ -88,7 +88,7 @@ class DeferredInputTensor(Tensor):
     @staticmethod
     def __new__(cls, deferred: DeferredInput) -> Self:
         input = deferred.input
-        made = Tensor._make_wrapper_subclass(
+        wrapper = Tensor._make_wrapper_subclass(
             cls,
             deferred.shape,
             dtype=input.dtype,
@@ -96,11 +96,11 @@ class DeferredInputTensor(Tensor):
             requires_grad=input.requires_grad and deferred.keeps_graph,
         )
         with torch._C.DisableTorchFunctionSubclass():
-            if made.requires_grad:
-                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
-        made.deferred = deferred
-        found: Self = made
-        return found
+            if wrapper.requires_grad:
+                wrapper.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        wrapper.deferred = deferred
+        lazy_input: Self = wrapper
+        return lazy_input
 
     @classmethod
     def __torch_function__(

@@ -94,17 +94,19 @@ def get_batch_on_this_cp_rank(
             f"expected ignore_index={ignore_index} in the batch, as the labels are counted, got "
             f"{batch['ignore_index']}: pass it as get_batch_on_this_cp_rank(batch, ignore_index=...)"
         )
-    whole = dict(batch)
-    mask = whole.pop("attention_mask", None)
+    full_batch = dict(batch)
+    mask = full_batch.pop("attention_mask", None)
     real = _check_padding(mask, batch.get("labels"), ignore_index=ignore_index)
-    if whole.get("position_ids") is None:
-        whole["position_ids"] = torch.arange(length, device=inputs.device).expand(inputs.shape[:2])
-    _check_not_packed(whole["position_ids"], real)
-    if whole.get("labels") is not None and is_causal:
-        whole["labels"] = whole["shift_labels"] = F.pad(whole["labels"], (0, 1), value=ignore_index)[:, 1:]
-    if whole.get("labels") is not None and ignore_index != -100:  # which a loss of transformers ignores by itself
-        whole["ignore_index"] = ignore_index
-    part = {name: _part_of(name, value, length, ranks) for name, value in whole.items()}
+    if full_batch.get("position_ids") is None:
+        full_batch["position_ids"] = torch.arange(length, device=inputs.device).expand(inputs.shape[:2])
+    _check_not_packed(full_batch["position_ids"], real)
+    if full_batch.get("labels") is not None and is_causal:
+        full_batch["labels"] = full_batch["shift_labels"] = F.pad(full_batch["labels"], (0, 1), value=ignore_index)[
+            :, 1:
+        ]
+    if full_batch.get("labels") is not None and ignore_index != -100:  # which a loss of transformers ignores by itself
+        full_batch["ignore_index"] = ignore_index
+    part = {name: _part_of(name, value, length, ranks) for name, value in full_batch.items()}
     if real is not None and not (is_causal and _is_on_the_right(real)):
         part["attention_mask"] = padding_mask(split_sequence(~real, ranks), is_causal=is_causal)
     elif is_causal:

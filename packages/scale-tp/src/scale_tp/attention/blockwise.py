@@ -33,8 +33,8 @@ def check_attention_inputs(what: str, query: Tensor, key: Tensor, value: Tensor)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError(f"{what}: expected [batch, heads, positions, head size] each, got {shapes}")
-    alike = key.shape[:3] == value.shape[:3] and query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:]
-    if not alike:
+    fits = key.shape[:3] == value.shape[:3] and query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:]
+    if not fits:
         raise ValueError(f"{what}: expected one batch, the same positions and one head size, got {shapes}")
     if not key.shape[1] or query.shape[1] % key.shape[1]:
         raise ValueError(f"{what}: expected heads that are a multiple of the key-value heads, got {shapes}")
@@ -93,10 +93,10 @@ def block_attention_backward(
     for rows, seen in _pieces(query, key, diagonal):
         scores = _scores(query, key, rows, seen, scale, diagonal, hidden)
         weights = scores.sub_(_finite(lse[..., rows, None])).exp_()
-        given = gradient[..., rows, :]
+        grad_rows = gradient[..., rows, :]
         # The heads that share a key sum into it.
-        of_value[:, :, :seen] += (weights.transpose(-1, -2) @ given).sum(2)
-        of_scores = (given @ value[:, :, None, :seen].transpose(-1, -2)).sub_(offset[..., rows, None])
+        of_value[:, :, :seen] += (weights.transpose(-1, -2) @ grad_rows).sum(2)
+        of_scores = (grad_rows @ value[:, :, None, :seen].transpose(-1, -2)).sub_(offset[..., rows, None])
         of_scores.mul_(weights).mul_(scale)
         of_query[..., rows, :] = of_scores @ key[:, :, None, :seen]
         of_key[:, :, :seen] += (of_scores.transpose(-1, -2) @ query[..., rows, :]).sum(2)

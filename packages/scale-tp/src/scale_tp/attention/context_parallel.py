@@ -132,17 +132,17 @@ class _Block:
             )
         else:
             seen = None if padding is None else padding_mask(padding.hidden, is_causal=padding.is_causal)
-            whole = partial(_OPERATOR.decompose, attn_mask=seen, is_causal=is_causal, scale=scale)
+            full_attention = partial(_OPERATOR.decompose, attn_mask=seen, is_causal=is_causal, scale=scale)
             output = ulysses_attention(
-                query, key, value, self.ranks, attention=whole, order="zigzag", dropout_p=dropout
+                query, key, value, self.ranks, attention=full_attention, order="zigzag", dropout_p=dropout
             )
         if output.requires_grad:
             output.register_hook(self._note_backward)
         return output
 
     def _padding_of(self, mask: Tensor, query: Tensor) -> Padding:
-        known = self._mask
-        is_known = known is not None and known[0] is mask and known[1] == mask._version
+        mask_padding = self._mask
+        is_known = mask_padding is not None and mask_padding[0] is mask and mask_padding[1] == mask._version
         if self._padding is None or not is_known or len(query) != len(self._padding.hidden):
             self._padding = gather_padding(mask, query.shape[0], query.shape[2], self.ranks)
             self._mask = None if mask.is_inference() else (mask, mask._version)  # The former count no versions.
@@ -162,20 +162,21 @@ class _Block:
         is_causal: bool,
         enable_gqa: bool,
     ) -> None:
-        what = "scaled_dot_product_attention inside of context_parallel: expected "
+        prefix = "scaled_dot_product_attention inside of context_parallel: expected "
         kinds = {type(tensor) for tensor in (query, key, value)} - {Tensor, nn.Parameter}
         if kinds and (kinds := kinds - plain_tensor_types()):  # Those of a simulation are plain as well.
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(
-                f"{what}plain tensors, got {names}: give local tensors to the model, and compile it, if at all, before "
+                f"{prefix}plain tensors, got {names}: give local tensors to the model, and compile it, if at all, "
+                "before "
                 "the block, in which it runs uncompiled"
             )
         if mask is not None and (is_causal or mask.requires_grad):
             got = "is_causal=True beside it" if is_causal else "one that requires a gradient"
-            raise ValueError(f"{what}an attn_mask that marks padding alone, got {got}: leave one of them out")
+            raise ValueError(f"{prefix}an attn_mask that marks padding alone, got {got}: leave one of them out")
         if dropout and self.attention == "ring":
             raise ValueError(
-                f'{what}dropout_p=0 with attention="ring", got {dropout:g}: set the dropout of the attention to 0, '
+                f'{prefix}dropout_p=0 with attention="ring", got {dropout:g}: set the dropout of the attention to 0, '
                 "such as attention_dropout or attn_pdrop in a config of transformers, or pass "
                 'attention="ulysses"'
             )
@@ -183,17 +184,18 @@ class _Block:
             return  # Refused by the attention itself.
         if query.shape[2] != key.shape[2]:
             raise ValueError(
-                f"{what}as many keys as queries, got {query.shape[2]} queries and {key.shape[2]} keys: cross attention "
+                f"{prefix}as many keys as queries, got {query.shape[2]} queries and {key.shape[2]} keys: cross "
+                "attention "
                 "and attention to a cache are not divided; call generate() outside of the block, with full sequences"
             )
         if query.shape[2] < 2:
             raise ValueError(
-                f"{what}2 positions or more on each rank, got {query.shape[2]}: take sequences of "
+                f"{prefix}2 positions or more on each rank, got {query.shape[2]}: take sequences of "
                 f"{2 * self.ranks.size} positions or more"
             )
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise ValueError(
-                f"{what}as many key-value heads as heads, got {query.shape[1]} heads and {key.shape[1]} key-value "
+                f"{prefix}as many key-value heads as heads, got {query.shape[1]} heads and {key.shape[1]} key-value "
                 "heads: pass enable_gqa=True where heads share them"
             )
 

@@ -60,8 +60,8 @@ def position_ids(
         [positions held] int64, ascending.
     """
     ranks = context_parallel_group(process_group)
-    held = rank_positions(length, ranks.size, order).ranges[ranks.rank]
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in held])
+    local_ranges = rank_positions(length, ranks.size, order).ranges[ranks.rank]
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in local_ranges])
 
 
 @checked_arguments
@@ -81,8 +81,8 @@ def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int 
         [..., positions held, ...], contiguous. Gradients flow back into the part, and are zero elsewhere.
     """
     ranks = context_parallel_group(process_group)
-    held = rank_positions(tensor.size(dim), ranks.size, order).ranges[ranks.rank]
-    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in held], dim)
+    local_ranges = rank_positions(tensor.size(dim), ranks.size, order).ranges[ranks.rank]
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in local_ranges], dim)
 
 
 @checked_arguments
@@ -120,18 +120,18 @@ def _agreed_length(tensor: Tensor, dim: int, length: int | None, group: Group, o
     words = f"of {list(others)} each, {tensor.dtype}, in {order} order, length={length}"
     rows = exchange([tensor.size(dim), fingerprint_of(words)], group)
     if len({row[1] for row in rows}) > 1:
-        told = exchange_text(f"{tensor.size(dim)} positions {words}", group)
-        by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told))
+        replies = exchange_text(f"{tensor.size(dim)} positions {words}", group)
+        by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(replies))
         raise ValueError(f"join_sequence: the ranks bring different things: {by_rank}: call it alike on all of them")
-    held = [row[0] for row in rows]
-    whole = sum(held) if length is None else length
-    expected = list(rank_positions(whole, group.size, order).sizes)
-    if held != expected:
+    lengths = [row[0] for row in rows]
+    total = sum(lengths) if length is None else length
+    expected = list(rank_positions(total, group.size, order).sizes)
+    if lengths != expected:
         raise ValueError(
-            f"join_sequence: expected the ranks to hold {expected} positions, of a sequence of {whole} in {order} "
-            f"order, got {held}: split what all ranks have with split_sequence(tensor, group, order={order!r})"
+            f"join_sequence: expected the ranks to hold {expected} positions, of a sequence of {total} in {order} "
+            f"order, got {lengths}: split what all ranks have with split_sequence(tensor, group, order={order!r})"
         )
-    return whole
+    return total
 
 
 def full_length(local: int, length: int | None, num_ranks: int, rank: int, order: Order) -> int:

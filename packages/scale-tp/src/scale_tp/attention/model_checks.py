@@ -61,18 +61,18 @@ class ModelCheck:
         signature = _signature_of_model(kind)
         if signature is None:
             return
-        given = signature.bind(module, *args, **kwargs).arguments
-        given |= kwargs
+        bound = signature.bind(module, *args, **kwargs).arguments
+        bound |= kwargs
         if "position_ids" not in signature.parameters:
             _check_inner_models(module)
-        elif given.get("position_ids") is None:
+        elif bound.get("position_ids") is None:
             raise ValueError(
                 f"{kind.__name__} was called inside of context_parallel without position_ids=, so each rank numbers "
                 "its part of the sequence from 0: call model(**scale_tp.get_batch_on_this_cp_rank(batch)), or pass "
                 "position_ids=scale_tp.position_ids(length)[None]"
             )
-        self._check_loss(module, given)
-        self._check_windows(module, given)
+        self._check_loss(module, bound)
+        self._check_windows(module, bound)
 
     def _check_loss(self, module: nn.Module, given: dict[str, Any]) -> None:
         if given.get("labels") is None:

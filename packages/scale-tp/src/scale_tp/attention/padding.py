@@ -65,17 +65,17 @@ def gather_padding(mask: Tensor, batch: int, num_queries: int, ranks: Group) -> 
     rows = real[:, None, None, :]
     may_be_full = not says_more and torch.equal(seen, rows.expand_as(seen))
     may_be_causal = not says_more and torch.equal(seen, rows.expand(-1, seen.shape[1], num_queries, -1).tril())
-    told = exchange([may_be_full, may_be_causal], ranks)
-    full, causal = (all(row[index] for row in told) for index in range(2))
+    replies = exchange([may_be_full, may_be_causal], ranks)
+    full, causal = (all(row[index] for row in replies) for index in range(2))
     if full == causal:
-        wrong = [str(rank) for rank, row in enumerate(told) if not any(row)]
+        wrong = [str(rank) for rank, row in enumerate(replies) if not any(row)]
         problem = (
             f"{_WHAT}an attn_mask that marks padding alone, the same keys for all queries or with causal=True for all "
             f"later ones, got {list(mask.shape)} {mask.dtype}, and that of rank {' and '.join(wrong) or 'each'} "
         )
         raise ValueError(f"{problem}{'says more' if wrong else 'can be either'}: {_INSTEAD}")
-    whole = join_sequence(real.expand(batch, -1).to(torch.uint8), ranks, dim=1)
-    return Padding(whole == 0, causal)
+    full_mask = join_sequence(real.expand(batch, -1).to(torch.uint8), ranks, dim=1)
+    return Padding(full_mask == 0, causal)
 
 
 def _seen_of(mask: Tensor) -> tuple[Tensor, bool]:

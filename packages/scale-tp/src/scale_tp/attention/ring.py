@@ -58,21 +58,25 @@ def blocks(queries: Sequence[Range], keys: Sequence[Range], *, causal: bool) -> 
         >>> blocks(second, first, causal=True)
         [AttentionBlock(queries=slice(0, 4, None), num_keys=2, diagonal=False)]
     """
-    num_queries, num_keys = (sum(stop - start for start, stop in held) for held in (queries, keys))
+    num_queries, num_keys = (sum(stop - start for start, stop in ranges) for ranges in (queries, keys))
     if causal and queries == keys:
         return [AttentionBlock(slice(0, num_queries), num_keys, True)] if num_queries else []
-    found: list[AttentionBlock] = []
-    at = 0
+    attention_blocks: list[AttentionBlock] = []
+    position = 0
     for first, last in queries:
         # Chunks of two ranks do not overlap, so a chunk of keys lies before these queries or behind them.
         seen = sum(stop - start for start, stop in keys if not causal or start < first)
-        rows = slice(at, at := at + last - first)
+        rows = slice(position, position := position + last - first)
         if first == last or not seen:
             continue
-        if found and found[-1].num_keys == seen and found[-1].queries.stop == rows.start:
-            rows = slice(found.pop().queries.start, rows.stop)
-        found.append(AttentionBlock(rows, seen, False))
-    return found
+        if (
+            attention_blocks
+            and attention_blocks[-1].num_keys == seen
+            and attention_blocks[-1].queries.stop == rows.start
+        ):
+            rows = slice(attention_blocks.pop().queries.start, rows.stop)
+        attention_blocks.append(AttentionBlock(rows, seen, False))
+    return attention_blocks
 
 
 @checked_arguments
@@ -162,8 +166,8 @@ class _Ring:
         return (self.group.rank - step) % self.group.size
 
     def blocks(self, step: int) -> list[AttentionBlock]:
-        held = self.positions.ranges
-        return blocks(held[self.group.rank], held[self.source(step)], causal=self.causal)
+        ranges = self.positions.ranges
+        return blocks(ranges[self.group.rank], ranges[self.source(step)], causal=self.causal)
 
     def hidden_keys(self, step: int, num_keys: int) -> Tensor | None:
         return None if self.hidden is None else self.hidden[self.source(step)][:, :num_keys]
@@ -250,8 +254,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Passes keys and values round once more; returns the gradients of query, key and value."""
     packing = _Packing(key.shape, value.shape)
-    grouped, given = _grouped(query, key.shape[1]), _grouped(gradient, key.shape[1])
-    offset = (given * output).sum(-1)
+    grouped, grad_output = _grouped(query, key.shape[1]), _grouped(gradient, key.shape[1])
+    offset = (grad_output * output).sum(-1)
     of_query = torch.zeros_like(grouped)
     packed = packing.pack(key, value)
     arriving: CollectiveWork | None = None  # The gradients of the keys and values of this step, from the rank before.
@@ -263,7 +267,7 @@ def _backward(
         of_key, of_value = packing.unpack(of_packed)
         for rows, num_keys, diagonal in ring.blocks(step):
             looking = (grouped[..., rows, :], key_here[:, :, :num_keys], value_here[:, :, :num_keys])
-            merged = (given[..., rows, :], offset[..., rows], lse[..., rows])
+            merged = (grad_output[..., rows, :], offset[..., rows], lse[..., rows])
             hidden = ring.hidden_keys(step, num_keys)
             parts = block_attention_backward(*merged, *looking, scale=ring.scale, diagonal=diagonal, hidden=hidden)
             of_query[..., rows, :] += parts[0]
@@ -279,5 +283,5 @@ def _backward(
 
 def _grouped(tensor: Tensor, num_key_value_heads: int) -> Tensor:
     """[batch, heads, ...] as [batch, key-value heads, heads per key-value head, ...], fp32 or wider."""
-    batch, heads, *rest = tensor.shape
-    return to_accumulation_dtype(tensor).reshape(batch, num_key_value_heads, heads // num_key_value_heads, *rest)
+    batch, heads, *trailing = tensor.shape
+    return to_accumulation_dtype(tensor).reshape(batch, num_key_value_heads, heads // num_key_value_heads, *trailing)

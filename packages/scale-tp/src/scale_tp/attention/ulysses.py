@@ -79,7 +79,7 @@ def ulysses_attention(
     )
     check_same_call("ulysses_attention", words, ranks)
     split = split_heads(heads, key_value_heads, ranks.size)
-    tags = [message_tag(Event(f"{what} of ulysses_attention", words)) for what in ("heads", "sequences")]
+    tags = [message_tag(Event(f"{divided} of ulysses_attention", words)) for divided in ("heads", "sequences")]
     exchange = _HeadExchange(ranks, rank_positions(length, ranks.size, order), *tags)
     splits = (split.query, split.key_value, split.key_value)
     query, key, value = _SequenceToHeads.apply(exchange, splits, query, key, value)  # type: ignore[no-untyped-call]
@@ -141,11 +141,11 @@ class _HeadExchange:
     def heads_to_sequence(self, wholes: Sequence[Tensor], splits: Sequence[Split]) -> list[Tensor]:
         """[batch, heads here, all positions, size] to [batch, all heads, positions held, size], copies summed."""
         length, ranks = self.positions.sizes[self.group.rank], range(self.group.size)
-        sent = [[self.positions.take(whole, to, 2) for whole in wholes] for to in ranks]
+        sent = [[self.positions.take(tensor, to, 2) for tensor in wholes] for to in ranks]
         shapes = [
             [
-                (whole.shape[0], split.sizes[source], length, whole.shape[3])
-                for whole, split in zip(wholes, splits, strict=True)
+                (tensor.shape[0], split.sizes[source], length, tensor.shape[3])
+                for tensor, split in zip(wholes, splits, strict=True)
             ]
             for source in ranks
         ]
@@ -159,9 +159,9 @@ class _HeadExchange:
         numbers = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         output_sizes = [sum(of_rank) for of_rank in numbers]
         input_sizes = [sum(part.numel() for part in of_rank) for of_rank in sent]
-        given = torch.cat([part.reshape(-1) for of_rank in sent for part in of_rank])
-        received = given.new_empty(sum(output_sizes))
-        all_to_all(received, given, self.group, output_sizes=output_sizes, input_sizes=input_sizes, tag=tag).wait()
+        flat_input = torch.cat([part.reshape(-1) for of_rank in sent for part in of_rank])
+        received = flat_input.new_empty(sum(output_sizes))
+        all_to_all(received, flat_input, self.group, output_sizes=output_sizes, input_sizes=input_sizes, tag=tag).wait()
         pieces = iter(received.split([number for of_rank in numbers for number in of_rank]))
         return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
 

@@ -51,10 +51,10 @@ def find_all_heads(
         if style.divides == "outputs" and style.output == "part":
             parent, _, name = path.rpartition(".")
             below.setdefault(parent, {})[name] = weight_of(modules[path]).shape[output_dim(modules[path])]
-    found = {
+    heads_by_parent = {
         parent: find_heads(modules[parent], parent, children, ranks.size, rules) for parent, children in below.items()
     }
-    return {parent: heads for parent, heads in found.items() if heads is not None}
+    return {parent: heads for parent, heads in heads_by_parent.items() if heads is not None}
 
 
 def weight_split(path: str, module: nn.Module, style: Style, ranks: Group, heads: Mapping[str, Heads]) -> Split | None:
@@ -67,8 +67,12 @@ def weight_split(path: str, module: nn.Module, style: Style, ranks: Group, heads
     dim = output_dim(module)
     total = weight_of(module).shape[dim if style.divides == "outputs" else 1 - dim]
     attention = heads.get(parent)
-    if attention is not None and style.output == "part" and (known := attention.projection_split(name)) is not None:
-        return known
+    if (
+        attention is not None
+        and style.output == "part"
+        and (projection_split := attention.projection_split(name)) is not None
+    ):
+        return projection_split
     takes_heads = style.divides == "inputs" and style.input == "part"
     if attention is not None and takes_heads and total == attention.split.query.total * attention.head_size:
         return heads_to_features(attention.split.query, attention.head_size)
@@ -79,22 +83,24 @@ def weight_split(path: str, module: nn.Module, style: Style, ranks: Group, heads
 
 def conversion_for(path: str, module: nn.Module, style: Style, split: Split | None, in_region: bool) -> Conversion:
     """Returns what becomes of a module; `in_region` each rank has a part of the sequence around it."""
-    whole = {name: ParamSharding(tuple(param.shape)) for name, param in module.named_parameters(recurse=False)}
+    shardings = {name: ParamSharding(tuple(param.shape)) for name, param in module.named_parameters(recurse=False)}
     if split is None:
         if style.sums_gradients:
-            return Conversion(path, module, GradAllReduceMixin, whole, {})
-        return Conversion(path, module, OutputAllReduceMixin, whole, {"sequence_parallel": in_region})
+            return Conversion(path, module, GradAllReduceMixin, shardings, {})
+        return Conversion(path, module, OutputAllReduceMixin, shardings, {"sequence_parallel": in_region})
     if style.divides in ("words", "width"):
         mixin, dim = (VocabParallelMixin, 0) if style.divides == "words" else (WidthParallelMixin, 1)
-        sharded = {"weight": whole["weight"]._replace(dim=dim, split=split)}
-        return Conversion(path, module, mixin, whole | sharded, {"path": path})
+        sharded = {"weight": shardings["weight"]._replace(dim=dim, split=split)}
+        return Conversion(path, module, mixin, shardings | sharded, {"path": path})
     dim, attributes = output_dim(module), {"path": path, "transposed": is_transposed(module)}
     if style.divides == "outputs":
-        sharded = {"weight": whole["weight"]._replace(dim=dim, split=split)}
-        if "bias" in whole:
-            sharded["bias"] = whole["bias"]._replace(split=split)
+        sharded = {"weight": shardings["weight"]._replace(dim=dim, split=split)}
+        if "bias" in shardings:
+            sharded["bias"] = shardings["bias"]._replace(split=split)
         attributes |= {"gather_output": style.output == "whole"}
         return Conversion(path, module, ColumnParallelMixin, sharded, attributes)
-    sharded = {"weight": whole["weight"]._replace(dim=1 - dim, split=split)}
+    sharded = {"weight": shardings["weight"]._replace(dim=1 - dim, split=split)}
     attributes |= {"split_input": style.input == "whole", "reduce_output": style.output != "summand"}
-    return Conversion(path, module, RowParallelMixin, whole | sharded, attributes | {"sequence_parallel": in_region})
+    return Conversion(
+        path, module, RowParallelMixin, shardings | sharded, attributes | {"sequence_parallel": in_region}
+    )

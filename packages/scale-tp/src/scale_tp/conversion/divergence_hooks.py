@@ -107,7 +107,7 @@ def register_input_checks(modules: Mapping[str, nn.Module], group: Group) -> Non
 def _compare(path: str, group: Group, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling() or active_fake_mode() is not None or group.backend == "fake":
         return
-    given = ((what, pytree.tree_flatten_with_path(tree)[0]) for what, tree in (("args", args), ("kwargs", kwargs)))
-    leaves = [(what + pytree.keystr(place), value) for what, found in given for place, value in found]
+    trees = ((kind, pytree.tree_flatten_with_path(tree)[0]) for kind, tree in (("args", args), ("kwargs", kwargs)))
+    leaves = [(kind + pytree.keystr(path), value) for kind, flat in trees for path, value in flat]
     tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor) and not value.is_meta]
     compare_inputs(tensors, path, group)

@@ -109,9 +109,14 @@ class VocabParallelMixin(ShardedMixin):
         """Returns [..., width] for [...] integers."""
         if self.weight.shape[self.weight_dim] != self.weight_size:
             raise self.weight_error()
-        (own,) = self.split.ranges[self.group.rank]
+        (local_range,) = self.split.ranges[self.group.rank]
         rows = look_up_local(
-            f"'{self.path}'", input, self.weight, own, self.split.total, lambda rows: self._own_forward(rows, own)
+            f"'{self.path}'",
+            input,
+            self.weight,
+            local_range,
+            self.split.total,
+            lambda rows: self._own_forward(rows, local_range),
         )
         return reduce_from_region(rows, self.group)
 
@@ -120,10 +125,10 @@ class VocabParallelMixin(ShardedMixin):
         padding = self.padding_idx
         self.padding_idx = local_padding_idx(padding, own)
         try:
-            found: Tensor = super().forward(rows)
+            logits: Tensor = super().forward(rows)
         finally:
             self.padding_idx = padding
-        return found
+        return logits
 
 
 class WidthParallelMixin(ShardedMixin):
@@ -147,8 +152,8 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether a module is the linear layer of transformers whose weight is [inputs, outputs] (`Conv1D`)."""
-    own = getattr(module, "original_class", type(module))
-    return bool(own.__name__ == "Conv1D" and hasattr(module, "nf"))
+    module_class = getattr(module, "original_class", type(module))
+    return bool(module_class.__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def output_dim(module: nn.Module) -> int:

@@ -181,11 +181,11 @@ class _ConversionPlan:
     def signature(self) -> str:
         """What has to be the same on all ranks."""
         overlaps = "" if self.overlap_pieces is None else f", overlap_pieces={self.overlap_pieces}"
-        found = [f"{len(self.conversions)} modules, {'' if self.region is None else 'sequence parallel'}{overlaps}"]
+        parts = [f"{len(self.conversions)} modules, {'' if self.region is None else 'sequence parallel'}{overlaps}"]
         for conversion in self.conversions:
             dtypes = [param.dtype for param in conversion.module.parameters(recurse=False)]
-            found.append(f"{conversion.path} as {conversion.mixin.__name__} of {dtypes}: {conversion.shardings}")
-        return "; ".join(found)
+            parts.append(f"{conversion.path} as {conversion.mixin.__name__} of {dtypes}: {conversion.shardings}")
+        return "; ".join(parts)
 
     def modules_with_whole_inputs(self) -> dict[str, nn.Module]:
         """The model, and the divided layers whose inputs are the same on all ranks, by name."""
@@ -201,9 +201,9 @@ class _ConversionPlan:
         head_attributes = [heads.local_attributes(self.group.rank) for heads in self.heads]
         parts: dict[Tensor, nn.Parameter] = {}
         for conversion in self.conversions:
-            own = dict(conversion.module.named_parameters(recurse=False))
+            params = dict(conversion.module.named_parameters(recurse=False))
             swap_class(conversion.module, conversion.mixin, self.group, conversion.shardings, **conversion.attributes)
-            for name, param in own.items():
+            for name, param in params.items():
                 sharding = conversion.shardings[name]
                 if sharding.split is None:
                     continue
@@ -269,8 +269,8 @@ def _build_plan(
     if ranks.size > 1:
         validation.check_memory(model, conversions)
     validation.check_partial_outputs(styles)
-    for found in heads.values():
-        found.local_attributes(ranks.rank)  # Raises where an attribute is not what its rule says.
+    for heads_of_module in heads.values():
+        heads_of_module.local_attributes(ranks.rank)  # Raises where an attribute is not what its rule says.
     validation.check_unstyled_siblings(modules, all_styles, heads)
     # Column parallel layers that the same module holds read one input; between them and the row parallel ones dropout
     # draws numbers of this rank's own.

@@ -59,10 +59,10 @@ def find_sequence_region(
     # block that holds such layers itself has norms and sums beside them, which compute on a part.
     divided = [name.rpartition(".")[0] for name, style in styles.items() if style.divides in ("outputs", "inputs")]
     inner = {name: modules[name] for name in divided if name.startswith(f"{path}.") and modules[name] not in [*blocks]}
-    alike: dict[str, Style] = {}
+    style_by_name: dict[str, Style] = {}
     for name, module in modules.items():
-        own = list(module.named_parameters(recurse=False))
-        if not name.startswith(f"{path}.") or name in styles or not own:
+        direct_params = list(module.named_parameters(recurse=False))
+        if not name.startswith(f"{path}.") or name in styles or not direct_params:
             continue
         if any(name.startswith(f"{parent}.") for parent in inner):
             raise ValueError(
@@ -70,14 +70,16 @@ def find_sequence_region(
                 "parameters have no style: give it 'replicated_with_grad_allreduce' if it computes on what 'colwise' "
                 "layers give, or pass sequence_parallel=False"
             )
-        if any(param.dim() > 1 for _, param in own):
+        if any(param.dim() > 1 for _, param in direct_params):
             raise ValueError(
                 f"sequence_parallel=True: '{name}' ({type(module).__name__}) is not divided, and may need the full "
                 "sequence: give it a style, 'sequence_parallel' if a part of the sequence is enough for it"
             )
-        alike[name] = _REPLICATED
+        style_by_name[name] = _REPLICATED
     columns = {name.rpartition(".")[0] for name, style in styles.items() if style.divides == "outputs"}
-    return SequenceRegion(path, blocks, alike, {name: module for name, module in inner.items() if name in columns})
+    return SequenceRegion(
+        path, blocks, style_by_name, {name: module for name, module in inner.items() if name in columns}
+    )
 
 
 def install_sequence_region(

@@ -122,7 +122,7 @@ def resolve_styles(plan: Plan, names: Iterable[str], *, needs_all: bool = True) 
         ['layers.0.up']
     """
     names = list(names)
-    found: dict[str, tuple[str, Style]] = {}
+    style_by_path: dict[str, tuple[str, Style]] = {}
     for key, value in plan.items():
         matches = [name for name in names if _pattern(key).fullmatch(name)]
         if not matches and not needs_all:
@@ -131,12 +131,12 @@ def resolve_styles(plan: Plan, names: Iterable[str], *, needs_all: bool = True) 
         if not matches:
             raise ValueError(f"the plan's {key!r} matches none of the {len(names)} modules{_near(key, names)}")
         for name in matches:
-            before, other = found.setdefault(name, (key, style))
+            before, other = style_by_path.setdefault(name, (key, style))
             if other != style:
                 raise ValueError(
                     f"the plan asks for two styles of '{name}': by {before!r} and by {key!r}: let one of them match it"
                 )
-    return {name: found[name][1] for name in names if name in found}
+    return {name: style_by_path[name][1] for name in names if name in style_by_path}
 
 
 def check_model_plan(model: str, plan: Plan, names: Iterable[str]) -> None:

@@ -109,17 +109,17 @@ def check_layers_divided(model: nn.Module, styles: Mapping[str, Style]) -> None:
         return
     total = sum(param.numel() for param in model.parameters())
     parts = {param: param.numel() for path in divided for param in modules[path].parameters()}
-    said = {path: _name_of(styles[path]) for path in divided}
+    style_names = {path: _name_of(styles[path]) for path in divided}
     raise ValueError(
         f"the plan that {type(model).__name__} carries divides {', '.join(divided) or 'nothing'}, "
         f"{100 * sum(parts.values()) / total:.0f} % of its parameters, and nothing in {layers[0]}, which every rank "
         "would replicate: pass a plan that divides these layers, or shard the model (fully_shard of scale-fsdp); if "
-        f"that is all you want to divide, say so: parallelize(model, {said})"
+        f"that is all you want to divide, say so: parallelize(model, {style_names})"
     )
 
 
 def _name_of(style: Style) -> str:
-    return next((name for name, known in STYLES.items() if known == style), str(style))
+    return next((name for name, candidate in STYLES.items() if candidate == style), str(style))
 
 
 def check_unstyled_siblings(
@@ -195,8 +195,8 @@ def _fits_part(module: nn.Module, name: str, param: Tensor, full_widths: set[int
 
 def check_key_values(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], heads: Mapping[str, Heads]) -> None:
     """Refuses keys and values that are not divided where their queries are: a rank would have a part of a gradient."""
-    for parent, found in heads.items():
-        for name in found.rule.key_value:
+    for parent, heads_of_parent in heads.items():
+        for name in heads_of_parent.rule.key_value:
             path = f"{parent}.{name}" if parent else name
             style = styles.get(path)
             if path in modules and is_linear(modules[path]) and (style is None or style.output != "part"):
@@ -216,26 +216,35 @@ def check_producer_splits(
     for siblings in parents.values():
         giving = [one for one in siblings if one.mixin is ColumnParallelMixin and not one.attributes["gather_output"]]
         takers = [one for one in siblings if one.mixin is RowParallelMixin and not one.attributes["split_input"]]
-        taken = {_split_of(taking).total for taking in takers}
+        totals = {_split_of(taking).total for taking in takers}
         for taking in takers:
-            wanted, given = _split_of(taking), [_split_of(change) for change in giving]
-            sizes = [one for split in given for one in _stacked_splits(split, wanted.total)]
-            if sizes and wanted not in sizes:
+            expected_split, producer_splits = _split_of(taking), [_split_of(change) for change in giving]
+            sizes = [one for split in producer_splits for one in _stacked_splits(split, expected_split.total)]
+            if sizes and expected_split not in sizes:
                 raise ValueError(
-                    f"'{taking.path}' takes {wanted.total} inputs in parts of {list(wanted.sizes)}, but "
-                    f"'{giving[0].path}' gives {given[0].total} outputs in parts of {list(given[0].sizes)}: give "
+                    f"'{taking.path}' takes {expected_split.total} inputs in parts of {list(expected_split.sizes)}, "
+                    "but "
+                    f"'{giving[0].path}' gives {producer_splits[0].total} outputs in parts of "
+                    f"{list(producer_splits[0].sizes)}: give "
                     "them styles of one kind, such as 'colwise' and 'rowwise'"
                 )
-            cut = [one for one, split in zip(giving, given, strict=True) if _is_cut(split, wanted, taken)]
+            cut = [
+                one
+                for one, split in zip(giving, producer_splits, strict=True)
+                if _is_cut(split, expected_split, totals)
+            ]
             has_known_layout = bool(sizes) or taking.parent in heads or any(styles[one.path].interleaved for one in cut)
             if cut and not has_known_layout:
                 fused = cut[0]
                 total = _split_of(fused).total
                 raise ValueError(
-                    f"'{fused.path}' gives {total} outputs, and '{taking.path}' takes {wanted.total} inputs: where the "
-                    f"model cuts the output into {total // wanted.total} parts, as by chunk(), a rank of a 'colwise' "
+                    f"'{fused.path}' gives {total} outputs, and '{taking.path}' takes {expected_split.total} inputs: "
+                    "where the "
+                    f"model cuts the output into {total // expected_split.total} parts, as by chunk(), a rank of a "
+                    "'colwise' "
                     f"layer has other parts than it needs. Give '{fused.path}' the style "
-                    f"{_stacked_style(total // wanted.total)}, or 'interleaved_colwise' if the parts alternate row by "
+                    f"{_stacked_style(total // expected_split.total)}, or 'interleaved_colwise' if the parts "
+                    "alternate row by "
                     "row"
                 )
 
@@ -260,16 +269,16 @@ def _stacked_splits(split: Split, total: int) -> list[Split]:
     if split.total == total:
         return [split]
     count = split.total // total if total and split.total % total == 0 else 0
-    found = []
+    splits = []
     for number in range(count):
         first, last = number * total, (number + 1) * total
         ranges = tuple(
-            tuple((start - first, stop - first) for start, stop in held if first <= start and stop <= last)
-            for held in split.ranges
+            tuple((start - first, stop - first) for start, stop in rank_ranges if first <= start and stop <= last)
+            for rank_ranges in split.ranges
         )
         if all(ranges):
-            found.append(Split(total, ranges))
-    return found
+            splits.append(Split(total, ranges))
+    return splits
 
 
 def check_tied_params(model: nn.Module, changes: Sequence[Conversion]) -> None:

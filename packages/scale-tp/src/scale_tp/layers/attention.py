@@ -138,8 +138,9 @@ class ParallelAttention(nn.Module):
         return output
 
     def extra_repr(self) -> str:
-        here = f", {self.heads.query.sizes[self.group.rank]} here" if self.group.size > 1 else ""
-        return f"{self.heads.query.total} heads{here}, {self.heads.key_value.total} key-value heads of {self.head_dim}"
+        local_heads = f", {self.heads.query.sizes[self.group.rank]} here" if self.group.size > 1 else ""
+        key_value = f"{self.heads.key_value.total} key-value heads of {self.head_dim}"
+        return f"{self.heads.query.total} heads{local_heads}, {key_value}"
 
     def _heads_of(self, projected: Tensor) -> Tensor:
         """[batch, positions, heads * head size] as [batch, heads, positions, head size]."""

@@ -134,7 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
         factor = grad.to(log_total.dtype).masked_fill(target == terms.ignore_index, 0)
         result = torch.empty_like(logits, memory_format=torch.contiguous_format)
         local = target - terms.start
-        own = (local >= 0) & (local < width) & (target != terms.ignore_index)
+        is_local = (local >= 0) & (local < width) & (target != terms.ignore_index)
         for rows, chunk in row_chunks(logits, terms.chunk_rows):
             part = (chunk - log_total[rows, None]).exp_()
             if terms.z_loss:
@@ -142,8 +142,8 @@ class _CrossEntropy(torch.autograd.Function):
             if terms.label_smoothing:
                 part.sub_(terms.label_smoothing / terms.vocabulary)
             if width:
-                hit = own[rows].to(part.dtype).mul_(terms.label_smoothing - 1).unsqueeze(1)
-                part.scatter_add_(1, local[rows].masked_fill(~own[rows], 0).unsqueeze(1), hit)
+                hit = is_local[rows].to(part.dtype).mul_(terms.label_smoothing - 1).unsqueeze(1)
+                part.scatter_add_(1, local[rows].masked_fill(~is_local[rows], 0).unsqueeze(1), hit)
             result.view(len(target), width)[rows] = part.mul_(factor[rows, None])
         return result, None, None
 
@@ -151,23 +151,23 @@ class _CrossEntropy(torch.autograd.Function):
 def local_stats(logits: Tensor, target: Tensor, counts: Tensor, terms: LossTerms) -> Tensor:
     """Returns [4, rows] of this rank's words: largest logit, sum of exponentials, target's logit, sum of logits."""
     width = logits.shape[-1]
-    found = logits.new_zeros(4, len(target), dtype=accumulation_dtype(logits.dtype))
-    found[0].fill_(-torch.inf)
+    stats = logits.new_zeros(4, len(target), dtype=accumulation_dtype(logits.dtype))
+    stats[0].fill_(-torch.inf)
     local = target - terms.start
-    own = (local >= 0) & (local < width) & counts
+    is_local = (local >= 0) & (local < width) & counts
     # A target that is no word is looked up out of range: torch raises, on this device as on any.
     no_word = counts & ((target < 0) | (target >= terms.vocabulary))
-    place = local.masked_fill(~own, 0).masked_fill(no_word, max(width, 1))
+    column = local.masked_fill(~is_local, 0).masked_fill(no_word, max(width, 1))
     for rows, chunk in row_chunks(logits, terms.chunk_rows):
         part = to_accumulation_dtype(chunk)
         if width == 0:  # A rank without words takes part with one that can't come.
             part = part.new_full((len(part), 1), -torch.inf)
         elif terms.label_smoothing:
-            found[3, rows] = part.sum(1)
-        found[0, rows] = largest = part.amax(1)
-        found[2, rows] = _looked_up(part, place[rows], terms).masked_fill(~own[rows], 0)
-        found[1, rows] = (part - largest.masked_fill(largest == -torch.inf, 0).unsqueeze(1)).exp_().sum(1)
-    return found
+            stats[3, rows] = part.sum(1)
+        stats[0, rows] = largest = part.amax(1)
+        stats[2, rows] = _looked_up(part, column[rows], terms).masked_fill(~is_local[rows], 0)
+        stats[1, rows] = (part - largest.masked_fill(largest == -torch.inf, 0).unsqueeze(1)).exp_().sum(1)
+    return stats
 
 
 def _looked_up(part: Tensor, place: Tensor, terms: LossTerms) -> Tensor:
@@ -238,9 +238,9 @@ def row_chunks(logits: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
 
 def check_logits(logits: Tensor, target: Tensor) -> None:
     """Refuses logits and a target whose shapes, dtypes or devices do not fit each other."""
-    for what, given in (("logits", logits), ("a target", target)):
-        if not isinstance(given, Tensor):
-            raise TypeError(f"expected {what} to be a tensor, got {type(given).__name__}")
+    for subject, value in (("logits", logits), ("a target", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"expected {subject} to be a tensor, got {type(value).__name__}")
     if logits.dim() < 1 or logits.shape[:-1] != target.shape:
         raise ValueError(
             f"expected logits [..., words of this rank] and a target [...], got {list(logits.shape)} and "
@@ -259,9 +259,9 @@ def check_logits(logits: Tensor, target: Tensor) -> None:
 
 def check_options(label_smoothing: float, z_loss: float, ignore_index: int, reduction: str) -> None:
     """Refuses options of another type, or out of their range."""
-    for what, given in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-        if not _is_number(given, Real):
-            raise TypeError(f"expected {what} to be a number, got {given!r}")
+    for option, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        if not _is_number(value, Real):
+            raise TypeError(f"expected {option} to be a number, got {value!r}")
     if not _is_number(ignore_index, Integral):
         raise TypeError(
             f"expected ignore_index to be an integer, got {ignore_index!r}: leave it out where every target counts"
@@ -296,14 +296,14 @@ def vocab_split(width: int, vocabulary_size: int | None, group: Group) -> Split:
 
 def check_weight(weight: Tensor, terms: LossTerms) -> None:
     """Refuses a weight of another shape or dtype, or beside label smoothing or a z-loss."""
-    given: object = weight
-    if not isinstance(given, Tensor):
-        raise TypeError(f"expected weight to be a tensor, got {type(given).__name__}")
+    argument: object = weight
+    if not isinstance(argument, Tensor):
+        raise TypeError(f"expected weight to be a tensor, got {type(argument).__name__}")
     if weight.shape != (terms.vocabulary,) or not weight.is_floating_point():
         raise ValueError(
             f"expected weight to be [{terms.vocabulary}] of floating point, one number for each word of all ranks, got "
             f"{list(weight.shape)} of {weight.dtype}"
         )
     if terms.label_smoothing or terms.z_loss:
-        given = f"{terms.label_smoothing} and {terms.z_loss}"
-        raise ValueError(f"expected weight without label_smoothing and z_loss, got {given}: leave them out")
+        argument = f"{terms.label_smoothing} and {terms.z_loss}"
+        raise ValueError(f"expected weight without label_smoothing and z_loss, got {argument}: leave them out")

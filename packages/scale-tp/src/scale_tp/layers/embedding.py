@@ -52,9 +52,9 @@ def local_padding_idx(padding_idx: int | None, own: Range) -> int | None:
 
 def look_up(layer: str, ids: Tensor, num_embeddings: int, lookup: Callable[[Tensor], Tensor]) -> Tensor:
     """Looks token ids up; refuses what are none, and says which are out of range."""
-    given: object = ids
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{layer}: expected a tensor of words, got {type(given).__name__}: write torch.tensor(...)")
+    argument: object = ids
+    if not isinstance(argument, Tensor):
+        raise TypeError(f"{layer}: expected a tensor of words, got {type(argument).__name__}: write torch.tensor(...)")
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"{layer}: expected words of torch.int64 or torch.int32, got {ids.dtype}: call .long() on them"
@@ -89,8 +89,8 @@ def look_up_local(
             return F.embedding(rows, weight.new_zeros(1, weight.shape[1])) + weight.sum()
         if not own_ids_alone:
             return lookup(rows).masked_fill(others.unsqueeze(-1), 0)
-        mine = ~others | unknown
-        return weight.new_zeros(*ids.shape, weight.shape[1]).index_put((mine,), lookup(rows[mine]))
+        is_local = ~others | unknown
+        return weight.new_zeros(*ids.shape, weight.shape[1]).index_put((is_local,), lookup(rows[is_local]))
 
     return look_up(layer, ids, num_embeddings, local_rows)
 
@@ -245,10 +245,13 @@ class VocabParallelEmbedding(_EmbeddingBase):
         name, count = "VocabParallelEmbedding", self.num_embeddings
         if self.group.size == 1:
             return look_up(name, input_, count, lambda ids: self._embed(ids, self.padding_idx))
-        (own,) = self.split.ranges[self.group.rank]
-        padding, alone = local_padding_idx(self.padding_idx, own), self.max_norm is not None or self.scale_grad_by_freq
+        (local_range,) = self.split.ranges[self.group.rank]
+        padding, alone = (
+            local_padding_idx(self.padding_idx, local_range),
+            self.max_norm is not None or self.scale_grad_by_freq,
+        )
         rows = look_up_local(
-            name, input_, self.weight, own, count, lambda ids: self._embed(ids, padding), own_ids_alone=alone
+            name, input_, self.weight, local_range, count, lambda ids: self._embed(ids, padding), own_ids_alone=alone
         )
         if self.sequence_parallel:
             return reduce_scatter_sequence(rows, self.group, self.sequence_dim)

@@ -43,8 +43,8 @@ def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Mod
         init_as_full(model, lambda model: model.apply(initialize))
         init_as_full(model, lambda model: model.apply(model._init_weights))     # of transformers
     """
-    given: object = module
-    if not isinstance(given, nn.Module) or not callable(function):
+    argument: object = module
+    if not isinstance(argument, nn.Module) or not callable(function):
         raise TypeError(
             f"expected a module and a function of it, got {type(module).__name__} and {type(function).__name__}: write "
             "init_as_full(model, lambda model: model.apply(initialize))"
@@ -60,8 +60,8 @@ def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Mod
         function(module)
     finally:
         for (below, name), (param, proxy) in proxies.items():
-            held: object = below._parameters.get(name)
-            if held is not proxy:
+            below_param: object = below._parameters.get(name)
+            if below_param is not proxy:
                 replaced.append(f"{type(below).__name__}.{name}")
             below._parameters[name] = param
     if replaced:
@@ -78,8 +78,8 @@ def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Mod
 @on_local_tensors
 def _proxies(module: nn.Module) -> dict[tuple[ParallelModule, str], tuple[nn.Parameter, FullWeightProxy]]:
     """For each divided parameter, by its module and name, the parameter and the proxy of the full one."""
-    made: dict[Tensor, FullWeightProxy] = {}
-    found: dict[tuple[ParallelModule, str], tuple[nn.Parameter, FullWeightProxy]] = {}
+    proxies: dict[Tensor, FullWeightProxy] = {}
+    proxy_by_place: dict[tuple[ParallelModule, str], tuple[nn.Parameter, FullWeightProxy]] = {}
     for path, below in module.named_modules():
         if not isinstance(below, ParallelModule) or below.group.size == 1:
             continue
@@ -94,8 +94,10 @@ def _proxies(module: nn.Module) -> dict[tuple[ParallelModule, str], tuple[nn.Par
                     f"'{path}.{name}': expected the shard {local} that rank {below.group.rank} of {below.group.size} "
                     f"has, got {tuple(param.shape)}: give parameters their values before fully_shard"
                 )
-            if param not in made:
-                made[param] = FullWeightProxy.of(param, sharding.shape, sharding.dim, sharding.split, below.group.rank)
-                copy_attributes(param, made[param])
-            found[below, name] = (param, made[param])
-    return found
+            if param not in proxies:
+                proxies[param] = FullWeightProxy.of(
+                    param, sharding.shape, sharding.dim, sharding.split, below.group.rank
+                )
+                copy_attributes(param, proxies[param])
+            proxy_by_place[below, name] = (param, proxies[param])
+    return proxy_by_place

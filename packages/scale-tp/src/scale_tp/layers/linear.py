@@ -62,8 +62,8 @@ class _ParallelLinear(ParallelModule):
         ranks, shape = tensor_parallel_group(process_group), (out_features, in_features)
         super().__init__(ranks)
         self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
-        what = "out_features" if self._dim == 0 else "in_features"
-        self.split = resolve_split(what, shape[self._dim], ranks, stride, split)
+        option = "out_features" if self._dim == 0 else "in_features"
+        self.split = resolve_split(option, shape[self._dim], ranks, stride, split)
         self.add_parameter("weight", ParamSharding(shape, self._dim, self.split), device=device, dtype=dtype)
         if bias:
             sharding = ParamSharding((out_features,), 0, self.split if self._dim == 0 else None)

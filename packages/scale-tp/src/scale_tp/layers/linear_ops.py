@@ -153,11 +153,11 @@ class SharedInput(ForEachShardHook):
             return to_region(input, self.group, self.sequence_dim, self.overlap_pieces)
         # A tensor that was changed, or is used for another purpose, is another one.
         state = (input._version if not input.is_inference() else 0, torch.is_grad_enabled())
-        known, self._inside = self._inside, None
+        entered, self._inside = self._inside, None
         # Where a checkpoint computes some readers again, each does what it did in the forward.
         is_first_again = in_backward() and reader in self._first_readers
-        if known is not None and known[0] == state and known[1] is input and not is_first_again:
-            inside = known[2]
+        if entered is not None and entered[0] == state and entered[1] is input and not is_first_again:
+            inside = entered[2]
             if not in_backward():
                 self._first_readers.discard(reader)
         else:
@@ -180,8 +180,8 @@ class SharedInput(ForEachShardHook):
         return to_region(input, self.group, self.sequence_dim, overlap_pieces)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in self.__dict__.items() if name != "_first_readers"}
-        return {**kept, "_inside": None, "_num_left": 0}
+        state = {name: value for name, value in self.__dict__.items() if name != "_first_readers"}
+        return {**state, "_inside": None, "_num_left": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _first_readers=WeakSet())
@@ -205,9 +205,9 @@ def check_parallel_input(
     Returns the number of features, which the caller passes as `checked_width` the next time. Only the first time all
     ranks ask each other: one rank alone, whose input has changed later, would wait in vain.
     """
-    given: object = input
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{layer}: expected a tensor [..., {split.sizes[group.rank]}], got {type(given).__name__}")
+    argument: object = input
+    if not isinstance(argument, Tensor):
+        raise TypeError(f"{layer}: expected a tensor [..., {split.sizes[group.rank]}], got {type(argument).__name__}")
     width = input.shape[-1] if input.dim() else 0
     if width == checked_width:
         return width

@@ -100,8 +100,10 @@ def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None)
         )
     _check_own_parameters(module)
     if ranks.size > 1:
-        own = module.named_parameters(recurse=False)
-        swap_class(module, GradAllReduceMixin, ranks, {name: ParamSharding(tuple(param.shape)) for name, param in own})
+        named_params = module.named_parameters(recurse=False)
+        swap_class(
+            module, GradAllReduceMixin, ranks, {name: ParamSharding(tuple(param.shape)) for name, param in named_params}
+        )
     return module
 
 

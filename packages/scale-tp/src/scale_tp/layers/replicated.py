@@ -15,25 +15,26 @@ class GradAllReduceMixin(ShardedMixin):
     """A module whose parameters all ranks have, but which each computes on other data: gradients are summed."""
 
     def extra_repr(self) -> str:
-        own = super(ShardedMixin, self).extra_repr()
-        return f"{own}{', ' if own else ''}gradients summed over {self.group.size} ranks"
+        repr_of_class = super(ShardedMixin, self).extra_repr()
+        return f"{repr_of_class}{', ' if repr_of_class else ''}gradients summed over {self.group.size} ranks"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with copies of its parameters whose gradients are summed in one message."""
-        gone = [name for name in self.shardings if name not in self._parameters]
-        if gone:
+        missing_names = [name for name in self.shardings if name not in self._parameters]
+        if missing_names:
             raise ValueError(
-                f"{type(self).__name__}: {', '.join(gone)} has been taken away, as by a parametrization: parametrize "
+                f"{type(self).__name__}: {', '.join(missing_names)} has been taken away, as by a parametrization: "
+                "parametrize "
                 "no module whose gradients are summed over the ranks"
             )
-        given = [(name, param) for name, param in self._parameters.items() if param is not None]
-        copies = copy_many_to_region([param for _, param in given], self.group)
+        named_params = [(name, param) for name, param in self._parameters.items() if param is not None]
+        copies = copy_many_to_region([param for _, param in named_params], self.group)
         # Attributes of the instance are found before its parameters.
-        self.__dict__.update(zip((name for name, _ in given), copies, strict=True))
+        self.__dict__.update(zip((name for name, _ in named_params), copies, strict=True))
         try:
             return super().forward(*args, **kwargs)
         finally:
-            for name, _ in given:
+            for name, _ in named_params:
                 self.__dict__.pop(name, None)
 
 

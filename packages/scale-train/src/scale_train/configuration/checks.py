@@ -113,9 +113,9 @@ def _transformers_problems(options: Options, config: dict[str, Any], vocabulary:
     for name in ("size", "layers", "width", "heads", "untied_embeddings", "dropout", "loss_chunk", *EXPERT_NUMBERS):
         if getattr(model, name) != getattr(ModelOptions(), name):
             yield f"--{name.replace('_', '-')} is for the GPT of --size, and {flag} names another model; leave one out"
-    known = config.get("vocab_size")
-    if isinstance(known, int) and known < vocabulary:
-        yield f"{flag}: its vocabulary has {known} tokens, and that of the tokenizer {vocabulary}"
+    vocab_size = config.get("vocab_size")
+    if isinstance(vocab_size, int) and vocab_size < vocabulary:
+        yield f"{flag}: its vocabulary has {vocab_size} tokens, and that of the tokenizer {vocabulary}"
     positions = number_in(config, "positions")
     if positions is not None and options.data.sequence > positions:
         yield f"--sequence {options.data.sequence}: {flag} has {positions} positions; take at most {positions}"
@@ -138,9 +138,9 @@ def _mixture_problems(options: Options) -> Iterator[str]:
         if parallel.expert_parallel > 1:
             yield f"{ranks}: each rank has all experts of --model {model.model}; take 1"
         return
-    given = [name for name in EXPERT_NUMBERS if getattr(model, name) != getattr(ModelOptions, name)]
-    given += ["expert_parallel"] * (parallel.expert_parallel > 1)
-    yield from expert_problems(model.experts, model.top_k, parallel.expert_parallel, given)
+    changed = [name for name in EXPERT_NUMBERS if getattr(model, name) != getattr(ModelOptions, name)]
+    changed += ["expert_parallel"] * (parallel.expert_parallel > 1)
+    yield from expert_problems(model.experts, model.top_k, parallel.expert_parallel, changed)
     if not model.experts:
         return
     if parallel.sequence_parallel and parallel.tensor_parallel > 1:

@@ -65,24 +65,24 @@ def _take(flag: str, words: list[str], flags: Given) -> None:
     """Adds the value of one flag, or what is wrong with it."""
     field = option_fields().get(flag)
     if field is None:
-        told = f"{flag}: no such option" if flag else f"{' '.join(words)}: expected options, as --steps 400"
+        problem = f"{flag}: no such option" if flag else f"{' '.join(words)}: expected options, as --steps 400"
         positive = option_fields().get(f"--{flag.removeprefix('--no-')}")
         better = nearest(flag, [*option_fields(), CONFIG, PRINT_CONFIG, HELP]) if flag else ""
-        flags.problems.append(told + (f"; write {positive.flag} false" if positive else better))
+        flags.problems.append(problem + (f"; write {positive.flag} false" if positive else better))
         return
     if field in flags.values:
         flags.problems.append(f"{flag}: given twice; {'name all after one' if field.is_tuple else 'leave one out'}")
         return
-    given = words or ([field.bare] if field.bare is not None else [])
-    if not field.is_tuple and len(given) != 1:
-        got = "nothing" if not given else " ".join(given)
+    values = words or ([field.bare] if field.bare is not None else [])
+    if not field.is_tuple and len(values) != 1:
+        got = "nothing" if not values else " ".join(values)
         flags.problems.append(f"{flag}: expected {field.expected}, got {got}")
         return
     try:
-        flags.values[field] = field.from_text(given)
+        flags.values[field] = field.from_text(values)
     except ValueError:
-        better = nearest(given[0], field.choices)
-        flags.problems.append(f"{flag} {' '.join(given)}: expected {field.expected}{better}")
+        better = nearest(values[0], field.choices)
+        flags.problems.append(f"{flag} {' '.join(values)}: expected {field.expected}{better}")
 
 
 def with_values(values: Values) -> Options:
@@ -96,13 +96,13 @@ def with_values(values: Values) -> Options:
 
 def with_checked_types(options: Options) -> Options:
     """Returns options with the types of their fields, as a path for a text; an OptionsError where one is wrong."""
-    found = Given({}, [])
+    checked = Given({}, [])
     for field in option_fields().values():
         value = value_of(options, field)
         try:
-            found.values[field] = field.checked(value)
+            checked.values[field] = field.checked(value)
         except ValueError as error:
-            found.problems.append(f"{field.key}={value!r}: expected {error}")
-    if found.problems:
-        raise OptionsError(found.problems)
-    return with_values(found.values)
+            checked.problems.append(f"{field.key}={value!r}: expected {error}")
+    if checked.problems:
+        raise OptionsError(checked.problems)
+    return with_values(checked.values)

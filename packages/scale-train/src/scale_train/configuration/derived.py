@@ -27,28 +27,28 @@ def attention_width(options: Options) -> int:
 
 def gpt_config(options: Options) -> ModelConfig:
     """Returns the numbers of the GPT; a ValueError where they make none."""
-    asked = options.model
-    shape = SIZES.get(asked.size)
+    model_options = options.model
+    shape = SIZES.get(model_options.size)
     if shape is None:
-        raise ValueError(f"--size {asked.size}: no such size; there are {', '.join(SIZES)}")
+        raise ValueError(f"--size {model_options.size}: no such size; there are {', '.join(SIZES)}")
     vocabulary = open_tokenizer(tokenizer_of(options)).vocabulary
     try:
         return ModelConfig(
-            layers=shape.layers if asked.layers is None else asked.layers,
-            width=shape.width if asked.width is None else asked.width,
-            heads=shape.heads if asked.heads is None else asked.heads,
+            layers=shape.layers if model_options.layers is None else model_options.layers,
+            width=shape.width if model_options.width is None else model_options.width,
+            heads=shape.heads if model_options.heads is None else model_options.heads,
             vocabulary=vocabulary,
-            tied=not asked.untied_embeddings,
-            dropout=asked.dropout,
-            loss_chunk=asked.loss_chunk,
-            experts=asked.experts,
-            top_k=asked.top_k,
-            shared_experts=asked.shared_experts,
-            capacity_factor=asked.capacity_factor,
-            aux_loss_coef=asked.aux_loss_coef,
+            tied=not model_options.untied_embeddings,
+            dropout=model_options.dropout,
+            loss_chunk=model_options.loss_chunk,
+            experts=model_options.experts,
+            top_k=model_options.top_k,
+            shared_experts=model_options.shared_experts,
+            capacity_factor=model_options.capacity_factor,
+            aux_loss_coef=model_options.aux_loss_coef,
         )
     except ValueError as error:
-        raise ValueError(f"--size {asked.size} with --layers, --width, --heads: {error}") from error
+        raise ValueError(f"--size {model_options.size} with --layers, --width, --heads: {error}") from error
 
 
 def budget_bytes(choice: str) -> int | None:
@@ -58,8 +58,8 @@ def budget_bytes(choice: str) -> int | None:
 
 def bytes_of(text: str) -> int | None:
     """Returns a number of bytes, as 5GB or 2GiB; None for another text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]i?B|B)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]i?B|B)", text)
+    if match is None:
         return None
     units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-    return int(float(found[1]) * units[found[2]])
+    return int(float(match[1]) * units[match[2]])

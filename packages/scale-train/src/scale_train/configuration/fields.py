@@ -67,7 +67,7 @@ class OptionField:
             return None
         if self.is_tuple and not is_one:
             values = value if isinstance(value, list | tuple) else self._fail()
-            return tuple(self.checked(each, is_one=True) for each in values)
+            return tuple(self.checked(item, is_one=True) for item in values)
         if self.type is Path and isinstance(value, str | Path):
             # "" is Path("."), and a variable of a shell that is not set.
             return Path(value) if str(value) else self._fail()
@@ -86,14 +86,14 @@ class OptionField:
 @cache
 def option_fields() -> Mapping[str, OptionField]:
     """Returns the fields of all tables by flag, in the order of the dataclasses."""
-    found = {}
+    fields = {}
     for group in dataclasses.fields(Options):
         options: Any = typing.get_type_hints(Options)[group.name]
         hints, texts = typing.get_type_hints(options), docstrings_of(options)
-        for each in dataclasses.fields(options):
-            field = _field_of(group.name, each, hints[each.name], texts[each.name])
-            found[field.flag] = field
-    return found
+        for dataclass_field in dataclasses.fields(options):
+            field = _field_of(group.name, dataclass_field, hints[dataclass_field.name], texts[dataclass_field.name])
+            fields[field.flag] = field
+    return fields
 
 
 def table_help(table: str) -> str:
@@ -128,7 +128,7 @@ def _placeholder(kind: type, choices: tuple[str, ...], is_tuple: bool, default: 
 def docstrings_of(options: type) -> dict[str, str]:
     """Returns the text below each field of a dataclass of `options.py`, on one line."""
     tree = ast.parse(inspect.getsource(scale_train.options))
-    body = next(each.body for each in tree.body if isinstance(each, ast.ClassDef) and each.name == options.__name__)
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == options.__name__)
     texts = {}
     for statement, following in itertools.pairwise(body):
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):

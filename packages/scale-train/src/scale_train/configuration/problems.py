@@ -17,7 +17,9 @@ class OptionsError(ValueError):
         """Returns one problem in one line, or several below a first one."""
         if len(self.problems) == 1:
             return f"scale-train: {self.problems[0]}"
-        return "\n".join([f"scale-train: {len(self.problems)} problems", *(f"  {each}" for each in self.problems)])
+        return "\n".join(
+            [f"scale-train: {len(self.problems)} problems", *(f"  {problem}" for problem in self.problems)]
+        )
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -28,5 +30,5 @@ def nearest(name: str, names: Sequence[str]) -> str:
     >>> nearest("--color", ["--steps", "--seed"])
     ''
     """
-    found = difflib.get_close_matches(name, names, 1, 0.6)
-    return f"; the nearest is {found[0]}" if found else ""
+    matches = difflib.get_close_matches(name, names, 1, 0.6)
+    return f"; the nearest is {matches[0]}" if matches else ""

@@ -38,25 +38,25 @@ def given_by_tables(content: Mapping[str, Any], source: str) -> Given:
     """Takes the values out of tables, with the problems of all of them."""
     by_key = {field.key: field for field in option_fields().values()}
     tables = list(dict.fromkeys(field.table for field in by_key.values()))
-    found = Given({}, [])
+    options = Given({}, [])
     for table, entries in content.items():
         if table not in tables or not isinstance(entries, dict):
             home = next((field.table for field in by_key.values() if field.name == table), None)
             better = f"; it belongs to the table [{home}]" if home else nearest(table, tables)
-            found.problems.append(f"{source}: {table}: no such table{better}")
+            options.problems.append(f"{source}: {table}: no such table{better}")
             continue
         for name, value in entries.items():
             field = by_key.get(f"{table}.{name}")
             if field is None:
                 better = nearest(f"{table}.{name}", list(by_key))
-                found.problems.append(f"{source}: {table}.{name}: no such key{better}")
+                options.problems.append(f"{source}: {table}.{name}: no such key{better}")
                 continue
             try:
-                found.values[field] = field.checked(value)
+                options.values[field] = field.checked(value)
             except ValueError as error:
                 better = nearest(str(value), field.choices)
-                found.problems.append(f"{source}: {field.key} = {value!r}: expected {error}{better}")
-    return found
+                options.problems.append(f"{source}: {field.key} = {value!r}: expected {error}{better}")
+    return options
 
 
 def to_toml(options: Options) -> str:
@@ -79,7 +79,7 @@ def value_of(options: Options, field: OptionField) -> Any:
 
 def _toml_of(value: Any, field: OptionField) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(_toml_of(each, field) for each in value)}]"
+        return f"[{', '.join(_toml_of(item, field) for item in value)}]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

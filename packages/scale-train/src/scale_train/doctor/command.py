@@ -43,11 +43,11 @@ def _doctor(options: DoctorOptions) -> int:
     findings = look()
     is_first_rank = os.environ.get("RANK", "0") == "0"
     if not is_first_rank:
-        findings = [each for each in findings if each.verdict == "failed"]
-    if not any(each.verdict == "failed" and each.name in ("backends", "network") for each in findings):
+        findings = [finding for finding in findings if finding.verdict == "failed"]
+    if not any(finding.verdict == "failed" and finding.name in ("backends", "network") for finding in findings):
         outcome = _as_rank(options, device) if is_under_torchrun(os.environ) else _on_new_ranks(options, device)
         findings += judge(outcome, device)
-    failed = [each for each in findings if each.verdict == "failed"]
+    failed = [finding for finding in findings if finding.verdict == "failed"]
     if is_first_rank or failed:
         _print(findings, options, time.monotonic() - began)
     return FAILED if failed else 0
@@ -67,8 +67,8 @@ def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
     """What the ranks of torchrun have found, or why they could not meet."""
     try:
         group = init_distributed(device=device, limit_seconds=options.limit_seconds)
-        place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        return run_self_test(group, place)
+        torch_device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        return run_self_test(group, torch_device)
     except Exception as error:
         return shortened(f"{type(error).__name__}: {error}")
     finally:
@@ -101,11 +101,11 @@ def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | TimedOut | 
         return _timed_out(limit, device)
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         raise SystemExit(code)  # Somebody has stopped it: that says nothing of the ranks.
-    errors = [each for each in outcomes if isinstance(each, str)]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if errors or code or not outcomes:
         return errors[0] if errors else f"the ranks ended with code {code}"
     results: list[SelfTest] = outcomes
-    return next((each for each in results if not each.is_right), results[0])
+    return next((result for result in results if not result.is_right), results[0])
 
 
 def _timed_out(limit: float, device: str) -> TimedOut:
@@ -146,16 +146,16 @@ def _advice(device: str) -> str:
 
 
 def _print(findings: list[Finding], options: DoctorOptions, seconds: float) -> None:
-    failed = [each.name for each in findings if each.verdict == "failed"]
+    failed = [finding.name for finding in findings if finding.verdict == "failed"]
     if options.json:
-        found = {"verdict": "failed" if failed else "ok", "seconds": seconds}
-        print(json.dumps({**found, "findings": [asdict(each) for each in findings]}))
+        report = {"verdict": "failed" if failed else "ok", "seconds": seconds}
+        print(json.dumps({**report, "findings": [asdict(finding) for finding in findings]}))
         return
     marks = {"ok": "ok", "note": "note", "failed": "FAILED"}
-    for each in findings:
-        print(f"{each.name:<10} {marks[each.verdict]:<7} {each.text}")
-        if each.advice:
-            print(f"{'':<18} {each.advice}")
+    for shown in findings:
+        print(f"{shown.name:<10} {marks[shown.verdict]:<7} {shown.text}")
+        if shown.advice:
+            print(f"{'':<18} {shown.advice}")
     verdict = f"does not work: {', '.join(failed)}" if failed else "training on several ranks works here"
     print(f"{'verdict':<10} {'FAILED' if failed else 'ok':<7} {verdict} ({seconds:.0f} s)")
     sys.stdout.flush()

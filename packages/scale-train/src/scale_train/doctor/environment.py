@@ -62,16 +62,16 @@ def look() -> list[Finding]:
 
 def versions() -> Finding:
     """Python, torch and our packages, which have one version all together."""
-    found = {}
+    version_by_name = {}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            version_by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     expected = scale_train.__version__
-    others = {name: version for name, version in found.items() if version != expected}
+    others = {name: version for name, version in version_by_name.items() if version != expected}
     text = f"python {platform.python_version()}, torch {torch.__version__}, scale {expected}"
-    values = {"python": platform.python_version(), "torch": torch.__version__, **found}
+    values = {"python": platform.python_version(), "torch": torch.__version__, **version_by_name}
     if others:
         named = ", ".join(f"{name} {version}" for name, version in others.items())
         command = " ".join(["python -m pip install", *(f"{name}=={expected}" for name in others)])
@@ -81,7 +81,7 @@ def versions() -> Finding:
     if not compat.simulation_supported():
         advice = f"`scale-train plan` needs torch {compat.DEFAULT_TORCH}; all else works with this one"
         return Finding("versions", "note", text, advice, values)
-    return Finding("versions", "ok", f"{text} ({len(found)} packages)", values=values)
+    return Finding("versions", "ok", f"{text} ({len(version_by_name)} packages)", values=values)
 
 
 def devices() -> Finding:
@@ -110,11 +110,11 @@ def backends() -> Finding:
         text = "this torch is built without torch.distributed, so that no two ranks can train together"
         advice = "python -m pip install torch: the wheels of PyPI have torch.distributed"
         return Finding("backends", "failed", text, advice, {"available": []})
-    found = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in found and torch.cuda.is_available() else None
-    names = [f"nccl {nccl}" if name == "nccl" and nccl else name for name in found]
-    values = {"available": found, "nccl_version": nccl}
-    if "gloo" not in found:
+    available = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in available and torch.cuda.is_available() else None
+    names = [f"nccl {nccl}" if name == "nccl" and nccl else name for name in available]
+    values = {"available": available, "nccl_version": nccl}
+    if "gloo" not in available:
         text, advice = f"{', '.join(names) or 'none'}; gloo is missing", "python -m pip install --force-reinstall torch"
         return Finding("backends", "failed", text, advice, values)
     return Finding("backends", "ok", ", ".join(names), values=values)
@@ -122,16 +122,23 @@ def backends() -> Finding:
 
 def interfaces(environment: Mapping[str, str]) -> list[Finding]:
     """Network interfaces that variables name, if this machine has none of that name; nothing where all is well."""
-    there = [name for _, name in socket.if_nameindex()]
+    interface_names = [name for _, name in socket.if_nameindex()]
     findings = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        said = environment.get(variable, "")
+        setting = environment.get(variable, "")
         # NCCL takes beginnings of names, and in front of them ^ for all others, = for whole names.
-        names = [] if said.startswith("^") else [each for each in said.lstrip("=").split(",") if each]
-        whole = variable.startswith("GLOO") or said.startswith("=")
-        if any(name == own if whole else own.startswith(name) for name in names for own in there) or not names:
+        names = [] if setting.startswith("^") else [part for part in setting.lstrip("=").split(",") if part]
+        is_exact = variable.startswith("GLOO") or setting.startswith("=")
+        if (
+            any(
+                name == interface if is_exact else interface.startswith(name)
+                for name in names
+                for interface in interface_names
+            )
+            or not names
+        ):
             continue
-        text = f"{variable}={said} is no interface of this machine, which has {', '.join(there)}"
+        text = f"{variable}={setting} is no interface of this machine, which has {', '.join(interface_names)}"
         findings.append(
             Finding("network", "failed", text, f"unset {variable}, or name one of these", {"variable": variable})
         )
@@ -156,7 +163,7 @@ def copy_rate(device: torch.device, num_bytes: int) -> float:
 
 def best_seconds(call: Callable[[], object], device: torch.device, times: int = 5) -> float:
     """Returns the least time of a call, without the first."""
-    taken = []
+    durations = []
     for _ in range(times + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -164,5 +171,5 @@ def best_seconds(call: Callable[[], object], device: torch.device, times: int = 
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return max(min(taken[1:]), 1e-9)
+        durations.append(time.perf_counter() - began)
+    return max(min(durations[1:]), 1e-9)

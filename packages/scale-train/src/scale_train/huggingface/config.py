@@ -39,13 +39,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def number_in(config: dict[str, Any], what: str) -> int | None:
     """Returns layers, width, heads or positions by the name that a model has for it; None where it has none."""
-    found = next((config[name] for name in _NAMES[what] if isinstance(config.get(name), int)), None)
-    return None if found is None else int(found)
+    number = next((config[name] for name in _NAMES[what] if isinstance(config.get(name), int)), None)
+    return None if number is None else int(number)
 
 
 def shape_in(config: dict[str, Any]) -> ModelSize:
     """Returns the shape; 0 for what the config does not say."""
-    return ModelSize(*(number_in(config, what) or 0 for what in ("layers", "width", "heads")))
+    return ModelSize(*(number_in(config, size_name) or 0 for size_name in ("layers", "width", "heads")))
 
 
 def has_weights(path: Path) -> bool:

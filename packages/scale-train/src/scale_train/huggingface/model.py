@@ -91,14 +91,14 @@ def build_on_meta(content: Mapping[str, Any]) -> nn.Module:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise InputError("--model: transformers is not installed: pip install 'scale-train[transformers]'") from error
-    what = f"--model: transformers cannot build a causal language model of {content['model_type']}"
+    problem = f"--model: transformers cannot build a causal language model of {content['model_type']}"
     try:
         config = transformers_config(content)
         make: Any = AutoModelForCausalLM.from_config  # not annotated
         with torch.device("meta"):
             model: nn.Module = make(config, dtype=torch.float32)
     except ValueError as error:
-        raise InputError(f"{what}: {_without_list(error)}") from error
+        raise InputError(f"{problem}: {_without_list(error)}") from error
     return model
 
 
@@ -115,8 +115,8 @@ def transformers_config(content: Mapping[str, Any]) -> Any:
 
 def _without_list(error: Exception) -> str:
     """What transformers says, in one line, without all the models that it knows."""
-    said = " ".join(str(error).split())
-    return re.split(r"\.? (?:Should contain one of|Model type should be one of)", said)[0]
+    message = " ".join(str(error).split())
+    return re.split(r"\.? (?:Should contain one of|Model type should be one of)", message)[0]
 
 
 def config_facts(model: nn.Module) -> dict[str, Any]:

@@ -80,9 +80,10 @@ class ScaleTrainerMixin(_Base):
 
     def _check_arguments(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            what = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
+            engine_name = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
             raise ValueError(
-                f"the trainer is set up for accelerate's {what}, which would shard the model a second time. Leave "
+                f"the trainer is set up for accelerate's {engine_name}, which would shard the model a second time. "
+                "Leave "
                 "fsdp=, deepspeed= and accelerate's configuration file out; sharding= says how it is sharded"
             )
         if self.args.fp16:
@@ -106,8 +107,8 @@ class ScaleTrainerMixin(_Base):
         if self.sharding == "fsdp":
             self._shard_model()
         elif self.optimizer is None:
-            whole: Any = self.model
-            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, whole)
+            full_model: Any = self.model
+            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, full_model)
             if cls is not OSS:  # as in the second of several trainings, each with a model of its own
                 self.optimizer_cls_and_kwargs = (OSS, {"optim": cls, **self.sharding_options, **kwargs})
         optimizer: Optimizer = super().create_optimizer(model)

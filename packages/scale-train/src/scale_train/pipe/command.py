@@ -32,22 +32,23 @@ def pipe(options: PipeOptions) -> int:
 def _list(options: ListOptions) -> int:
     """Prints every schedule that has a name and is possible for these numbers, the shortest step first."""
     _check_sizes(options.ranks, None, options.chunks)
-    found, refused = {}, {}
+    rows_by_name, refused = {}, {}
     for name in NAMES:
         if name != SOLVE:
             try:
-                found[name] = simulate(get_schedule(name, options.ranks, options.chunks, None))
+                rows_by_name[name] = simulate(get_schedule(name, options.ranks, options.chunks, None))
             except ValueError as error:
                 refused[name] = str(error)
-    rows = sorted(found.items(), key=lambda row: row[1].bubble)
+    rows = sorted(rows_by_name.items(), key=lambda row: row[1].bubble)
     if options.json:
-        listed = [_values(each) | {"name": name, "stages": each.schedule.num_stages} for name, each in rows]
+        listed = [_values(row) | {"name": name, "stages": row.schedule.num_stages} for name, row in rows]
         print(json.dumps({"schedules": listed, "refused": refused}))
         return 0
     print(f"{options.ranks} ranks, {options.chunks} micro-batches; times as 1 for a forward and 1 for each gradient\n")
     print(f"{'schedule':<22} {'stages':>6} {'bubble':>8} {'live micro-batches':>20}")
-    for name, each in rows:
-        print(f"{name:<22} {each.schedule.num_stages:>6} {each.bubble:>8.1%} {max(each.peak_live):>20g}")
+    for name, schedule_row in rows:
+        stages, peak_live = schedule_row.schedule.num_stages, max(schedule_row.peak_live)
+        print(f"{name:<22} {stages:>6} {schedule_row.bubble:>8.1%} {peak_live:>20g}")
     for name, why in refused.items():
         print(f"{name}: {why}")
     return 0
@@ -57,9 +58,11 @@ def _show(options: ShowOptions) -> int:
     schedule = _schedule(options)
     shown = {"planned": simulate(schedule)}
     if options.measure:
-        given = SOLVE if options.schedule.lower() == SOLVE else schedule
+        requested = SOLVE if options.schedule.lower() == SOLVE else schedule
         try:
-            measured = measure(given, options.ranks, schedule.num_stages, schedule.num_micro_batches, options.device)
+            measured = measure(
+                requested, options.ranks, schedule.num_stages, schedule.num_micro_batches, options.device
+            )
         except RanksLost as error:
             print(f"scale-train: {error}", file=sys.stderr)
             return error.exit_code
@@ -106,8 +109,8 @@ def _schedule(options: ShowOptions) -> Schedule:
         )
     try:
         if Path(options.schedule).is_file():
-            own = Schedule.load(options.schedule)
-            return get_schedule(own, options.ranks, options.chunks, None)
+            schedule = Schedule.load(options.schedule)
+            return get_schedule(schedule, options.ranks, options.chunks, None)
         per_rank = None if options.stages is None else options.stages // options.ranks
         return get_schedule(options.schedule, options.ranks, options.chunks, per_rank)
     except (ValueError, OSError) as error:
@@ -138,7 +141,7 @@ def _as_json(options: ShowOptions, shown: dict[str, ScheduleSimulation]) -> dict
     return {
         "schedule": schedule.to_json(),
         "measured_on": options.device if options.measure else None,
-        **{name.replace(", ", "_with_").replace(" ", "_"): _values(each) for name, each in shown.items()},
+        **{name.replace(", ", "_with_").replace(" ", "_"): _values(drawn) for name, drawn in shown.items()},
     }
 
 
@@ -150,12 +153,12 @@ def _print(options: ShowOptions, shown: dict[str, ScheduleSimulation]) -> None:
         f"{schedule.num_micro_batches} micro-batches, at most {peak:g} live on a rank"
     )
     # Times of a plan by itself are counted in forwards, those that were measured in seconds.
-    last = max(each.makespan for name, each in shown.items() if name != "planned" or len(shown) == 1)
-    for name, each in shown.items():
-        unit = f"{each.makespan:g} forwards" if name == "planned" else f"{1000 * each.makespan:.1f} ms"
-        print(f"\n{name}: bubble {each.bubble:.1%}, {unit}")
+    last = max(drawn.makespan for name, drawn in shown.items() if name != "planned" or len(shown) == 1)
+    for name, simulated in shown.items():
+        unit = f"{simulated.makespan:g} forwards" if name == "planned" else f"{1000 * simulated.makespan:.1f} ms"
+        print(f"\n{name}: bubble {simulated.bubble:.1%}, {unit}")
         if name != "planned" or len(shown) == 1:
-            print(draw_text(each, makespan=last, width=width))
+            print(draw_text(simulated, makespan=last, width=width))
     print(f"\n{legend(list(shown.values()))}; spaces: waiting")
     cores = os.cpu_count() or 1
     if options.measure and options.device == "cpu" and cores < schedule.num_ranks:

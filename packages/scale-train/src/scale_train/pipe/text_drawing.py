@@ -38,5 +38,5 @@ def draw_text(simulation: ScheduleSimulation, *, makespan: float, width: int) ->
 
 def legend(simulations: list[ScheduleSimulation]) -> str:
     """Returns what the letters of these drawings mean."""
-    used = {span.action.kind for each in simulations for span in each.spans}
+    used = {span.action.kind for simulation in simulations for span in simulation.spans}
     return ", ".join(f"{letter} {words}" for kind, (letter, _, words) in LETTERS.items() if kind in used)

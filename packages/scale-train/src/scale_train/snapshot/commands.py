@@ -123,8 +123,8 @@ def verify(options: VerifyOptions) -> int:
                     state, reason = DAMAGED, str(error)
             verified.append((row, state, reason))
     if options.json:
-        found = [{**_as_json(row), "state": state, "reason": reason} for row, state, reason in verified]
-        _print_json({"path": str(options.path), "snapshots": found})
+        verified_rows = [{**_as_json(row), "state": state, "reason": reason} for row, state, reason in verified]
+        _print_json({"path": str(options.path), "snapshots": verified_rows})
     else:
         for row, state, reason in verified:
             print(
@@ -141,28 +141,28 @@ def diff(options: DiffOptions) -> int:
         raise InputError(f"--atol {options.atol}: a number of at least 0 is needed")
     a = _open(options.a, Renaming(_pairs(options.map), options.skip), options.trust)
     b = _open(options.b, Renaming((), options.skip), options.trust)
-    found = []
+    changes = []
     with _byte_bar("comparing", not options.json) as (begin, advance):
         begin(sum(tensor.num_bytes for tensor in a.tensors.values()))
         for difference in differences(a, b, options.atol, advance):
-            found.append(difference)
+            changes.append(difference)
             if not options.json:
                 print(difference)
     compared = len(a.tensors.keys() & b.tensors.keys())
     if options.json:
-        listed = [asdict(each) for each in found]
-        for each in listed:
-            each["max_abs_diff"] = (
-                str(each["max_abs_diff"]) if each["max_abs_diff"] == float("inf") else each["max_abs_diff"]
+        listed = [asdict(change) for change in changes]
+        for entry in listed:
+            entry["max_abs_diff"] = (
+                str(entry["max_abs_diff"]) if entry["max_abs_diff"] == float("inf") else entry["max_abs_diff"]
             )
         _print_json({"a": str(options.a), "b": str(options.b), "num_compared": compared, "differences": listed})
     else:
         print(
-            f"{len(found)} of {len(a.tensors.keys() | b.tensors.keys())} keys differ"
-            if found
+            f"{len(changes)} of {len(a.tensors.keys() | b.tensors.keys())} keys differ"
+            if changes
             else f"{compared} tensors, all equal"
         )
-    return FOUND if found else 0
+    return FOUND if changes else 0
 
 
 def consolidate(options: ConsolidateOptions) -> int:
@@ -205,7 +205,7 @@ def prune(options: PruneOptions) -> int:
         raise InputError(f"{options.path}: this is one snapshot; give the folder that it is in")
     rows = snapshots_in(options.path)
     complete = [row for row in rows if row.state == COMPLETE]
-    old, kept = complete[: -options.keep], complete[-options.keep :]
+    old, newest = complete[: -options.keep], complete[-options.keep :]
     left = [row for row in rows if row.state != COMPLETE]
     if not options.dry_run:
         read_now = [row for row in old if not remove_snapshot(row.path)]
@@ -216,7 +216,7 @@ def prune(options: PruneOptions) -> int:
             {
                 "path": str(options.path),
                 "removed": [_as_json(row) for row in old],
-                "kept": [_as_json(row) for row in kept],
+                "kept": [_as_json(row) for row in newest],
                 "left_alone": [_as_json(row) for row in left],
                 "dry_run": options.dry_run,
             }

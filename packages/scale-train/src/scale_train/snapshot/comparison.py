@@ -53,18 +53,18 @@ def differences(
     for key in [*a.tensors, *(key for key in b.tensors if key not in a.tensors)]:
         one, other = a.tensors.get(key), b.tensors.get(key)
         if one is None or other is None:
-            where, held = ("only in B", other) if one is None else ("only in A", one)
-            assert held is not None
-            text = _describe(held)
+            where, present = ("only in B", other) if one is None else ("only in A", one)
+            assert present is not None
+            text = _describe(present)
             yield Difference(key, where, text if one is not None else "", text if one is None else "")
         elif one.shape != other.shape:
             yield Difference(key, "shape", str(tuple(one.shape)), str(tuple(other.shape)))
         elif one.dtype != other.dtype:
             yield Difference(key, "dtype", _name(one.dtype), _name(other.dtype))
         else:
-            found = compare_tensors(key, one.load(), other.load(), atol)
-            if found is not None:
-                yield found
+            change = compare_tensors(key, one.load(), other.load(), atol)
+            if change is not None:
+                yield change
         if one is not None:
             progress(one.num_bytes)
     for key in [*a.values, *(key for key in b.values if key not in a.values)]:
@@ -83,7 +83,7 @@ def compare_tensors(key: str, one: Tensor, other: Tensor, atol: float) -> Differ
     wide = torch.complex128 if one.is_complex() else torch.float64
     largest, count = 0.0, 0
     for begin in range(0, one.numel(), _ELEMENTS_AT_ONCE):
-        a, b = (each[begin : begin + _ELEMENTS_AT_ONCE].to(wide) for each in (one, other))
+        a, b = (tensor[begin : begin + _ELEMENTS_AT_ONCE].to(wide) for tensor in (one, other))
         distance = (a - b).abs()
         distance[a == b] = 0.0  # Equal infinities, whose difference is no number.
         distance[torch.isnan(a) & torch.isnan(b)] = 0.0
@@ -98,7 +98,7 @@ _ELEMENTS_AT_ONCE = 1 << 22
 
 
 def _bits_differ(one: Tensor, other: Tensor, begin: int) -> Tensor:
-    a, b = (each[begin : begin + _ELEMENTS_AT_ONCE] for each in (one, other))
+    a, b = (tensor[begin : begin + _ELEMENTS_AT_ONCE] for tensor in (one, other))
     return (a.view(torch.uint8).view(len(a), -1) != b.view(torch.uint8).view(len(b), -1)).any(dim=1)
 
 

@@ -55,9 +55,9 @@ def snapshots_in(path: Path) -> list[SnapshotRow]:
     folder = snapshot_folder(path)
     if recognize_own(folder) is Format.SNAPSHOT:
         return [_row(folder)]
-    found = [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()]
+    entries = [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()]
     rows = []
-    for entry in sorted(found, key=lambda entry: (_step_of(entry), entry.name)):
+    for entry in sorted(entries, key=lambda entry: (_step_of(entry), entry.name)):
         try:
             row = _row(entry)
         except FileNotFoundError:  # It was removed, or a save came to its end, since the folder was listed.
@@ -78,12 +78,12 @@ def recognize_own(path: Path) -> Format | None:
     """Whether this is a snapshot or a folder of snapshots; an InputError for anything else but a folder."""
     if _NAME.fullmatch(path.name) and path.is_dir():  # Also one that lacks its manifest.
         return Format.SNAPSHOT
-    found = recognize(path)
-    if found is not None and found.is_foreign:
-        raise InputError(found.advice())
+    snapshot_format = recognize(path)
+    if snapshot_format is not None and snapshot_format.is_foreign:
+        raise InputError(snapshot_format.advice())
     if not path.is_dir():
         raise InputError(f"{path}: neither a run, nor a folder of snapshots, nor a snapshot")
-    return None if found is None else found.format
+    return None if snapshot_format is None else snapshot_format.format
 
 
 def _row(path: Path) -> SnapshotRow:

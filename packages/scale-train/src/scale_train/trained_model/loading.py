@@ -99,11 +99,11 @@ def _of_folder(path: Path) -> TrainedModel:
 
 
 def _of_checkpoint(point: Path) -> TrainedModel:
-    said: Any = decode_extra(read_manifest(point).extra)
-    if not isinstance(said, dict) or said.get("program") != PROGRAM:
+    extra: Any = decode_extra(read_manifest(point).extra)
+    if not isinstance(extra, dict) or extra.get("program") != PROGRAM:
         raise InputError(f"{point}: a checkpoint of another program than {PROGRAM}")
     model: nn.Module
-    facts, positions = said["model"], None
+    facts, positions = extra["model"], None
     if "model_type" in facts:
         model, positions = build_on_meta(facts), number_in(facts, "positions")
         rule: Any = model._init_weights
@@ -114,11 +114,11 @@ def _of_checkpoint(point: Path) -> TrainedModel:
     snapshot.load(point.parent, {"model": model}, step=step, only_given=True, process_group=Group())
     return TrainedModel(
         model.eval(),
-        said.get("tokenizer", BYTE),
-        said.get("tokenizer_sha256"),
-        said["data"]["sequence"],
+        extra.get("tokenizer", BYTE),
+        extra.get("tokenizer_sha256"),
+        extra["data"]["sequence"],
         facts.get("vocab_size", facts.get("vocabulary")),
         positions,
-        Path(said["model_source"]) if said.get("model_source") else None,
+        Path(extra["model_source"]) if extra.get("model_source") else None,
         str(point),
     )

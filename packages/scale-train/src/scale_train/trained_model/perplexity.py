@@ -38,18 +38,18 @@ def _ppl(options: PplOptions) -> int:
             f"{sequence + 1} are needed"
         )
     loss = mean_loss(trained.model.to(device), text.held_out, sequence, options.batch, device)
-    found = {
+    report = {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),
         "bits_per_byte": loss / math.log(2) * text.tokens_per_byte,
         "tokens": (len(text.held_out) - 1) // sequence * sequence,
     }
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(report))
     else:
         print(
-            f"loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.4g}, "
-            f"{found['bits_per_byte']:.4f} bits per byte, of {found['tokens']:,} tokens"
+            f"loss {report['loss']:.4f} nats per token, perplexity {report['perplexity']:.4g}, "
+            f"{report['bits_per_byte']:.4f} bits per byte, of {report['tokens']:,} tokens"
         )
     return 0
 
@@ -61,8 +61,8 @@ def mean_loss(model: nn.Module, tokens: Tensor, sequence: int, batch: int, devic
     nats = 0.0
     for some in starts.split(batch):
         inputs, targets = windows_at(tokens, some, sequence)
-        found = model(inputs.to(device), **without_cache(model))
-        logits: Tensor = getattr(found, "logits", found)
+        output = model(inputs.to(device), **without_cache(model))
+        logits: Tensor = getattr(output, "logits", output)
         nats += functional.cross_entropy(
             logits.float().flatten(0, 1), targets.to(device).flatten(), reduction="sum"
         ).item()

@@ -40,14 +40,14 @@ def adascale_stats(optimizer: AdaScale, batch: int, seconds: Mapping[int, float]
     """Returns the fields of a `StepRecord` that AdaScale estimates; `seconds` of a step are by batch size."""
     base = batch / optimizer.scale
     noise = optimizer.noise_scale(base)
-    known = math.isfinite(noise.value)
-    best = suggest_batch_size(seconds, noise.value, base).batch_size if known and len(seconds) > 1 else None
+    is_finite = math.isfinite(noise.value)
+    best = suggest_batch_size(seconds, noise.value, base).batch_size if is_finite and len(seconds) > 1 else None
     return {
         "gain": optimizer.gain(),
         "useful_steps": optimizer.progress,
-        "noise_scale": noise.value if known else None,
-        "noise_scale_low": noise.low if known else None,
+        "noise_scale": noise.value if is_finite else None,
+        "noise_scale_low": noise.low if is_finite else None,
         "noise_scale_high": noise.high if math.isfinite(noise.high) else None,
-        "critical_batch": max(1, round(noise.critical_batch_size)) if known else None,
+        "critical_batch": max(1, round(noise.critical_batch_size)) if is_finite else None,
         "suggested_batch": best,
     }

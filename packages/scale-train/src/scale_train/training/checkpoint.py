@@ -133,10 +133,10 @@ def load(training: TrainState, point: Path) -> None:
         loaded = snapshot.load(point.parent, objects, step=_step_of(point), process_group=training.group)
     except SnapshotError as error:
         cause = error.__cause__
-        said = error if cause is None or isinstance(error, DamagedSnapshotError) else cause
+        reason = error if cause is None or isinstance(error, DamagedSnapshotError) else cause
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-            said = error  # It says, too, that it can be read later.
-        raise said if isinstance(said, InputError) else InputError(f"--resume {point}: {said}") from error
+            reason = error  # It says, too, that it can be read later.
+        raise reason if isinstance(reason, InputError) else InputError(f"--resume {point}: {reason}") from error
     for group, options in zip(optimizer.param_groups, group_options, strict=True):
         group.update(options)
     extra: Any = loaded.extra
@@ -145,8 +145,8 @@ def load(training: TrainState, point: Path) -> None:
         training.scaler.load_state_dict(extra["scaler"])
     training.step = training.saved_step = loaded.step
     training.checkpoint = loaded.path
-    if found := describe_nonfinite(training):
-        raise InputError(f"--resume {point}: {found}; {_last_finite(training, point)}")
+    if nonfinite := describe_nonfinite(training):
+        raise InputError(f"--resume {point}: {nonfinite}; {_last_finite(training, point)}")
 
 
 def _last_finite(training: TrainState, point: Path) -> str:
@@ -162,10 +162,10 @@ def _last_finite(training: TrainState, point: Path) -> str:
             return latest_snapshot(point.parent, finite=True, progress=progress)
 
     looking = CollectiveCall(training.group, f"looking for a finite checkpoint in {point.parent}", SnapshotError)
-    found = looking.all_ranks_with_progress(look)[0]
-    if found is None:
+    path = looking.all_ranks_with_progress(look)[0]
+    if path is None:
         return "no checkpoint there has finite numbers alone"
-    return f"the last one that has finite numbers alone is {found.name}: --resume {found} --out a new folder"
+    return f"the last one that has finite numbers alone is {path.name}: --resume {path} --out a new folder"
 
 
 def check_is_of_this_training(training: TrainState, point: Path) -> None:
@@ -223,9 +223,11 @@ def check_same_fields(saved: Any, own: Mapping[str, Any], path: Path) -> None:
     names = [name for name in own if name in saved] if "model_type" in own and "model_type" in saved else MODEL_FIELDS
     for name in names:
         # A checkpoint from before there was such a number is of a model with the default.
-        there, here = saved.get(name, getattr(ModelConfig, name, None)), own.get(name)
-        if there != here:
-            raise InputError(f"--resume {path}: a checkpoint of another model: {name} is {there} there, {here} here")
+        saved_value, current_value = saved.get(name, getattr(ModelConfig, name, None)), own.get(name)
+        if saved_value != current_value:
+            raise InputError(
+                f"--resume {path}: a checkpoint of another model: {name} is {saved_value} there, {current_value} here"
+            )
 
 
 @dataclass(frozen=True)
@@ -277,17 +279,21 @@ def resolve_paths(run: RunOptions, torchrun_run: str = "", lock: RunLock | None 
 
 def _find_paths(run: RunOptions, torchrun_run: str) -> RunPaths:
     try:
-        own = _folder_before_restart(run, torchrun_run)
-        newest = latest_snapshot(own / CHECKPOINTS) if own is not None and (own / CHECKPOINTS).is_dir() else None
-        if own is not None and newest is not None:
-            return RunPaths(own, newest)
+        continued = _folder_before_restart(run, torchrun_run)
+        newest = (
+            latest_snapshot(continued / CHECKPOINTS)
+            if continued is not None and (continued / CHECKPOINTS).is_dir()
+            else None
+        )
+        if continued is not None and newest is not None:
+            return RunPaths(continued, newest)
         point = _resume_point(run.resume) if run.resume is not None else None
     except OSError as error:
         raise InputError(f"--resume {run.resume}: cannot be read ({error.strerror})") from error
     except SnapshotError as error:  # A newer version of scale-core wrote it.
         raise InputError(f"--resume {run.resume}: {error}") from error
     try:
-        return RunPaths(own or _choose_folder(run, point), point)
+        return RunPaths(continued or _choose_folder(run, point), point)
     except OSError as error:
         raise _cannot_write(run, error) from error
 
@@ -347,9 +353,9 @@ def _resume_point(path: Path) -> Path:
     if not (path / CHECKPOINTS).is_dir():
         if path.is_dir() and path.name.removeprefix("step-").isdecimal():
             return path
-        found = recognize(path)
-        if found is not None and found.is_foreign:
-            raise InputError(f"--resume {path}: {found.advice()}")
+        snapshot_format = recognize(path)
+        if snapshot_format is not None and snapshot_format.is_foreign:
+            raise InputError(f"--resume {path}: {snapshot_format.advice()}")
         raise InputError(f"--resume {path}: neither a run (it has no {CHECKPOINTS}) nor a checkpoint (step-N)")
     try:
         point = latest_snapshot(path / CHECKPOINTS, verify=True)  # A damaged one is passed over, with a warning.

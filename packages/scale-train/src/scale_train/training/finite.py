@@ -19,13 +19,13 @@ def describe_nonfinite(training: TrainState) -> str:
     Each rank names its loss and the norm of the gradient, and the first weight, or tensor of the optimizer's state, of
     which its part is not finite.
     """
-    own = _local_nonfinite(training)
-    if not any(row[0] for row in exchange([int(own != "")], training.group)):
+    local_nonfinite = _local_nonfinite(training)
+    if not any(row[0] for row in exchange([int(local_nonfinite != "")], training.group)):
         return ""
     if training.group.size == 1:
-        return own
-    found = by_rank(exchange_text(own, training.group))
-    return "; ".join(part for part in found.split("; ") if not part.endswith(": "))
+        return local_nonfinite
+    descriptions = by_rank(exchange_text(local_nonfinite, training.group))
+    return "; ".join(part for part in descriptions.split("; ") if not part.endswith(": "))
 
 
 @on_local_tensors

@@ -255,12 +255,12 @@ class PipelineEngine(nn.Module):
         """Logits or loss of a batch, without gradients, the same on all ranks of the pipeline; see `GPT.forward`."""
         self._record_lengths(tokens)
         if targets is not None:
-            of = tokens.to(self.device), targets.to(self.device)
-            mean: Tensor = self.pipe.evaluate(*of, loss_fn=lambda loss: loss)
+            tensors = tokens.to(self.device), targets.to(self.device)
+            mean: Tensor = self.pipe.evaluate(*tensors, loss_fn=lambda loss: loss)
             return mean if reduction == "mean" else mean * targets.numel()
-        found = self.pipe.evaluate(tokens.to(self.device))
+        outputs = self.pipe.evaluate(tokens.to(self.device))
         shape = (*tokens.shape, self.config.vocabulary)
-        logits = torch.empty(shape, device=self.device) if found is None else found.float().contiguous()
+        logits = torch.empty(shape, device=self.device) if outputs is None else outputs.float().contiguous()
         if self.group.size > 1:
             broadcast(logits, self.group, source=self.pipe.schedule.placement.rank_of[-1]).wait()
         return logits
@@ -280,21 +280,21 @@ class PipelineEngine(nn.Module):
 
 
 def _expert_params(module: nn.Module) -> Iterator[nn.Parameter]:
-    for each in module.modules():
-        if isinstance(each, Experts):
-            yield from each.parameters()
+    for submodule in module.modules():
+        if isinstance(submodule, Experts):
+            yield from submodule.parameters()
 
 
 def materialize_stages(model: GPT, stages: Iterable[nn.Module], device: torch.device) -> None:
     """Allocates and initializes stages of a model on the meta device; a tied weight stays one tensor."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for module in (module for stage in stages for module in stage.modules()):
         on_meta = [(name, param) for name, param in module._parameters.items() if param is not None and param.is_meta]
         for name, param in on_meta:
-            if param not in made:
-                made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
-                copy_attributes(param, made[param])
-            module.register_parameter(name, made[param])  # Of experts, it stays a shard.
+            if param not in replacements:
+                replacements[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                copy_attributes(param, replacements[param])
+            module.register_parameter(name, replacements[param])  # Of experts, it stays a shard.
         if on_meta:
             model.init_weights(module)
 
@@ -309,7 +309,9 @@ class _StageUnits(Policy):
     layers_of_tokens: tuple[nn.Module, ...]
 
     def selects(self, candidate: Candidate) -> bool:
-        is_one = isinstance(candidate.module, Block) or any(candidate.module is each for each in self.layers_of_tokens)
+        is_one = isinstance(candidate.module, Block) or any(
+            candidate.module is layer for layer in self.layers_of_tokens
+        )
         return is_one and candidate.num_params > 0  # Of what other stages have there are placeholders.
 
 
@@ -396,13 +398,13 @@ def plan_blocks(model: GPT, options: Options, axes: MeshAxes, group: Group) -> N
                 f"no plan fits: a step, with Adam's state, takes at least {error.minimum_bytes} bytes; write "
                 f"--checkpoint-activations budget:{error.minimum_bytes}B, or take a smaller --batch or --sequence"
             )
-    own = plan
+    block_plan = plan
     plan, problem = CollectiveCall(group, "planning memory", InputError).rank0(lambda: (plan, problem))
     if plan is None:
         raise InputError(f"--checkpoint-activations {options.parallel.checkpoint_activations}: {problem}")
     # Experts that do not divide evenly have other shapes on other ranks; what is done with each block is the same.
-    if own is not None and together.size > 1:
-        plan = replace(plan, profile=own.profile)
+    if block_plan is not None and together.size > 1:
+        plan = replace(plan, profile=block_plan.profile)
     apply_plan(model, plan)
 
 
@@ -425,10 +427,15 @@ class Engine:
     def expert_layers(self) -> dict[int, MoE]:
         """The layers of experts that this rank has, by the number of their block."""
         stages = [self.raw_model] if self.pipeline is None else list(self.pipeline.pipe.stages.values())
-        named = [each for stage in stages for each in stage.named_modules() if isinstance(each[1], MoE)]
+        named = [
+            named_module
+            for stage in stages
+            for named_module in stage.named_modules()
+            if isinstance(named_module[1], MoE)
+        ]
         # A stage has placeholders, without parameters, for the layers of other stages.
-        own = [(name, layer) for name, layer in named if next(layer.parameters(), None) is not None]
-        return {int(name.removesuffix(".moe").rpartition(".")[2]): layer for name, layer in own}
+        local_layers = [(name, layer) for name, layer in named if next(layer.parameters(), None) is not None]
+        return {int(name.removesuffix(".moe").rpartition(".")[2]): layer for name, layer in local_layers}
 
     @property
     def pipeline(self) -> PipelineEngine | None:
@@ -438,9 +445,9 @@ class Engine:
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", positions: Tensor | None = None) -> Tensor:
         """The loss of a batch in nats, fp32, a scalar, as `GPT.forward` has it."""
         if isinstance(self.raw_model, GPT | PipelineEngine):
-            at = {} if positions is None else {"positions": positions}
-            found: Tensor = self.model(tokens, targets, reduction, **at)
-            return found
+            position_kwargs = {} if positions is None else {"positions": positions}
+            loss: Tensor = self.model(tokens, targets, reduction, **position_kwargs)
+            return loss
         logits = self.model(input_ids=tokens, use_cache=False).logits.float().flatten(0, 1)
         total = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / targets.numel() if reduction == "mean" else total
@@ -455,7 +462,7 @@ class Engine:
         if context.size == 1:
             return (tokens.to(self.device), targets.to(self.device)), None
         positions = position_ids(tokens.shape[1], context, device=self.device)
-        tokens, targets = (split_sequence(each, context).to(self.device) for each in (tokens, targets))
+        tokens, targets = (split_sequence(tensor, context).to(self.device) for tensor in (tokens, targets))
         return (tokens, targets), positions
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -226,10 +226,10 @@ def begin_metrics(path: Path, first_step: int) -> None:
         warnings.warn(
             f"{path}: left out {num_others} lines that are no entries, as of a run that was killed", stacklevel=2
         )
-    kept = [entry for entry in entries if entry["step"] <= first_step]
+    earlier_entries = [entry for entry in entries if entry["step"] <= first_step]
     with replacing(path) as partial:
         partial.write_text(" " * _ROOM_BYTES)
-        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        partial.write_text("".join(json.dumps(entry) + "\n" for entry in earlier_entries))
 
 
 class MetricsReporter(Reporter):
@@ -294,11 +294,11 @@ class WandbReporter(Reporter):
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]  # an optional dependency
 
-        kept = folder / "wandb-run"  # The id, by which a resumed run goes on in the same one there.
-        if not kept.exists():
-            kept.write_text(secrets.token_hex(8))
+        run_folder = folder / "wandb-run"  # The id, by which a resumed run goes on in the same one there.
+        if not run_folder.exists():
+            run_folder.write_text(secrets.token_hex(8))
         about: dict[str, Any] = {"name": folder.name, "config": dict(config)}
-        self._run: Any = wandb.init(dir=str(folder), id=kept.read_text(), resume="allow", **about)
+        self._run: Any = wandb.init(dir=str(folder), id=run_folder.read_text(), resume="allow", **about)
 
     def step(self, record: StepRecord) -> None:
         self._run.log(_scalars(record), step=record.step)
@@ -364,17 +364,17 @@ def make_reporter(options: Options, first_step: int, folder: Path) -> Reporter:
         screen = ProgressBarReporter(options.optimizer.steps, first_step)
     else:
         screen = JsonReporter() if options.run.log_format == "json" else PlainReporter()
-    made: list[Reporter] = [screen, MetricsReporter(folder / "metrics.jsonl", screen.note)]
+    reporters: list[Reporter] = [screen, MetricsReporter(folder / "metrics.jsonl", screen.note)]
     for name in dict.fromkeys(options.run.log_to):
         try:
             if name == "tensorboard":
-                made.append(TensorBoardReporter(folder / "tensorboard", first_step))
+                reporters.append(TensorBoardReporter(folder / "tensorboard", first_step))
             else:
-                made.append(WandbReporter(folder, json.loads(json.dumps(asdict(options), default=str))))
+                reporters.append(WandbReporter(folder, json.loads(json.dumps(asdict(options), default=str))))
         except Exception as error:  # Each library has its own.
-            MultiReporter(*made).close()
+            MultiReporter(*reporters).close()
             raise InputError(f"--log-to {name}: cannot begin: {type(error).__name__}: {error}") from error
-    return MultiReporter(*made)
+    return MultiReporter(*reporters)
 
 
 def _format_step(record: StepRecord) -> str:

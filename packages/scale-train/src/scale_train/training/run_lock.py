@@ -91,10 +91,10 @@ class RunLock:
         give_up, has_waited = time.monotonic() + _PATIENCE_SECONDS, False
         while True:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            found = try_lock(self._descriptor, exclusive=True)
+            locked = try_lock(self._descriptor, exclusive=True)
             others = _read(self._descriptor)
-            if found is not Lock.HELD and self._is_the_file():
-                return others, found is Lock.TAKEN, has_waited
+            if locked is not Lock.HELD and self._is_the_file():
+                return others, locked is Lock.TAKEN, has_waited
             has_waited = True
             self._close()
             if time.monotonic() > give_up:

@@ -74,8 +74,8 @@ class RunSummary:
             "",
             f"memory         rank  parameters + gradients + optimizer  peak ({measured})",
         ]
-        for rank, (held, peak) in enumerate(zip(self.held_memory_bytes, self.peak_memory_bytes, strict=True)):
-            lines.append(f"               {rank:>4}  {format_bytes(held):>34}  {format_bytes(peak)}")
+        for rank, (held_memory, peak) in enumerate(zip(self.held_memory_bytes, self.peak_memory_bytes, strict=True)):
+            lines.append(f"               {rank:>4}  {format_bytes(held_memory):>34}  {format_bytes(peak)}")
         lines.append(f"               DDP   {format_bytes(self.ddp_memory_bytes):>34}  would be needed on each rank")
         if self.sample:
             lines += ["", "a sample of generated text:", *(f"  | {line}" for line in self.sample.splitlines())]
@@ -128,8 +128,10 @@ def summarize(training: TrainState, held_out: float, folder: Path) -> RunSummary
     """Returns the summary: a sample of text, the plot, and the memory of all ranks."""
     options, group = training.options, training.group
     params = training.engine.params()
-    held = held_bytes(params, training.engine.params_with_gradients(), training.optimizer)
-    rows = exchange([held, peak_bytes(training.engine.device), replicated_bytes(params, training.optimizer)], group)
+    held_memory = held_bytes(params, training.engine.params_with_gradients(), training.optimizer)
+    rows = exchange(
+        [held_memory, peak_bytes(training.engine.device), replicated_bytes(params, training.optimizer)], group
+    )
     replicated = rows[group.rank][2]
     if training.engine.pipeline is not None:  # Each of its stages has its own parameters; elsewhere a rank has all.
         axes = training.engine.axes
@@ -231,30 +233,30 @@ def _read_text_on_all_ranks(options: Options, group: Group) -> Text:
 def write_config(options: Options, num_ranks: int, path: Path) -> None:
     """Writes the file that repeats the run, in a new folder and, without torchrun, on as many ranks."""
     ranks = None if torchrun_run(options) else num_ranks
-    kept = replace(
+    reproducible = replace(
         options,
         parallel=replace(options.parallel, ranks=ranks),
         run=replace(options.run, out=None, resume=None, export=None),
     )
     with suppress(OptionsError):  # A text that is no Unicode can be in no such file.
-        path.write_text(to_toml(kept), encoding="utf-8")
+        path.write_text(to_toml(reproducible), encoding="utf-8")
 
 
 def _resolve_paths_on_rank0(options: Options, group: Group, lock: RunLock) -> RunPaths:
     """Rank 0 decides for all: file systems do not look the same from everywhere at one moment."""
-    found = problem = point = ""
+    resumed = problem = point = ""
     if group.rank == 0:
         try:
             check_export(options.run.export)
             paths = resolve_paths(options.run, torchrun_run(options), lock)
-            found, point = str(paths.folder), str(paths.resume_from or "")
+            resumed, point = str(paths.folder), str(paths.resume_from or "")
             begin_metrics(paths.folder / METRICS, paths.step)
             write_config(options, group.size, paths.folder / CONFIG)
         except InputError as error:
             problem = str(error)
         except OSError as error:
-            problem = f"cannot write into {found}: {reason_of(error)}"
-    problem, found, point = (exchange_text(each, group)[0] for each in (problem, found, point))
+            problem = f"cannot write into {resumed}: {reason_of(error)}"
+    problem, resumed, point = (exchange_text(text, group)[0] for text in (problem, resumed, point))
     if problem:
         raise InputError(problem)
-    return RunPaths(Path(found), Path(point) if point else None)
+    return RunPaths(Path(resumed), Path(point) if point else None)

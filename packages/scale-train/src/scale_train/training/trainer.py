@@ -138,8 +138,8 @@ def save_if_finite(training: TrainState, save: Callable[[TrainState], object]) -
     """
     if training.saved_step == training.step:
         return
-    if found := describe_nonfinite(training):
-        raise _diverged(training, found)
+    if nonfinite := describe_nonfinite(training):
+        raise _diverged(training, nonfinite)
     save(training)
 
 
@@ -183,10 +183,10 @@ def held_out_loss(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
     nats = 0.0
     for turn in range(rounds):
         first = (turn * size + rank) * micro_batch
-        mine = starts[first : first + micro_batch]
-        padding = starts[:1].expand(micro_batch - len(mine))
-        tokens, targets = windows_at(text, torch.cat([mine, padding]), sequence)
-        targets[len(mine) :] = IGNORED
+        local_starts = starts[first : first + micro_batch]
+        padding = starts[:1].expand(micro_batch - len(local_starts))
+        tokens, targets = windows_at(text, torch.cat([local_starts, padding]), sequence)
+        targets[len(local_starts) :] = IGNORED
         batch, positions = engine.part_of(tokens, targets)
         with engine.attention(), engine.autocast():
             loss = engine.loss(*batch, "sum", positions)

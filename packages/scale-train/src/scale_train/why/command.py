@@ -18,11 +18,11 @@ def why(options: WhyOptions) -> int:
     except ValueError as error:
         print(f"scale-train: {error}", file=sys.stderr)
         return 2
-    found = verdict(texts)
+    explanation = verdict(texts)
     if options.json:
-        print(json.dumps({**asdict(found), "num_logs": len(texts)}))
+        print(json.dumps({**asdict(explanation), "num_logs": len(texts)}))
     else:
-        print(found.sentence or f"these {len(texts)} logs do not say why")
-        for line in found.details:
+        print(explanation.sentence or f"these {len(texts)} logs do not say why")
+        for line in explanation.details:
             print(f"  {line}")
-    return 0 if found.sentence else 1
+    return 0 if explanation.sentence else 1

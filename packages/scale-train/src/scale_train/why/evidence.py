@@ -88,14 +88,14 @@ class LogEvidence:
 
 def evidence_of(texts: Mapping[str, str]) -> LogEvidence:
     """Reads all texts, by their names; a name may say the rank ("rank1.log", torchrun's "attempt_0/1/stderr.log")."""
-    found = LogEvidence()
+    evidence = LogEvidence()
     for name, text in texts.items():
         rank = rank_of(name)
-        if name.endswith(".json") and _add_json(found, text, rank):
+        if name.endswith(".json") and _add_json(evidence, text, rank):
             continue
-        _add_text(found, text, rank)
-    found.silent -= found.last_events.keys() | found.records
-    return found
+        _add_text(evidence, text, rank)
+    evidence.silent -= evidence.last_events.keys() | evidence.records
+    return evidence
 
 
 def rank_of(name: str) -> int | None:
@@ -107,8 +107,8 @@ def rank_of(name: str) -> int | None:
     path = PurePath(name)
     if len(path.parts) >= 3 and path.parts[-3].startswith("attempt_") and path.parts[-2].isdecimal():
         return int(path.parts[-2])
-    found = _RANK_IN_NAME.search(path.name.lower())
-    return int(found[1]) if found else None
+    match = _RANK_IN_NAME.search(path.name.lower())
+    return int(match[1]) if match else None
 
 
 def _add_json(found: LogEvidence, text: str, rank: int | None) -> bool:
@@ -116,17 +116,17 @@ def _add_json(found: LogEvidence, text: str, rank: int | None) -> bool:
     try:
         document: Any = json.loads(text)
         if document.get("format") == "scale-flight-record":
-            at = float(document.get("time", 0.0))
-            _add_record(found, int(document["rank"]), [str(event) for event in document["events"]], at)
+            timestamp = float(document.get("time", 0.0))
+            _add_record(found, int(document["rank"]), [str(event) for event in document["events"]], timestamp)
             return True
         message = document["message"]
         first_line = str(message["message"]).partition("\n")[0]
         stamp = str(message.get("extraInfo", {}).get("timestamp", ""))
-        at = float(stamp) if stamp.isdecimal() else 0.0
+        timestamp = float(stamp) if stamp.isdecimal() else 0.0
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return False
     if error := _ERROR.match(first_line):
-        found.ended.append(_raised(rank, error, 0, at))
+        found.ended.append(_raised(rank, error, 0, timestamp))
     return True
 
 

@@ -48,18 +48,18 @@ def _last_attempts(files: Iterable[Path]) -> Iterator[Path]:
     listed = list(files)
     attempts = {file: _attempt(file) for file in listed}
     last: dict[str, int] = {}
-    for found in attempts.values():
-        if found is not None:
-            last[found[0]] = max(last.get(found[0], 0), found[1])
+    for numbers in attempts.values():
+        if numbers is not None:
+            last[numbers[0]] = max(last.get(numbers[0], 0), numbers[1])
     for file in listed:
-        of = attempts[file]
-        if of is None or last[of[0]] == of[1]:
+        latest = attempts[file]
+        if latest is None or last[latest[0]] == latest[1]:
             yield file
 
 
 def _attempt(file: Path) -> tuple[str, int] | None:
-    found = re.search(r"^(.*)attempt_(\d+)(?:/|$)", file.as_posix())
-    return (found[1], int(found[2])) if found else None
+    match = re.search(r"^(.*)attempt_(\d+)(?:/|$)", file.as_posix())
+    return (match[1], int(match[2])) if match else None
 
 
 def _end_of(file: Path) -> str:

@@ -38,33 +38,35 @@ def verdict(texts: Mapping[str, str]) -> Verdict:
     >>> print(verdict({"launcher": "rank 1 was killed by SIGKILL; the others are ended"}).sentence)
     rank 1 was killed by SIGKILL
     """
-    found = evidence_of(texts)
-    details = tuple(f"rank {rank}: {'; then '.join(events[-4:])}" for rank, events in sorted(found.last_events.items()))
-    for answer in (_of_own_error(found), _of_end(found), _of_desync(found), _of_waits(found)):
+    evidence = evidence_of(texts)
+    details = tuple(
+        f"rank {rank}: {'; then '.join(events[-4:])}" for rank, events in sorted(evidence.last_events.items())
+    )
+    for answer in (_of_own_error(evidence), _of_end(evidence), _of_desync(evidence), _of_waits(evidence)):
         if answer is not None:
             return Verdict(answer.sentence, answer.kind, answer.rank, answer.step, details)
     return Verdict("", "unknown", details=details)
 
 
 def _of_own_error(found: LogEvidence) -> Verdict | None:
-    own = [ended for ended in found.ended if ended.is_own and ended.how.startswith(("raised", "failed"))]
-    if not own:
+    errors = [ended for ended in found.ended if ended.is_own and ended.how.startswith(("raised", "failed"))]
+    if not errors:
         return None
-    first = _first(own)
-    same = [ended for ended in own if ended.how == first.how]
+    first = _first(errors)
+    same = [ended for ended in errors if ended.how == first.how]
     step = first.step or max((ended.step for ended in same), default=0)
     rank = next((ended.rank for ended in [first, *same] if ended.rank is not None), None)
     ranks = sorted({ended.rank for ended in same if ended.rank is not None})
-    who = "a rank" if rank is None else _ranks(ranks)
-    return Verdict(f"{who} {first.how}{_in(step)}{_while_others(found, ranks)}", "raised", rank, step)
+    subject = "a rank" if rank is None else _ranks(ranks)
+    return Verdict(f"{subject} {first.how}{_in(step)}{_while_others(found, ranks)}", "raised", rank, step)
 
 
 def _of_end(found: LogEvidence) -> Verdict | None:
-    own = [ended for ended in found.ended if ended.is_own and not _was_late(found, ended.rank)]
-    if not own:
+    ends = [ended for ended in found.ended if ended.is_own and not _was_late(found, ended.rank)]
+    if not ends:
         return None
     # A signal says more than a code, which may have been given after another rank's end was seen.
-    killed = [ended for ended in own if ended.how.startswith("was killed")] or own
+    killed = [ended for ended in ends if ended.how.startswith("was killed")] or ends
     first = _first(killed)
     ranks = sorted({ended.rank for ended in killed if ended.how == first.how and ended.rank is not None})
     step = max((waited.step for waited in found.waited), default=0)
@@ -87,8 +89,8 @@ def _of_waits(found: LogEvidence) -> Verdict | None:
     waits = [waited for waited in found.waited if waited.step == earliest]
     waiting = {waited.rank for waited in waits if waited.rank is not None}
     missing = _missing(found, waits, waiting)
-    place = Counter(waited.place for waited in waits if waited.rank != missing).most_common(1)
-    where, step = (place[0][0], earliest) if place else ("", earliest)
+    places = Counter(waited.place for waited in waits if waited.rank != missing).most_common(1)
+    where, step = (places[0][0], earliest) if places else ("", earliest)
     if missing is None or not where:
         return Verdict(
             f"{_ranks(waiting) or 'a rank'} waited in vain in {_the(waits[0].place)}{_in(step)}",
@@ -98,12 +100,12 @@ def _of_waits(found: LogEvidence) -> Verdict | None:
         )
     others = sorted(waiting - {missing})
     for_it = f", where {_ranks(others)} waited for it" if others else ""
-    own = next((waited for waited in waits if waited.rank == missing and waited.place != where), None)
-    if own is not None:
-        for_whom = f" for rank {own.peer}" if own.peer is not None else ""
+    missing_wait = next((waited for waited in waits if waited.rank == missing and waited.place != where), None)
+    if missing_wait is not None:
+        for_whom = f" for rank {missing_wait.peer}" if missing_wait.peer is not None else ""
         text = (
             f"{_ranks(others)} waited for rank {missing} in {_the(where)}{_in(step)}, while rank {missing} waited"
-            f"{for_whom} in {_the(own.place)}: they ran different things"
+            f"{for_whom} in {_the(missing_wait.place)}: they ran different things"
         )
         return Verdict(text, "crossed", missing, step)
     if any(waited.timed_out for waited in waits):
@@ -134,14 +136,16 @@ def _was_late(found: LogEvidence, rank: int | None) -> bool:
 
 def _while_others(found: LogEvidence, ranks: Iterable[int]) -> str:
     """Where the others waited for it, of the first step in which they did."""
-    theirs = [waited for waited in found.waited if waited.rank not in set(ranks)]
-    if not theirs:
+    other_waits = [waited for waited in found.waited if waited.rank not in set(ranks)]
+    if not other_waits:
         return ""
-    step = min(waited.step for waited in theirs)
-    first = [waited for waited in theirs if waited.step == step]
-    place = Counter(waited.place for waited in first).most_common(1)[0][0]
-    who = sorted({waited.rank for waited in first if waited.place == place and waited.rank is not None})
-    return f"; {_ranks(who) or 'another rank'} waited for it in {_the(place)}{_in(step)}"
+    step = min(waited.step for waited in other_waits)
+    first = [waited for waited in other_waits if waited.step == step]
+    common_place = Counter(waited.place for waited in first).most_common(1)[0][0]
+    waiting_ranks = sorted(
+        {waited.rank for waited in first if waited.place == common_place and waited.rank is not None}
+    )
+    return f"; {_ranks(waiting_ranks) or 'another rank'} waited for it in {_the(common_place)}{_in(step)}"
 
 
 def _last_of(found: LogEvidence, rank: int) -> str:
@@ -151,7 +155,7 @@ def _last_of(found: LogEvidence, rank: int) -> str:
 
 def _first(ended: Sequence[Ended]) -> Ended:
     """The earliest by the clock; where that is not known, one with a rank and a step."""
-    timed = [each for each in ended if each.at]
+    timed = [end for end in ended if end.at]
     if timed:
         return min(timed, key=lambda each: each.at)
     return max(ended, key=lambda each: (each.rank is not None, each.step > 0))

@@ -71,10 +71,10 @@ def _num_params(traced: fx.GraphModule, node: fx.Node) -> int:
     if node.op == "call_module":
         return sum(param.numel() for param in traced.get_submodule(str(node.target)).parameters())
     if node.op == "get_attr":
-        found: Any = traced
+        module: Any = traced
         for name in str(node.target).split("."):
-            found = getattr(found, name)
-        return int(found.numel()) if isinstance(found, nn.Parameter) else 0
+            module = getattr(module, name)
+        return int(module.numel()) if isinstance(module, nn.Parameter) else 0
     return 0
 
 
@@ -86,8 +86,8 @@ def _divide(nodes: Sequence[fx.Node], sizes: Sequence[int], count: int) -> list[
         sizes: The parameters of each.
         count: At most how many parts.
     """
-    place = {node: number for number, node in enumerate(nodes)}
-    last_use = [max((place.get(user, len(nodes)) for user in node.users), default=0) for node in nodes]
+    position = {node: number for number, node in enumerate(nodes)}
+    last_use = [max((position.get(user, len(nodes)) for user in node.users), default=0) for node in nodes]
     parts: list[list[fx.Node]] = [[]]
     filled, needed_until, target = 0, 0, sum(sizes) / count
     for number, (node, size) in enumerate(zip(nodes, sizes, strict=True)):
@@ -106,11 +106,11 @@ def _shard_of(
 ) -> fx.GraphModule:
     """One shard: takes what the one before passes on, and returns what its last node makes, or the model's output."""
     graph = fx.Graph()
-    known = {} if passed_on is None else {passed_on: graph.placeholder(passed_on.name)}
+    env = {} if passed_on is None else {passed_on: graph.placeholder(passed_on.name)}
     for node in part:
-        known[node] = graph.node_copy(node, lambda each: known[each])
+        env[node] = graph.node_copy(node, lambda each: env[each])
     returned: Any = part[-1] if output is None else output.args[0]
-    graph.output(fx.map_arg(returned, lambda each: known[each]))
+    graph.output(fx.map_arg(returned, lambda each: env[each]))
     return fx.GraphModule(traced, graph)
 
 

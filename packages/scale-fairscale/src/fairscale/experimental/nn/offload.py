@@ -98,24 +98,24 @@ class OffloadModel(nn.Module):
         Raises:
             ValueError: Tensors of different lengths along dim 0, or none, which are no micro-batches.
         """
-        moved = [each.to(self.device) if isinstance(each, Tensor) else each for each in inputs]
+        moved = [value.to(self.device) if isinstance(value, Tensor) else value for value in inputs]
         if self.num_microbatches == 1:
             return self._run(moved)
-        shapes = [tuple(each.shape) for each in moved if isinstance(each, Tensor)]
+        shapes = [tuple(value.shape) for value in moved if isinstance(value, Tensor)]
         if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches}: expected tensors of one length along dim 0, got the shapes "
                 f"{shapes}; give tensors of one length, or OffloadModel(..., num_microbatches=1)"
             )
-        chunks = [each.chunk(self.num_microbatches) if isinstance(each, Tensor) else None for each in moved]
+        chunks = [value.chunk(self.num_microbatches) if isinstance(value, Tensor) else None for value in moved]
         count = next(len(chunk) for chunk in chunks if chunk is not None)
         outputs = [
-            self._run([each if chunk is None else chunk[number] for each, chunk in zip(moved, chunks, strict=True)])
+            self._run([value if chunk is None else chunk[number] for value, chunk in zip(moved, chunks, strict=True)])
             for number in range(count)
         ]
         if isinstance(outputs[0], Tensor):
             return torch.cat(outputs)
-        return tuple(torch.cat(each) for each in zip(*outputs, strict=True))
+        return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         values: Any = tuple(inputs)

@@ -38,8 +38,8 @@ class SyncBatchNorm(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalized input, [N, C, ...]; batches of ranks may differ in length."""
         if input.device.type != "cpu":
-            found: Tensor = nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]  # with its attributes
-            return found
+            output: Tensor = nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]  # with its attributes
+            return output
         group = (
             group_of(unwrap_process_group(self.process_group)) if self.training and dist.is_initialized() else Group()
         )
@@ -109,8 +109,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _sum_over_ranks(values: Tensor, group: Group) -> Tensor:
-    found: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
-    return found
+    total: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
+    return total
 
 
 __all__ = ["SyncBatchNorm"]

@@ -197,7 +197,7 @@ class LayerwiseMemoryTracker:
         """Returns a tracker with the traces that `save_traces` has written, here or in FairScale."""
         tracker = cls()
         traces = json.loads(Path(path).read_text("utf-8"))["traces"]
-        tracker.memory_traces = [LayerMemoryTrace.from_dict(each) for each in traces]
+        tracker.memory_traces = [LayerMemoryTrace.from_dict(trace) for trace in traces]
         return tracker
 
     def _register_hooks(self, name: str, module: nn.Module, memory: LiveMemory) -> list[Any]:
@@ -208,7 +208,7 @@ class LayerwiseMemoryTracker:
             if self._entered == name:  # It has called no other.
                 diff = memory.current_bytes - self._start_bytes
                 self._add(name, module, TraceForwardEvent(diff, _new_bytes(inputs, outputs)))
-                node = next((each.grad_fn for each in tensors_in(outputs) if each.grad_fn is not None), None)
+                node = next((tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None), None)
                 if node is not None:
                     node.register_hook(after_backward)
             self._entered = None
@@ -227,8 +227,8 @@ class LayerwiseMemoryTracker:
         params = sum(param.nbytes for param in module.parameters())
         before, self._gathered = self._gathered, self._gathered_now()
         gathered = sum(size for key, size in self._gathered.items() if key not in before)
-        held = sum(self._gathered.values()) if is_forward else 0
-        trace = LayerMemoryTrace(name, params, num_bytes, num_bytes, is_forward, gathered, held, event)
+        gathered_bytes = sum(self._gathered.values()) if is_forward else 0
+        trace = LayerMemoryTrace(name, params, num_bytes, num_bytes, is_forward, gathered, gathered_bytes, event)
         self.memory_traces.append(trace)
 
     def _forget_released(self) -> None:
@@ -243,11 +243,15 @@ class LayerwiseMemoryTracker:
 def _new_bytes(before: Any, after: Any) -> int:
     """The bytes of the tensors in `after` that have no storage of one in `before`; sparse ones have none."""
     places_before, places = (
-        [(each.untyped_storage().data_ptr(), each.nbytes) for each in tensors_in(tree) if each.layout is torch.strided]
+        [
+            (tensor.untyped_storage().data_ptr(), tensor.nbytes)
+            for tensor in tensors_in(tree)
+            if tensor.layout is torch.strided
+        ]
         for tree in (before, after)
     )
-    known = {place for place, _ in places_before}
-    return sum(num_bytes for place, num_bytes in places if place not in known)
+    earlier = {address for address, _ in places_before}
+    return sum(num_bytes for address, num_bytes in places if address not in earlier)
 
 
 class ProcessGroupTrackingEvent(Enum):
@@ -308,9 +312,9 @@ def suggest_checkpoint_location(
         if trace.is_forward:
             sizes.setdefault(trace.module_name, trace.event.memory_activations)
     layers = [LayerTrace(name, "", True, 0, size, size) for name, size in sizes.items()]
-    found = suggest_for_layer_traces(layers, num_checkpoints, num_skipped_layers)
-    names: Any = list(found.split_modules), list(found.all_modules)  # Lists, as there.
-    return SuggestedCheckpoints(found.max_memory, *names)
+    location = suggest_for_layer_traces(layers, num_checkpoints, num_skipped_layers)
+    names: Any = list(location.split_modules), list(location.all_modules)  # Lists, as there.
+    return SuggestedCheckpoints(location.max_memory, *names)
 
 
 def compare_memory_traces_in_plot(
@@ -337,10 +341,10 @@ def compare_memory_traces_in_plot(
             "cumulative forward activations": list(itertools.accumulate(forward)),
             "parameter memory": [trace.module_params for trace in traces],
         }
-        for place, (title, sizes) in zip(axes.flat, rows.items(), strict=True):
-            place.plot([size / 2**20 for size in sizes], label=name)
-            place.set(title=title, xlabel="pass", ylabel="MiB")
-            place.legend()
+        for axis, (title, sizes) in zip(axes.flat, rows.items(), strict=True):
+            axis.plot([size / 2**20 for size in sizes], label=name)
+            axis.set(title=title, xlabel="pass", ylabel="MiB")
+            axis.legend()
     if not capture:
         pyplot.show()
         return None

@@ -96,25 +96,25 @@ def objects_are_equal(a: Any, b: Any, raise_exception: bool = False, dict_key: s
         dict_key: Where they are, for the error.
     """
     if type(a) is not type(b):
-        equal, what = False, f"types {type(a).__name__} and {type(b).__name__}"
+        equal, subject = False, f"types {type(a).__name__} and {type(b).__name__}"
     elif isinstance(a, dict):
         if a.keys() == b.keys():
             return all(objects_are_equal(a[key], b[key], raise_exception, str(key)) for key in a)
-        equal, what = False, f"keys {sorted(map(str, a.keys() ^ b.keys()))}"
+        equal, subject = False, f"keys {sorted(map(str, a.keys() ^ b.keys()))}"
     elif isinstance(a, list | tuple | set):
         if len(a) == len(b):
             return all(objects_are_equal(one, other, raise_exception) for one, other in zip(a, b, strict=True))
-        equal, what = False, f"lengths {len(a)} and {len(b)}"
+        equal, subject = False, f"lengths {len(a)} and {len(b)}"
     elif isinstance(a, Tensor):
         try:
             torch.testing.assert_close(a, b)
-            equal, what = True, ""
+            equal, subject = True, ""
         except AssertionError as error:
-            equal, what = False, str(error)
+            equal, subject = False, str(error)
     else:
-        equal, what = bool(a == b), f"{a!r} and {b!r}"
+        equal, subject = bool(a == b), f"{a!r} and {b!r}"
     if not equal and raise_exception:
-        raise AssertionError(f"differ{f' at {dict_key}' if dict_key else ''}: {what}")
+        raise AssertionError(f"differ{f' at {dict_key}' if dict_key else ''}: {subject}")
     return equal
 
 

@@ -37,7 +37,7 @@ def consolidate_shard_weights(
             f"Require metadata for each shard and non-empty shards: got {len(shard_weights)} of local_state_dict() and "
             f"{len(shard_metadata)} of local_metadata_dict()"
         )
-    if any("parameters" in each for each in shard_metadata):
+    if any("parameters" in metadata for metadata in shard_metadata):
         return consolidate_shards(shard_weights, shard_metadata, with_module_buffers, strict)
     first = shard_metadata[0]
     full: dict[str, Any] = {}

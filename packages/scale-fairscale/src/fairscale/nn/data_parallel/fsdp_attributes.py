@@ -83,8 +83,8 @@ class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
     @property
     def module(self) -> FlattenParamsWrapper:  # type: ignore[override]  # the base registers it
         """The wrapper inside, as in FairScale; its `.module` is the module that was given."""
-        found: FlattenParamsWrapper = self._inner
-        return found
+        inner: FlattenParamsWrapper = self._inner
+        return inner
 
     @property
     def _fsdp_wrapped_module(self) -> FlattenParamsWrapper:
@@ -103,7 +103,7 @@ class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
         if not self.flatten_parameters or self._unit.in_summon:
             yield from named
             return
-        wrappers = {name for name, each in self.named_modules() if isinstance(each, WrapperAttributes)}
+        wrappers = {name for name, module in self.named_modules() if isinstance(module, WrapperAttributes)}
         start = f"{prefix}." if prefix else ""
         for name, param in named:
             yield start + name_through_wrappers(name.removeprefix(start), wrappers), param
@@ -143,7 +143,9 @@ class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides summed gradients by `pre * post`, once, in place of the number of ranks."""
-        wrappers = (each for each in self.modules() if isinstance(each, WrapperAttributes)) if recursive else (self,)
+        wrappers = (
+            (module for module in self.modules() if isinstance(module, WrapperAttributes)) if recursive else (self,)
+        )
         for wrapper in wrappers:
             wrapper._divide_factors = pre, post
         for unit in units_in(self.sharded_module) if recursive else [self._unit]:

@@ -63,8 +63,8 @@ def shard_by_number(full: Mapping[str, Any] | None, model: nn.Module) -> dict[st
     assert full is not None
     like_saved = Optimizer([{"params": params} for params in saved_groups(full, slices_in(model))], {})
     install_hooks(like_saved)
-    own = like_saved.state_dict()
-    return {**shard, SHARDS: own[SHARDS]} if SHARDS in own else shard
+    local_state = like_saved.state_dict()
+    return {**shard, SHARDS: local_state[SHARDS]} if SHARDS in local_state else shard
 
 
 def is_singleton_tensor(value: Any) -> bool:

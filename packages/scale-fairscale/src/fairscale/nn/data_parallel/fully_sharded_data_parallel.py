@@ -131,11 +131,11 @@ class FullyShardedDataParallel(WrapperAttributes):
     def _compare_weights(self) -> None:
         ranks = self._options.mesh_info.whole.ranks
         lines: list[str] = []
-        for name, each in self.named_modules():
-            if isinstance(each, FullyShardedDataParallel) and each._weights is not None:
-                if each._options.mesh_info.whole.ranks == ranks:
-                    lines += [f"{name} {line}" for line in each._weights.lines(each._unit)]
-                each._weights = None
+        for name, module in self.named_modules():
+            if isinstance(module, FullyShardedDataParallel) and module._weights is not None:
+                if module._options.mesh_info.whole.ranks == ranks:
+                    lines += [f"{name} {line}" for line in module._weights.lines(module._unit)]
+                module._weights = None
         compare_weights(lines, self._options)
 
     # Methods of FairScale's own.
@@ -170,8 +170,8 @@ class FullyShardedDataParallel(WrapperAttributes):
             AssertionError: This is a wrapper inside another one.
         """
         self._check_outermost("clip_grad_norm should only be called on the root (parent) instance")
-        found: Tensor = self.sharded_module.clip_grad_norm_(max_norm, norm_type)
-        return found
+        norm: Tensor = self.sharded_module.clip_grad_norm_(max_norm, norm_type)
+        return norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -231,10 +231,12 @@ class FullyShardedDataParallel(WrapperAttributes):
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """Returns which elements this rank's shards are; with FairScale's `param_metadata` beside scale-fsdp's own."""
-        own = shard_metadata(self.sharded_module)
-        wrappers = [(name, each) for name, each in self.named_modules() if isinstance(each, FullyShardedDataParallel)]
-        units = [(name, each._unit, each.no_broadcast_optim_state) for name, each in wrappers]
-        return {**own, "param_metadata": param_metadata(units, own)}
+        metadata = shard_metadata(self.sharded_module)
+        wrappers = [
+            (name, module) for name, module in self.named_modules() if isinstance(module, FullyShardedDataParallel)
+        ]
+        units = [(name, wrapper._unit, wrapper.no_broadcast_optim_state) for name, wrapper in wrappers]
+        return {**metadata, "param_metadata": param_metadata(units, metadata)}
 
     consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
@@ -295,8 +297,8 @@ class FullyShardedDataParallel(WrapperAttributes):
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
     """Returns the wrappers in a module, itself included; those without parameters of their own only if wanted."""
-    found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
-    return [each for each in found if each.params or not skip_empty]
+    instances = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
+    return [instance for instance in instances if instance.params or not skip_empty]
 
 
 @contextmanager

@@ -44,13 +44,13 @@ class InitialWeights:
 
 def digests_of_params(module: nn.Module) -> list[str]:
     """A line for each parameter that is about to be sharded, equal where its values are; none in one process."""
-    held = [
-        (place.name, place.param)
-        for place in (managed_params(module) if dist.is_initialized() else ())
-        if not place.param.is_meta and unit_shard_of(place.param) is None
+    named_params = [
+        (managed.name, managed.param)
+        for managed in (managed_params(module) if dist.is_initialized() else ())
+        if not managed.param.is_meta and unit_shard_of(managed.param) is None
     ]
-    digests = digests_of([param for _, param in held])
-    return [f"{name}: {digest}" for (name, _), digest in zip(held, digests, strict=True)]
+    digests = digests_of([param for _, param in named_params])
+    return [f"{name}: {digest}" for (name, _), digest in zip(named_params, digests, strict=True)]
 
 
 def compare_weights(lines: Iterable[str], options: UnitOptions) -> None:

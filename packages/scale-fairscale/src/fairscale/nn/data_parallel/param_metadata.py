@@ -15,14 +15,14 @@ def param_metadata(units: Iterable[tuple[str, Unit, bool]], own: Mapping[str, An
         units: Of each wrapper its path, its unit, and `no_broadcast_optim_state`.
         own: What scale-fsdp says of their parameters.
     """
-    found: list[dict[str, Any]] = []
+    metadata: list[dict[str, Any]] = []
     for path, unit, no_broadcast in units:
         params: dict[str, dict[str, list[Any]]] = {}
         shared: list[tuple[str, str]] = []
-        held = {id(buffer) for buffer in unit.buffers}
+        buffer_ids = {id(buffer) for buffer in unit.buffers}
         paths = {id(child): name for name, child in unit.module.named_modules()}
         for slot in unit.slots:
-            if id(slot.buffer) not in held or id(slot.module) not in paths:
+            if id(slot.buffer) not in buffer_ids or id(slot.module) not in paths:
                 continue
             name = f"{paths[id(slot.module)]}.{slot.attribute}".lstrip(".")
             described = own["parameters"].get(f"{path}.{name}".lstrip("."))
@@ -37,7 +37,7 @@ def param_metadata(units: Iterable[tuple[str, Unit, bool]], own: Mapping[str, An
             entry["shapes"].append(tuple(described["shape"]))
             entry["numels"].append(slot.buffer.layout.entries[slot.number].numel)
             entry["padding"].append(0)
-        found.append(
+        metadata.append(
             {
                 "fsdp_path": path,
                 "params": params,
@@ -45,7 +45,7 @@ def param_metadata(units: Iterable[tuple[str, Unit, bool]], own: Mapping[str, An
                 "shared_param_info": shared,
             }
         )
-    return found
+    return metadata
 
 
 __all__ = ["param_metadata"]

@@ -58,9 +58,9 @@ class ShardedDataParallel(scale_oss.ShardedDataParallel):
         reduce_fp16: bool = False,
         warn_on_trainable_params_changed: bool = True,
     ) -> None:
-        given = locals()
+        arguments = locals()
         for name, (default, now) in _WITHOUT_EFFECT.items():
-            if given[name] not in (default, 0):  # 0 asks for no buckets of its own.
+            if arguments[name] not in (default, 0):  # 0 asks for no buckets of its own.
                 warn_argument("ShardedDataParallel", name, f"has no effect, leave it out: {now}")
         super().__init__(
             module,

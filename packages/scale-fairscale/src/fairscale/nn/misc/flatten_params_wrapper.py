@@ -92,8 +92,8 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterType):
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         if id(self) not in memo:
             memo[id(self)] = _rebuild(self.data.clone(), self.requires_grad, self._sizes)
-        found: FlatParameter = memo[id(self)]
-        return found
+        copied: FlatParameter = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (self.data, self.requires_grad, self._sizes)
@@ -149,7 +149,7 @@ class FlattenParamsWrapper(nn.Module):
         lists = [list(module.parameters())] if param_list is None else list(param_list)
         if lists and isinstance(lists[0], nn.Parameter):
             lists = [lists]
-        lists = [list(dict.fromkeys(each)) for each in lists if each]
+        lists = [list(dict.fromkeys(params)) for params in lists if params]
         names = [str(number) for number in range(len(lists))] if flat_param_names is None else list(flat_param_names)
         if len(names) != len(lists):
             raise ValueError(f"Names and number of param lists must be equal, got {len(names)} and {len(lists)}")
@@ -209,10 +209,10 @@ class FlattenParamsWrapper(nn.Module):
 
     def get_param_views(self, external_data_list: Sequence[Tensor | None] | None = None) -> Iterator[Tensor]:
         """Yields each parameter that is held, a view of the flat one or of other data."""
-        given = [None] * len(self.flat_params) if external_data_list is None else list(external_data_list)
-        if len(given) != len(self.flat_params):
-            raise ValueError(f"Incorrect external data list: {len(given)} vs. {len(self.flat_params)}")
-        views = [flat.get_param_views(data) for flat, data in zip(self.flat_params, given, strict=True)]
+        sources = [None] * len(self.flat_params) if external_data_list is None else list(external_data_list)
+        if len(sources) != len(self.flat_params):
+            raise ValueError(f"Incorrect external data list: {len(sources)} vs. {len(self.flat_params)}")
+        views = [flat.get_param_views(data) for flat, data in zip(self.flat_params, sources, strict=True)]
         return itertools.chain.from_iterable(views)
 
     # Flat and whole.
@@ -220,8 +220,8 @@ class FlattenParamsWrapper(nn.Module):
     def _flatten(self) -> None:
         """Registers the flat parameters, and puts views in the places of the others."""
         for name, flat in zip(self.flat_param_names, self.flat_params, strict=True):
-            for place in self._every_place(flat):
-                place.module._parameters.pop(place.name, None)
+            for info in self._every_place(flat):
+                info.module._parameters.pop(info.name, None)
             self._fpw_module.register_parameter(name, flat)
         self._show_views()
 
@@ -229,26 +229,26 @@ class FlattenParamsWrapper(nn.Module):
         """Puts views of the flat parameters, through which gradients flow, in the places of the others."""
         for flat in self.flat_params:
             views = flat.get_param_views(flat.detach() if detached else None)
-            for place, view in zip(flat._param_infos, views, strict=True):
-                setattr(place.module, place.name, view)
-            for place, first in flat._shared_param_infos:
-                setattr(place.module, place.name, getattr(first.module, first.name))
+            for info, view in zip(flat._param_infos, views, strict=True):
+                setattr(info.module, info.name, view)
+            for info, first in flat._shared_param_infos:
+                setattr(info.module, info.name, getattr(first.module, first.name))
 
     def _unflatten(self, data: Sequence[Tensor | None]) -> None:
         """Takes the flat parameters away, and registers what they hold as parameters."""
-        whole: dict[tuple[str, str], nn.Parameter] = {}
+        params_by_place: dict[tuple[str, str], nn.Parameter] = {}
         modules: dict[str, nn.Module] = {}
-        for name, flat, given in zip(self.flat_param_names, self.flat_params, data, strict=True):
+        for name, flat, content in zip(self.flat_param_names, self.flat_params, data, strict=True):
             self._fpw_module._parameters.pop(name, None)
-            source = flat.data if given is None else given.detach()
-            for place, view in zip(flat._param_infos, flat.get_param_views(source), strict=True):
-                whole[place.module_path, place.name] = nn.Parameter(view, requires_grad=flat.requires_grad)
-            for place, first in flat._shared_param_infos:
-                whole[place.module_path, place.name] = whole[first.module_path, first.name]
-            modules.update({place.module_path: place.module for place in self._every_place(flat)})
-        for path, name in (key for key in self._order if key in whole):
+            source = flat.data if content is None else content.detach()
+            for info, view in zip(flat._param_infos, flat.get_param_views(source), strict=True):
+                params_by_place[info.module_path, info.name] = nn.Parameter(view, requires_grad=flat.requires_grad)
+            for info, first in flat._shared_param_infos:
+                params_by_place[info.module_path, info.name] = params_by_place[first.module_path, first.name]
+            modules.update({info.module_path: info.module for info in self._every_place(flat)})
+        for path, name in (key for key in self._order if key in params_by_place):
             vars(modules[path]).pop(name, None)
-            modules[path].register_parameter(name, whole[path, name])
+            modules[path].register_parameter(name, params_by_place[path, name])
 
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
@@ -257,15 +257,15 @@ class FlattenParamsWrapper(nn.Module):
         Args:
             flat_params: Data to look at in the place of the flat parameters' own; the data stay what they are.
         """
-        given: Sequence[Tensor | None] = [None] * len(self.flat_params) if flat_params is None else list(flat_params)
+        sources: Sequence[Tensor | None] = [None] * len(self.flat_params) if flat_params is None else list(flat_params)
         was_flat = self.is_flattened
         if was_flat:
-            self._unflatten(given)
+            self._unflatten(sources)
         try:
             yield
         finally:
             if was_flat:
-                self._keep_loaded(given)
+                self._keep_loaded(sources)
                 self._flatten()
 
     @torch.no_grad()
@@ -273,13 +273,13 @@ class FlattenParamsWrapper(nn.Module):
         """Copies what replaced a registered parameter, as `load_state_dict(assign=True)` does, into the flat one."""
         for flat, data in zip(self.flat_params, given, strict=True):
             source = flat.data if data is None else data.detach()
-            for place, view in zip(flat._param_infos, flat.get_param_views(source), strict=True):
-                here = place.module._parameters.get(place.name)
-                if here is not None and here.data_ptr() != view.data_ptr():
-                    view.copy_(here.detach())
+            for info, view in zip(flat._param_infos, flat.get_param_views(source), strict=True):
+                current = info.module._parameters.get(info.name)
+                if current is not None and current.data_ptr() != view.data_ptr():
+                    view.copy_(current.detach())
 
     def _every_place(self, flat: FlatParameter) -> list[ParamInfo]:
-        return [*flat._param_infos, *(place for place, _ in flat._shared_param_infos)]
+        return [*flat._param_infos, *(info for info, _ in flat._shared_param_infos)]
 
     # nn.Module's own.
 
@@ -328,10 +328,10 @@ class FlattenParamsWrapper(nn.Module):
         modules = dict(self._fpw_module.named_modules())
         self.flat_params = [self._fpw_module._parameters[name] for name in self.flat_param_names]  # type: ignore[misc]
         for flat, infos in zip(self.flat_params, state["_places"], strict=True):
-            own, shared = infos
-            flat._param_infos = [ParamInfo(path, modules[path], name) for path, name in own]
+            infos_of_params, shared = infos
+            flat._param_infos = [ParamInfo(path, modules[path], name) for path, name in infos_of_params]
             flat._shared_param_infos = [
-                (ParamInfo(*_with(modules, place)), ParamInfo(*_with(modules, first))) for place, first in shared
+                (ParamInfo(*_with(modules, info)), ParamInfo(*_with(modules, first))) for info, first in shared
             ]
         self._show_views()
 
@@ -342,8 +342,8 @@ class FlattenParamsWrapper(nn.Module):
             (
                 [(info.module_path, info.name) for info in flat._param_infos],
                 [
-                    ((place.module_path, place.name), (first.module_path, first.name))
-                    for place, first in flat._shared_param_infos
+                    ((info.module_path, info.name), (first.module_path, first.name))
+                    for info, first in flat._shared_param_infos
                 ],
             )
             for flat in self.flat_params
@@ -358,22 +358,22 @@ def _with(modules: Mapping[str, nn.Module], place: tuple[str, str]) -> tuple[str
 
 def _places(module: nn.Module) -> dict[nn.Parameter, list[ParamInfo]]:
     """Where each parameter is, under all of its names."""
-    found: dict[nn.Parameter, list[ParamInfo]] = {}
+    infos_by_param: dict[nn.Parameter, list[ParamInfo]] = {}
     for path, child in module.named_modules():
         for name, param in child._parameters.items():
             if param is not None:
-                found.setdefault(param, []).append(ParamInfo(path, child, name))
-    return found
+                infos_by_param.setdefault(param, []).append(ParamInfo(path, child, name))
+    return infos_by_param
 
 
 def _check_alike(params: Sequence[nn.Parameter], places: Mapping[nn.Parameter, list[ParamInfo]]) -> None:
-    for what, values in (
+    for attribute, values in (
         ("dtype", {param.dtype for param in params}),
         ("requires_grad", {param.requires_grad for param in params}),
     ):
         if len(values) > 1:
             names = [places[param][0].qualified for param in params]
-            raise AssertionError(f"expects all parameters to have same {what}, got {values} in {', '.join(names)}")
+            raise AssertionError(f"expects all parameters to have same {attribute}, got {values} in {', '.join(names)}")
 
 
 def _whole_before_saving(module: FlattenParamsWrapper, *_: Any) -> None:

@@ -45,11 +45,11 @@ def top2gating(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     expert = torch.cat([first, second], dim=1)
     goes = F.one_hot(expert, num_experts)  # [S, 2, E]
     ranked = goes.transpose(0, 1).flatten(0, 1).cumsum(0) - 1  # of all first choices and then all second ones
-    place = ranked.view(2, num_tokens, num_experts).transpose(0, 1).gather(2, expert[..., None])[..., 0]
-    weight = scores.gather(1, expert).masked_fill(place >= capacity, 0.0)
+    position = ranked.view(2, num_tokens, num_experts).transpose(0, 1).gather(2, expert[..., None])[..., 0]
+    weight = scores.gather(1, expert).masked_fill(position >= capacity, 0.0)
     weight = weight / weight.sum(1, keepdim=True).clamp_min(torch.finfo(weight.dtype).eps)
 
-    slot = F.one_hot(place.clamp_max(capacity), capacity + 1)[..., :capacity]  # [S, 2, C]
+    slot = F.one_hot(position.clamp_max(capacity), capacity + 1)[..., :capacity]  # [S, 2, C]
     combine = (weight[..., None, None] * goes[..., None] * slot[:, :, None]).sum(1)
     loss = (scores.mean(0) * goes[:, 0].to(scores.dtype).mean(0)).mean()
     return loss.to(logits.dtype), combine.to(logits.dtype), combine.bool()

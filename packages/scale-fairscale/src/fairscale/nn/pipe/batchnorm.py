@@ -15,17 +15,17 @@ class DeferredBatchNorm(scale_pipe.DeferredBatchNorm):
     def sum(self) -> Tensor:
         """The sum of the values so far [C]; zeros between mini-batches."""
         assert self.running_mean is not None
-        found = self._collected
-        return torch.zeros_like(self.running_mean) if found is None else found.mean * found.num_values
+        statistics = self._collected
+        return torch.zeros_like(self.running_mean) if statistics is None else statistics.mean * statistics.num_values
 
     @property
     def sum_squares(self) -> Tensor:
         """The sum of their squares [C]."""
         assert self.running_mean is not None
-        found = self._collected
-        if found is None:
+        statistics = self._collected
+        if statistics is None:
             return torch.zeros_like(self.running_mean)
-        return found.deviations + found.mean.square() * found.num_values
+        return statistics.deviations + statistics.mean.square() * statistics.num_values
 
     @property
     def counter(self) -> int:

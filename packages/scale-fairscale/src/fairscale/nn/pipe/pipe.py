@@ -54,12 +54,12 @@ class Pipe(scale_pipe.Pipe):
         deferred_batch_norm: bool = False,
     ) -> None:
         self._verify(module)
-        whole = int(chunks) if isinstance(chunks, float) and int(chunks) == chunks else chunks
+        num_chunks = int(chunks) if isinstance(chunks, float) and int(chunks) == chunks else chunks
         super().__init__(
             module,
             self._balance(balance, len(module)),
             devices=devices,
-            chunks=whole,
+            chunks=num_chunks,
             checkpoint=str(checkpoint),  # type: ignore[arg-type]  # An object that says one of them was taken, too.
             deferred_batch_norm=deferred_batch_norm,
         )

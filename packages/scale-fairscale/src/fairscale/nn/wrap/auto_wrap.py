@@ -146,8 +146,8 @@ class ConfigAutoWrap(ContextDecorator):
     @contextmanager
     def _as(cls, kwargs: dict[str, Any]) -> Iterator[None]:
         before = cls.in_autowrap_context, cls.wrapper_cls, cls.kwargs
-        rest = {name: value for name, value in kwargs.items() if name != "wrapper_cls"}
-        cls.in_autowrap_context, cls.wrapper_cls, cls.kwargs = True, kwargs["wrapper_cls"], rest
+        options = {name: value for name, value in kwargs.items() if name != "wrapper_cls"}
+        cls.in_autowrap_context, cls.wrapper_cls, cls.kwargs = True, kwargs["wrapper_cls"], options
         try:
             yield
         finally:

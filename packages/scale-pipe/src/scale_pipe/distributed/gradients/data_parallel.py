@@ -128,19 +128,19 @@ def gradient_state(module: nn.Module, param: nn.Parameter) -> GradientState | No
     shard = shard_of(param)
     axes = () if shard is None else tuple(axis.group for axis in shard.axes if axis.placement is Placement.SHARD)
     groups = tuple(group for group in axes if group.size > 1)
-    place: tuple[int, int, int, Ranges] = (0, param.numel(), param.numel(), ())
+    layout: tuple[int, int, int, Ranges] = (0, param.numel(), param.numel(), ())
     if shard is not None:
-        place = shard.start, shard.stop, shard.numel, shard.ranges
+        layout = shard.start, shard.stop, shard.numel, shard.ranges
     wrappers = (one for one in outermost_wrappers(module) if any(param is other for other in one.parameters()))
     wrapper = next(wrappers, None)
     if wrapper is None:
-        return GradientState(ReduceMode.NEVER, groups, *place)
+        return GradientState(ReduceMode.NEVER, groups, *layout)
     if isinstance(wrapper, DistributedDataParallel):
-        return GradientState(ReduceMode.IN_BACKWARD, (*groups, group_of(wrapper.process_group)), *place)
+        return GradientState(ReduceMode.IN_BACKWARD, (*groups, group_of(wrapper.process_group)), *layout)
     if unit_shard_of(param) is not None:
-        return GradientState(ReduceMode.IN_BACKWARD, groups, *place)
+        return GradientState(ReduceMode.IN_BACKWARD, groups, *layout)
     if _reduces_on_call(wrapper, param):
-        return GradientState(ReduceMode.ON_CALL, groups, *place)
+        return GradientState(ReduceMode.ON_CALL, groups, *layout)
     return None
 
 

@@ -202,7 +202,9 @@ def ranks_with_parameters(stages: Sequence[nn.Module], placement: StagePlacement
     All ranks call it together.
     """
     owned = (placement.stages_of[rank] for rank in range(group.size))
-    have = [any(next(stages[index].parameters(), None) is not None for index in each) for each in owned]
+    have = [
+        any(next(stages[index].parameters(), None) is not None for index in stage_indices) for stage_indices in owned
+    ]
     if all(have) or not any(have) or group.backend == "fake":
         return group
     if sum(have) == 1:
@@ -213,13 +215,13 @@ def ranks_with_parameters(stages: Sequence[nn.Module], placement: StagePlacement
 def check_signatures(signatures: Mapping[int, Sequence[StepSignature]]) -> None:
     """Raises RuntimeError if a rank would wait for one that measures otherwise; keys are global ranks."""
     for rank, peer in ((a, b) for a, terms in signatures.items() for b in signatures if b != a and terms):
-        mine = [each.words for each in signatures[rank] if peer in each.ranks]
-        theirs = [each.words for each in signatures[peer] if rank in each.ranks]
-        if mine != theirs:
+        local_words = [signature.words for signature in signatures[rank] if peer in signature.ranks]
+        peer_words = [signature.words for signature in signatures[peer] if rank in signature.ranks]
+        if local_words != peer_words:
             raise RuntimeError(
                 "gradients are measured by micro-batch (as by AdaScale), but not alike on all ranks of the pipeline "
-                f"that sum them: rank {rank} has {' and '.join(mine) or 'nothing'}, and rank {peer} "
-                f"{' and '.join(theirs) or 'nothing'}. Build AdaScale around the optimizer of each of these ranks, "
+                f"that sum them: rank {rank} has {' and '.join(local_words) or 'nothing'}, and rank {peer} "
+                f"{' and '.join(peer_words) or 'nothing'}. Build AdaScale around the optimizer of each of these ranks, "
                 "with as many parameter groups and the same num_gradients_to_accumulate, pass "
                 "model_parallel_group=a group of those that do, or call unhook() on all of them"
             )

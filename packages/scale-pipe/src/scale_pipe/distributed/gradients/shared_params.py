@@ -77,7 +77,7 @@ class SharedParams:
     def refresh(self, pipe: StageModuleView) -> None:
         """Finds this rank's copies as they are now. Raises ValueError if a wrapper hides one or a hook is on it."""
         params = dict(pipe.named_parameters(remove_duplicate=False)) if self._places else {}
-        found = {}
+        copies = {}
         for name, (fqn, stage, stages) in self._places.items():
             param = params.get(fqn)
             modules = pipe.stages.values()
@@ -96,8 +96,8 @@ class SharedParams:
                     "register_post_accumulate_grad_hook(), which is called before the gradients of stages are summed: "
                     "remove the hook, and use param.grad after step()"
                 )
-            found[name] = _Copy(param, state, stage, stages)
-        self._copies = found
+            copies[name] = _Copy(param, state, stage, stages)
+        self._copies = copies
 
     @property
     def copies(self) -> dict[str, nn.Parameter]:
@@ -216,8 +216,8 @@ class SharedParams:
                 done.add(slot.name)
                 self._received[slot.name] = message.tensors[0]
         channel.wait_sends()
-        own = tuple(parameter for parameter in self._to_broadcast if parameter.name in self._copies)
-        self._to_broadcast = tuple(parameter for parameter in own if parameter.name not in done)
+        held_params = tuple(parameter for parameter in self._to_broadcast if parameter.name in self._copies)
+        self._to_broadcast = tuple(parameter for parameter in held_params if parameter.name not in done)
 
 
 def _matching_grads(
@@ -236,22 +236,22 @@ def _matching_grads(
         if not failed:
             raise RuntimeError(f"replicas of stage {copy.stage} failed, which shares {name}")
         return {}
-    found: dict[int, Tensor | None] = {}
+    grads: dict[int, Tensor | None] = {}
     for (source, grad), lacks, has in zip(others.items(), flags[1::2], flags[2::2], strict=True):
         if not has:
-            found[source] = None
+            grads[source] = None
             continue
         start = 0 if grad is None else grad.start
         flat = None if grad is None else grad.grad.reshape(-1)
         if lacks or flat is None:
-            whole = torch.zeros(state.numel, dtype=param.dtype, device=param.device)
+            full = torch.zeros(state.numel, dtype=param.dtype, device=param.device)
             if grad is not None and flat is not None:
-                whole[grad.start : grad.stop] = flat
+                full[grad.start : grad.stop] = flat
             for group in state.groups:
-                all_reduce(whole, group).wait(limit_seconds)
-            start, flat = 0, whole
-        found[source] = flat[state.start - start : state.stop - start].view_as(param)
-    return found
+                all_reduce(full, group).wait(limit_seconds)
+            start, flat = 0, full
+        grads[source] = flat[state.start - start : state.stop - start].view_as(param)
+    return grads
 
 
 def _covers(grad: _ReceivedGrad, state: GradientState) -> bool:
@@ -272,20 +272,20 @@ def _check_frozen(name: str, copy: _Copy, others: set[int]) -> None:
 
 def _check_compatible(name: str, copy: _Copy, others: Mapping[int, _ReceivedGrad | None]) -> None:
     """Refuses to sum gradients of which some are averaged over replicas and some are not yet."""
-    mine = copy.state
+    state = copy.state
     for stage, grad in others.items():
         if grad is None:
             continue
-        modes = {mine.reduce_mode, ReduceMode[grad.reduce_mode]}
+        modes = {state.reduce_mode, ReduceMode[grad.reduce_mode]}
         if ReduceMode.ON_CALL in modes and len(modes) > 1:
             raise RuntimeError(
                 f"{name} is one parameter in stages {copy.stage} and {stage}, and their wrappers do not reduce its "
                 "gradient at the same time: wrap both stages alike, in ShardedDataParallel or in another one"
             )
-        can_be_gathered = mine.groups and not (mine.ranges or grad.ranges)
-        if not (can_be_gathered or _covers(grad, mine)):
+        can_be_gathered = state.groups and not (state.ranges or grad.ranges)
+        if not (can_be_gathered or _covers(grad, state)):
             raise RuntimeError(
                 f"{name} is one parameter in stages {copy.stage} and {stage}, of which this rank needs elements "
-                f"{mine.start} to {mine.stop} of {mine.ranges or 'all'} and gets {grad.start} to {grad.stop} of "
+                f"{state.start} to {state.stop} of {state.ranges or 'all'} and gets {grad.start} to {grad.stop} of "
                 f"{grad.ranges or 'all'}: wrap or shard both stages alike, as in fully_shard(stage, replicas)"
             )

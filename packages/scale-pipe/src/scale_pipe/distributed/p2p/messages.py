@@ -52,9 +52,9 @@ class Slot(NamedTuple):
         return Slot(Flow.GRADIENT, self.name, self.target, self.source, self.micro_batch)
 
     def __str__(self) -> str:
-        what = f"{self.flow.value} {self.name!r}" if self.name else self.flow.value
+        subject = f"{self.flow.value} {self.name!r}" if self.name else self.flow.value
         batch = "" if self.micro_batch == EVERY_MICRO_BATCH else f", micro-batch {self.micro_batch}"
-        return f"{what} of stage {self.source} for stage {self.target}{batch}"
+        return f"{subject} of stage {self.source} for stage {self.target}{batch}"
 
 
 class ChunkSize(NamedTuple):

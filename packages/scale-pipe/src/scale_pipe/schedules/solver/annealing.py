@@ -61,11 +61,11 @@ def anneal(
         current[rank] = order[:first] + part + order[first + len(part) :]
         cooling = (temperatures.end / temperatures.start) ** ((search.visits - begin) / (until - begin))
         allowed = score - scale * temperatures.start * cooling * math.log(1 - random.random())
-        found = search.evaluate(current, allowed - least_mean_end, patience, Change(timing, rank, first))
-        if found is None or _score(found) > allowed:
+        neighbour = search.evaluate(current, allowed - least_mean_end, patience, Change(timing, rank, first))
+        if neighbour is None or _score(neighbour) > allowed:
             current[rank] = order
             continue
-        timing, score, path = found, _score(found), critical_path(problem, current, found)
+        timing, score, path = neighbour, _score(neighbour), critical_path(problem, current, neighbour)
         if timing.makespan < best_makespan - ROUNDING:
             best, best_makespan = [list(order) for order in current], timing.makespan
     return best_makespan, best
@@ -79,8 +79,8 @@ def critical_path(problem: Problem, orders: Codes, timing: Timing) -> list[tuple
     while position >= 0:
         path.append((rank, position))
         idle = timing.idle_before[rank]
-        at = bisect_left(idle, position)
-        if at == len(idle) or idle[at] != position:  # It has not waited for its source.
+        position_in_idle = bisect_left(idle, position)
+        if position_in_idle == len(idle) or idle[position_in_idle] != position:  # It has not waited for its source.
             position -= 1
         else:
             source = problem.sources[orders[rank][position]]
@@ -97,8 +97,8 @@ def _score(timing: Timing) -> float:
 def _propose_move(problem: Problem, order: list[int], position: int, random: Random) -> tuple[int, list[int]] | None:
     """Returns the position from which the changed order differs, and the part that does; None if nothing would."""
     direction = 1 if random.random() < 0.5 else -1
-    which = random.random()
-    if which < SHARE_OF_SEVERAL:
+    choice = random.random()
+    if choice < SHARE_OF_SEVERAL:
         distance = direction * (1 + int(random.random() * MAX_SHIFT_OF_SEVERAL))
         move = _shift_several(problem, order, position, distance, random)
         if move is None:
@@ -110,7 +110,7 @@ def _propose_move(problem: Problem, order: list[int], position: int, random: Ran
             return None
         first, last = min(position, target), max(position, target)
         part = order[first : last + 1]
-        if which < SHARE_OF_SEVERAL + SHARE_OF_SWAPS:
+        if choice < SHARE_OF_SEVERAL + SHARE_OF_SWAPS:
             part[0], part[-1] = part[-1], part[0]
         elif target > position:
             part.append(part.pop(0))
@@ -125,16 +125,16 @@ def _shift_several(
 ) -> tuple[int, list[int]] | None:
     """Shifts an action and the same one of some neighboring micro-batches by one distance; see `_propose_move`."""
     num_micro_batches = problem.num_micro_batches
-    here = order[position] % num_micro_batches
-    first_code = order[position] - here
-    low = here - int(random.random() * (here + 1) * random.random())
-    high = here + int(random.random() * (num_micro_batches - here))
+    this_micro_batch = order[position] % num_micro_batches
+    first_code = order[position] - this_micro_batch
+    low = this_micro_batch - int(random.random() * (this_micro_batch + 1) * random.random())
+    high = this_micro_batch + int(random.random() * (num_micro_batches - this_micro_batch))
     positions = [order.index(first_code + micro_batch) for micro_batch in range(low, high + 1)]
     if positions[-1] + distance >= len(order) or positions[0] + distance < 0:
         return None
     changed = order[:]
-    for at in reversed(positions) if distance > 0 else positions:
-        changed.insert(at + distance, changed.pop(at))
+    for index in reversed(positions) if distance > 0 else positions:
+        changed.insert(index + distance, changed.pop(index))
     first = min(positions[0], positions[0] + distance)
     return first, changed[first : max(positions[-1], positions[-1] + distance) + 1]
 

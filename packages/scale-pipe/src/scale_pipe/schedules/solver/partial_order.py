@@ -150,7 +150,7 @@ class _Run:
         positions = [bisect_left(order, begin, key=ends.__getitem__) for order in orders]
         positions[change.rank] = change.position
         self.positions, self.arrivals = positions, base.arrivals[:]
-        self.clocks = [ends[order[at - 1]] if at else 0.0 for order, at in zip(orders, positions, strict=True)]
+        self.clocks = [ends[order[index - 1]] if index else 0.0 for order, index in zip(orders, positions, strict=True)]
         for order, position in zip(orders, positions, strict=True):
             if self.problem.has_link_times:
                 for code in order[:position]:
@@ -228,9 +228,9 @@ class _Run:
         for rank, order in enumerate(self.orders):
             if self.positions[rank] < len(order):
                 return None
-            rest = self.input_gradients_at[rank][len(self.weights_before[rank]) :]
+            remaining = self.input_gradients_at[rank][len(self.weights_before[rank]) :]
             rank_ends.append(
-                self.clocks[rank] + sum(self.problem.durations[order[at] + self.problem.size] for at in rest)
+                self.clocks[rank] + sum(self.problem.durations[order[index] + self.problem.size] for index in remaining)
             )
         return Timing(
             max(rank_ends),

@@ -92,8 +92,10 @@ def search_schedule(
         stage_caps = [cap_in_stages(cap, len(stages), num_micro_batches) for cap, stages in pairs]
         problem = Problem.build(placement, num_micro_batches, scaled, stage_caps)
         searches.append(Search(problem, bound.makespan / unit))
-        own = [schedule for schedule in classics if schedule.placement == placement]
-        candidates += _first_candidates(searches[-1], own, number, round(LIST_SCHEDULES * visits) // len(bounds))
+        same_placement = [schedule for schedule in classics if schedule.placement == placement]
+        candidates += _first_candidates(
+            searches[-1], same_placement, number, round(LIST_SCHEDULES * visits) // len(bounds)
+        )
     left = visits - sum(search.visits for search in searches)
     for number, one in enumerate(ROUNDS):
         able = [candidate for candidate in candidates if _can_win(candidate, searches)]
@@ -110,18 +112,18 @@ def search_schedule(
 def _first_candidates(search: Search, classics: list[Schedule], placement: int, limit: int) -> list[_Candidate]:
     """Evaluates classic and list schedules; returns their complete and partial orders, each once."""
     problem = search.problem
-    found: dict[tuple[tuple[int, ...], ...], _Candidate] = {}
+    candidates: dict[tuple[tuple[int, ...], ...], _Candidate] = {}
     classic = [sequential_orders(problem), *(problem.codes(schedule.compute_actions()) for schedule in classics)]
     for codes in chain(classic, _list_schedules(search, limit)):
         complete = [renumber_micro_batches(order, problem.num_micro_batches) for order in codes]
         for orders in (complete, drop_weight_gradients(problem, complete)):
             timing = search.evaluate(orders)
             assert timing is not None, "classic and list schedules never deadlock, nor do their partial orders"
-            candidate = _Candidate(timing.makespan, placement, orders is complete, len(found), orders)
-            found.setdefault(tuple(map(tuple, orders)), candidate)
+            candidate = _Candidate(timing.makespan, placement, orders is complete, len(candidates), orders)
+            candidates.setdefault(tuple(map(tuple, orders)), candidate)
         if search.done:
             break
-    return list(found.values())
+    return list(candidates.values())
 
 
 def _anneal_each(

@@ -139,9 +139,9 @@ def solve(
     times = [(schedule.name, simulate(schedule, costs).makespan) for schedule in classics]
     best_classic = min(times, key=lambda named: named[1], default=None)
     key = _cache_key(costs, num_micro_batches, caps, tried, visits)
-    found = None if cache is None else _read_cache(Path(cache)).get(key)
-    if found is not None:
-        schedule, spent = Schedule.from_json(found["schedule"]), int(found["visits"])
+    solution = None if cache is None else _read_cache(Path(cache)).get(key)
+    if solution is not None:
+        schedule, spent = Schedule.from_json(solution["schedule"]), int(solution["visits"])
     else:
         schedule, spent = search_schedule(costs, num_micro_batches, caps, bounds, classics, visits)
         if cache is not None:

@@ -110,8 +110,12 @@ class SlowMoDistributedDataParallel(nn.Module):
                 "nodes would take slow steps, each of its own, from parameters that are not averaged",
                 "slowmo_memory_efficient=True, whose slow step averages",
             )
-        given = {"slowmo_memory_efficient": slowmo_memory_efficient, "slowmo_num_shards": slowmo_num_shards, **tuning}
-        for name, value in given.items():
+        legacy_options = {
+            "slowmo_memory_efficient": slowmo_memory_efficient,
+            "slowmo_num_shards": slowmo_num_shards,
+            **tuning,
+        }
+        for name, value in legacy_options.items():
             if value != _WITHOUT_EFFECT[name]:
                 warn_argument("SlowMoDistributedDataParallel", name, "has no effect, leave it out")
         within, self._nodes = _node_groups(nprocs_per_node)
@@ -134,9 +138,9 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     def _before_first_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Finds the optimizer of these parameters, before any rank has moved."""
-        own = {id(param) for param in self.module.parameters()}
+        module_params = {id(param) for param in self.module.parameters()}
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if self._local_sgd is None and own & stepped and self.slowmo:
+        if self._local_sgd is None and module_params & stepped and self.slowmo:
             self._local_sgd = LocalSGD.slowmo(
                 self.module,
                 optimizer,
@@ -188,7 +192,7 @@ def _node_groups(nprocs_per_node: int) -> tuple[dist.ProcessGroup | None, Group]
         raise ValueError(f"nprocs_per_node={nprocs_per_node} does not divide the {world} ranks")
     nodes = [list(range(first, first + nprocs_per_node)) for first in range(0, world, nprocs_per_node)]
     within = [dist.new_group(node) for node in nodes]
-    across = [dist.new_group(list(each)) for each in zip(*nodes, strict=True)]
+    across = [dist.new_group(list(ranks)) for ranks in zip(*nodes, strict=True)]
     return within[rank // nprocs_per_node], group_of(across[rank % nprocs_per_node])
 
 

@@ -26,8 +26,8 @@ def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
         raise ValueError(f"partitions must be a positive integer, but is {partitions}")
     if len(sequence) < partitions:
         raise ValueError(f"sequence is shorter than intended partitions: {len(sequence)} costs for {partitions} blocks")
-    blocks, rest = [], list(sequence)
-    for size in block_partition(rest, partitions):
-        blocks.append(rest[:size])
-        rest = rest[size:]
+    blocks, remainder = [], list(sequence)
+    for size in block_partition(remainder, partitions):
+        blocks.append(remainder[:size])
+        remainder = remainder[size:]
     return blocks

@@ -68,8 +68,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     def extend_skippable(module_cls: type[nn.Module]) -> type[Skippable]:
         names = {"__module__": module_cls.__module__, "__qualname__": module_cls.__qualname__}
-        made: Any = type(module_cls.__name__, (Skippable,), {"module_cls": decorate(module_cls), **names})
-        extended: type[Skippable] = made
+        skippable_class: Any = type(module_cls.__name__, (Skippable,), {"module_cls": decorate(module_cls), **names})
+        extended: type[Skippable] = skippable_class
         return extended
 
     return extend_skippable
