@@ -73,8 +73,7 @@ class FirstDifference:
         a_sum = "a sum of " if None in self.index else ""
         return (
             f"{subject}at [{index}] one process has {a_sum}{self.expected:.9g}, the ranks have {self.actual:.9g}, "
-            "which "
-            f"is {times} times the rounding of this program"
+            f"which is {times} times the rounding of this program"
         )
 
 

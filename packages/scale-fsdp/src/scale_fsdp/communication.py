@@ -63,8 +63,8 @@ class CommunicationPolicy:
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce", "replicate"):
-            found = _block_format(name, getattr(self, name))
-            if name == "gather" and found is not None and found.dtype == "int4":
+            block_format = _block_format(name, getattr(self, name))
+            if name == "gather" and block_format is not None and block_format.dtype == "int4":
                 raise ValueError(
                     "gather='int4': parameters in 4 bits are off by up to a 14th of the largest of their block, in "
                     "every pass, and nothing evens it out: write gather='int8' or gather='float8_e4m3'"

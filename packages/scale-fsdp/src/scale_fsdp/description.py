@@ -104,7 +104,7 @@ def _notes(unit: DescribedUnit | None, buffer: DescribedBuffer | None) -> str:
     if buffer is not None and buffer.wire is not None:
         wire = buffer.wire
         named = ("gathered", wire.gather), ("reduced", wire.reduce), ("replicated", wire.replicate)
-        notes.append(", ".join(f"{what} in {each.dtype}" for what, each in named if each is not None))
+        notes.append(", ".join(f"{purpose} in {dtype.dtype}" for purpose, dtype in named if dtype is not None))
     if unit is not None and unit.buffers and not unit.reshard_after_forward:
         notes.append("stays gathered after its forward")
     elif buffer is not None and buffer.kept_bytes and buffer.kept_bytes < buffer.gathered_bytes:
@@ -341,7 +341,7 @@ def _describe_unit(unit: Unit, units: Sequence[Unit], paths: Mapping[int, str]) 
 def _describe_buffer(buffer: FlatBuffer, reshard_after_forward: bool) -> DescribedBuffer:
     layout, part = buffer.layout, buffer.groups.part
     gathered = 0 if buffer.is_aliased else layout.full_numel * buffer.full.dtype.itemsize
-    kept = gathered // part.size if part is not None else 0
+    shard_bytes = gathered // part.size if part is not None else 0
     trained = [buffer.sharded_param(i).requires_grad for i in range(len(layout.entries))]
     trained_numel = (
         layout.shard_numel * any(trained)
@@ -363,7 +363,7 @@ def _describe_buffer(buffer: FlatBuffer, reshard_after_forward: bool) -> Describ
         trains=buffer.trains,
         shard_bytes=layout.shard_numel * buffer.dtype.itemsize,
         gathered_bytes=gathered,
-        kept_bytes=kept if reshard_after_forward else gathered,
+        kept_bytes=shard_bytes if reshard_after_forward else gathered,
         flat_gradient_bytes=layout.full_numel * buffer.reduce_dtype.itemsize,
         trained_bytes=trained_numel * buffer.dtype.itemsize,
         cut_at_elements=tuple(name for name, entry in zip(buffer.names, layout.entries, strict=True) if entry.note),
@@ -378,10 +378,10 @@ def _gathered_at_most(units: Sequence[DescribedUnit]) -> int:
     for unit in units:
         running = {unit.name, *unit.around}
         running |= {owner for other in units if other.name in running for owner in other.shares_with}
-        rest = [size for name, size in sizes.items() if name not in running]
-        prefetched = max((gathered - kept for gathered, kept in rest), default=0)
+        remaining = [size for name, size in sizes.items() if name not in running]
+        prefetched = max((gathered - shard_bytes for gathered, shard_bytes in remaining), default=0)
         gathered_now = sum(sizes.get(name, (0, 0))[0] for name in running)
-        most = max(most, gathered_now + sum(kept for _, kept in rest) + prefetched)
+        most = max(most, gathered_now + sum(shard_bytes for _, shard_bytes in remaining) + prefetched)
     return most
 
 

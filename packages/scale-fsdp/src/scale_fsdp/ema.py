@@ -147,8 +147,8 @@ class ShardedEMA:
         checkpoint of torch, which read it at any number of ranks.
         """
         state: dict[str, Any] = {_UPDATES: self.num_updates}
-        for name, held in named_param_slices(self.model).items():
-            state[f"{_PREFIX}model.{name}"] = local_chunk(held, self.averages[held.owner])
+        for name, param_slice in named_param_slices(self.model).items():
+            state[f"{_PREFIX}model.{name}"] = local_chunk(param_slice, self.averages[param_slice.owner])
         return state | {f"{_PREFIX}model.{name}": average for name, average in self.buffer_averages.items()}
 
     @torch.no_grad()
@@ -165,18 +165,18 @@ class ShardedEMA:
         """
         if self._swapped_out is not None:
             raise RuntimeError("ShardedEMA.load_state_dict() inside swapped(): call it outside")
-        own, slices = self.state_dict(), named_param_slices(self.model)
-        given = {key for key in state if key.startswith(_PREFIX)}
-        if given != own.keys():
-            first = sorted(own.keys() ^ given)[0]
-            there = "missing" if first in own else "unexpected"
-            raise StateMismatch(f"the averages are those of another model: {first} is {there} in the state")
-        del own[_UPDATES]
+        current, slices = self.state_dict(), named_param_slices(self.model)
+        saved_keys = {key for key in state if key.startswith(_PREFIX)}
+        if saved_keys != current.keys():
+            first = sorted(current.keys() ^ saved_keys)[0]
+            problem = "missing" if first in current else "unexpected"
+            raise StateMismatch(f"the averages are those of another model: {first} is {problem} in the state")
+        del current[_UPDATES]
         pairs: list[tuple[Tensor, Tensor]] = []
-        for key, average in own.items():
-            held, source = slices.get(key.removeprefix(f"{_PREFIX}model.")), state[key]
-            if held is not None and held.is_shard:
-                source, average = part_of(key, source, held), average.tensor
+        for key, average in current.items():
+            param_slice, source = slices.get(key.removeprefix(f"{_PREFIX}model.")), state[key]
+            if param_slice is not None and param_slice.is_shard:
+                source, average = part_of(key, source, param_slice), average.tensor
             if source.shape != average.shape:
                 raise StateMismatch(f"{key}: the saved shape is {tuple(source.shape)}, expected {tuple(average.shape)}")
             pairs.append((source, average))

@@ -126,8 +126,8 @@ class _MethodWrapper:
         """The plain method, bound."""
         if self._patched is not None:
             return cast(Callable[..., Any], self._patched)
-        found = inspect.getattr_static(type(self._module), self._name)
-        return cast(Callable[..., Any], found.__get__(self._module, type(self._module)))
+        method = inspect.getattr_static(type(self._module), self._name)
+        return cast(Callable[..., Any], method.__get__(self._module, type(self._module)))
 
 
 class _TrackedForward(_MethodWrapper):
@@ -160,12 +160,12 @@ def _track_forward(unit: Unit, module: nn.Module) -> _RunningMethods:
     running = _RunningMethods(unit)
     replaced = 0
     hooks: Any
-    for hooks, own, other in (
+    for hooks, module_hooks, other in (
         (module._forward_pre_hooks, pre_forward, running.pre_forward),
         (module._forward_hooks, post_forward, running.post_forward),
     ):
         for key, hook in hooks.items():
-            if isinstance(hook, functools.partial) and hook.func is own:
+            if isinstance(hook, functools.partial) and hook.func is module_hooks:
                 hooks[key] = other
                 replaced += 1
     assert replaced == 2, "a unit has one hook before and one after its module's forward"

@@ -162,15 +162,15 @@ class FSDPModule(ConversionMethods):
         root_of(unit).recover()
         check_not_replaced([unit])
         units = (*unit.shared_owners, unit)
-        for each in units:
-            if not each.use_count and each.is_stale:
-                each.release()  # An optimizer has stepped since it was gathered.
+        for other_unit in units:
+            if not other_unit.use_count and other_unit.is_stale:
+                other_unit.release()  # An optimizer has stepped since it was gathered.
         _allocate_on_all_ranks(
-            unit, [buffer for each in units for buffer in each.buffers if buffer.state is State.SHARDED]
+            unit, [buffer for other_unit in units for buffer in other_unit.buffers if buffer.state is State.SHARDED]
         )
         unit.kept_unsharded = True
-        for each in units:
-            each.gather(copies_shard=async_op)
+        for other_unit in units:
+            other_unit.gather(copies_shard=async_op)
         if async_op:
             return UnshardHandle(unit)
         _wait_unshard(unit)
@@ -182,9 +182,9 @@ class FSDPModule(ConversionMethods):
         check_not_replaced([unit])
         unit.kept_unsharded = False
         if unit.root is not None and not unit.use_count and not unit.in_backward:
-            for each in (unit, *unit.shared_owners):
-                if not (each.use_count or each.in_backward or each.kept_unsharded):
-                    each.release()
+            for owner in (unit, *unit.shared_owners):
+                if not (owner.use_count or owner.in_backward or owner.kept_unsharded):
+                    owner.release()
             unit.to_sharded()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> Self:
@@ -432,11 +432,11 @@ def _keep_shared(root: Root, error: Exception) -> None:
 def _wait_unshard(unit: Unit) -> None:
     if unit.kept_unsharded:
         units = (*unit.shared_owners, unit)
-        gathering = [buffer for each in units for buffer in each.buffers if buffer.state is State.GATHERING]
+        gathering = [buffer for unit in units for buffer in unit.buffers if buffer.state is State.GATHERING]
         failure = None
         try:
-            for each in units:
-                each.wait_gathered()
+            for other_unit in units:
+                other_unit.wait_gathered()
         except Exception as error:
             if isinstance(error, ScaleDistributedError) or not any(buffer.gathers_quantized for buffer in gathering):
                 raise
@@ -490,8 +490,8 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 def shadowed_name(module: nn.Module) -> str | None:
     """Returns a name of the module's own that a method of `FSDPModule` would take, or None."""
     instance = {*module._modules, *module._parameters, *module._buffers, *vars(module)}
-    theirs = (cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] != "scale_fsdp")
-    classes = [vars(cls) for cls in theirs if cls not in nn.Module.__mro__]
+    foreign_classes = (cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] != "scale_fsdp")
+    classes = [vars(cls) for cls in foreign_classes if cls not in nn.Module.__mro__]
     return next((name for name in _METHODS if name in instance or any(name in names for names in classes)), None)
 
 

@@ -62,8 +62,8 @@ def _delegate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenat
 
     @functools.wraps(method)
     def call(self: FullyShardedDataParallel, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        found: _R = getattr(self.sharded_module, method.__name__)(*args, **kwargs)
-        return found
+        result: _R = getattr(self.sharded_module, method.__name__)(*args, **kwargs)
+        return result
 
     return call
 
@@ -263,8 +263,8 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def reshard_after_forward(self) -> bool | int:
         """As given when the module was sharded."""
-        given = self._options.reshard_after_forward
-        return True if given is None else given
+        setting = self._options.reshard_after_forward
+        return True if setting is None else setting
 
     @property
     def mixed_precision(self) -> bool:
@@ -313,30 +313,30 @@ def _add_module_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: st
 def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuses options for a module that is sharded already: they would have no effect."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(shard_for_wrapper).parameters.items()}
-    given = [
+    refused = [
         f"{name}={value!r}"
         for name, value in options.items()
         if type(value) is not type(defaults[name]) or value != defaults[name]  # 1 equals True, and means another thing.
     ]
-    if given:
+    if refused:
         raise ValueError(
             f"this {type(module).__name__} is sharded already, and a FullyShardedDataParallel around it can't change "
-            f"how: give {', '.join(given)} to the fully_shard(...) that made it a unit, or leave that call out"
+            f"how: give {', '.join(refused)} to the fully_shard(...) that made it a unit, or leave that call out"
         )
 
 
 def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    known = set(inspect.signature(shard_for_wrapper).parameters)
+    accepted = set(inspect.signature(shard_for_wrapper).parameters)
     if kwargs.pop("cpu_offload", False):  # FairScale's first name for it, which fairseq still uses.
         kwargs["move_params_to_cpu"] = True
     ignored = sorted(_WITHOUT_EFFECT & kwargs.keys())
-    unknown = sorted(kwargs.keys() - known - _WITHOUT_EFFECT - _REPLACED.keys())
+    unknown = sorted(kwargs.keys() - accepted - _WITHOUT_EFFECT - _REPLACED.keys())
     for name, how in _REPLACED.items():
         if kwargs.get(name):
             raise ValueError(f"FullyShardedDataParallel({name}={kwargs[name]!r}) is said in another way: {how}")
     if unknown:
-        hint = did_you_mean(unknown[0], sorted(known))
+        hint = did_you_mean(unknown[0], sorted(accepted))
         raise TypeError(f"FullyShardedDataParallel: unexpected argument '{unknown[0]}'; {hint}")
     if ignored:
         warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=4)
-    return {name: value for name, value in kwargs.items() if name in known}
+    return {name: value for name, value in kwargs.items() if name in accepted}

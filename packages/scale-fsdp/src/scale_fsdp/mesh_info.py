@@ -55,11 +55,11 @@ class MeshInfo:
         """Overwrites tensors by rank 0's, in place; all ranks call it together, with tensors of equal sizes."""
         for tensor in dict.fromkeys(tensors):
             if tensor.numel() and self.whole.size > 1:
-                whole = tensor.data.contiguous()
+                contiguous = tensor.data.contiguous()
                 # As bytes: transports know few dtypes, and a copy needs none.
-                broadcast(whole.reshape(-1).view(torch.uint8), self.whole).wait()
-                if not whole.is_set_to(tensor.data):
-                    tensor.data.copy_(whole)
+                broadcast(contiguous.reshape(-1).view(torch.uint8), self.whole).wait()
+                if not contiguous.is_set_to(tensor.data):
+                    tensor.data.copy_(contiguous)
 
     def reshards_after_forward(self, reshard_after_forward: bool | int | None) -> bool:
         """Whether a unit is released after its forward; among groups of one rank, all of it stays."""
@@ -92,7 +92,7 @@ def _neighbor_group(group: Group, size: int) -> Group:
 @functools.cache
 def _strided_group(group: Group, stride: int) -> Group:
     """The ranks of `group` that have this rank's place in its runs of `stride`."""
-    return _one_of(group, [list(group.ranks[place::stride]) for place in range(stride)], group.rank % stride)
+    return _one_of(group, [list(group.ranks[first::stride]) for first in range(stride)], group.rank % stride)
 
 
 def _one_of(group: Group, parts: list[list[int]], mine: int) -> Group:

@@ -169,9 +169,9 @@ def fully_shard(
             f"fully_shard: expected dp_mesh_dims to be None, got {dp_mesh_dims!r}; write mesh= with the data parallel "
             'dimensions alone, such as mesh=mesh["replicate", "shard"]'
         )
-    given: Any = module
-    is_list = isinstance(given, list | tuple)
-    modules = check_modules(given if is_list else [given], flatten_parameters)
+    argument: Any = module
+    is_list = isinstance(argument, list | tuple)
+    modules = check_modules(argument if is_list else [argument], flatten_parameters)
     check_init(init)
     ignored = ignored_params or set()
     if shard_placement_fn is not None:
@@ -265,7 +265,7 @@ def check_shard_placements(
     from torch.distributed.tensor import Shard  # Not needed by any step.
 
     ignored_ids = {id(param) for param in ignored}
-    for info in (place for module in modules for place in managed_params(module, "")):
+    for info in (param_info for module in modules for param_info in managed_params(module, "")):
         placement = None if id(info.param) in ignored_ids else shard_placement_fn(info.param)
         if placement is None:
             continue
@@ -296,41 +296,41 @@ def shard_modules(
     ranks = options.mesh_info
     left = set(ignored)  # tensors are equal by identity alone to sets
     paths = zip(modules, root_paths(modules), strict=True)
-    places = (place for module, path in paths for place in managed_params(module, path))
-    own, shared = split_owned_and_shared([place for place in places if place.param not in left])
-    original = [info.param for info in own]
-    own, float8 = _plain_weights(own, init)
-    own, specs = _local_pieces(own, init)
-    check_parameters(own)
+    places = (param_info for module, path in paths for param_info in managed_params(module, path))
+    owned, shared = split_owned_and_shared([param_info for param_info in places if param_info.param not in left])
+    original = [info.param for info in owned]
+    owned, float8 = _plain_weights(owned, init)
+    owned, specs = _local_pieces(owned, init)
+    check_parameters(owned)
     check_tied_embeddings(shared)
-    check_memory(modules, own, left)
-    check_undivided(((info.name, info.param) for info in own), ranks.whole, "fully_shard")
+    check_memory(modules, owned, left)
+    check_undivided(((info.name, info.param) for info in owned), ranks.whole, "fully_shard")
     if init is False:
-        for info in own:
+        for info in owned:
             if not info.param.is_meta:
                 raise ValueError(
                     f"init=False waits for a checkpoint, but '{info.name}' has values already: leave init out, or "
                     "build the model under torch.device('meta')"
                 )
-        buffers, slots = _make_buffers(own, ShardGroups(ranks.shard, ranks.replicas), options, float8, on_meta=True)
+        buffers, slots = _make_buffers(owned, ShardGroups(ranks.shard, ranks.replicas), options, float8, on_meta=True)
     else:
         if ranks.whole.size > 1 and sync:  # Else nothing is sent here, and all is compared when the model first runs.
             kind = ", ".join(type(module).__name__ for module in modules)
-            lines = [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
+            lines = [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in owned]
             contract = Contract(ranks.whole, options.limit_seconds)
-            what = f"the module given to fully_shard ({kind})"
-            contract.check_equal(what, [kind, options.communication_line, *lines])
+            subject = f"the module given to fully_shard ({kind})"
+            contract.check_equal(subject, [kind, options.communication_line, *lines])
         else:
             options.check_groups()
-        parts = [(module, _own_of(own, module)) for module in modules]
+        parts = [(module, _own_of(owned, module)) for module in modules]
         fill = should_initialize(parts, init, ranks.whole, options.limit_seconds, sync=sync)
-        buffers, slots = _make_buffers(own, options.buffer_groups(), options, float8)
+        buffers, slots = _make_buffers(owned, options.buffer_groups(), options, float8)
         _init_shards(parts, slots, options, init, fill=fill, sync=sync)
     owners = list(dict.fromkeys(owner.unit for _, owner in shared))
     slots += [ParamSlot(p.module, p.attribute, owner.unit.buffers[owner.buffer], owner.number) for p, owner in shared]
     specs += [owner.unit.spec_of(owner.buffer, owner.number) for _, owner in shared]
     unit = Unit(modules, slots, buffers, owners, options, specs)
-    unit.original_memory = [MemoryRange.of(info.name, info.param) for info in own]
+    unit.original_memory = [MemoryRange.of(info.name, info.param) for info in owned]
     unit.ignored = [param for module in modules for param in module.parameters() if param in left]
     unit.serial = 1 + next_unique_id(f"unit on {ranks.whole.backend}", ranks.whole)
     for owner in owners:
@@ -348,7 +348,7 @@ def shard_modules(
 def _own_of(own: Sequence[ParamModuleInfo], module: nn.Module) -> list[ParamModuleInfo]:
     """Those of the places that are in this module."""
     inside = {id(child) for _, child in managed_modules(module)}
-    return [place for place in own if id(place.module) in inside]
+    return [info for info in own if id(info.module) in inside]
 
 
 def _plain_weights(
@@ -375,20 +375,20 @@ def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[Para
     """The same places with the local tensors of DTensors, each known as a piece; and how these are made of them."""
     specs: list[DTensorSpec | None] = []
     pieces: dict[nn.Parameter, nn.Parameter] = {}
-    for place in own:
-        spec = DTensorSpec.of(place.param, place.name) if is_dtensor(place.param) else None
+    for info in own:
+        spec = DTensorSpec.of(info.param, info.name) if is_dtensor(info.param) else None
         specs.append(spec)
-        if spec is None or place.param in pieces:
+        if spec is None or info.param in pieces:
             continue
-        if place.param.is_meta and init is not False:
+        if info.param.is_meta and init is not False:
             raise ValueError(
-                f"'{place.name}' is a DTensor on the meta device, and fully_shard initializes full tensors: write "
+                f"'{info.name}' is a DTensor on the meta device, and fully_shard initializes full tensors: write "
                 "fully_shard(..., init=False), then model.to_empty(device=...), and load a checkpoint; or initialize "
                 "the model before parallelize_module"
             )
-        pieces[place.param] = local_parameter(place.param)
-        set_shard(pieces[place.param], spec.shard(place.name))
-    return [place._replace(param=pieces.get(place.param, place.param)) for place in own], specs
+        pieces[info.param] = local_parameter(info.param)
+        set_shard(pieces[info.param], spec.shard(info.name))
+    return [info._replace(param=pieces.get(info.param, info.param)) for info in own], specs
 
 
 def check_tied_embeddings(shared: Sequence[tuple[ParamModuleInfo, ParamOwner]]) -> None:
@@ -479,8 +479,8 @@ def _init_shards(
     sync: bool,
 ) -> None:
     """Copies the values into the shards: those that there are, of an initialization, or of rank 0."""
-    own = [info for _, infos in parts for info in infos]
-    values: dict[nn.Parameter, Tensor] = {info.param: info.param for info in own}
+    owned = [info for _, infos in parts for info in infos]
+    values: dict[nn.Parameter, Tensor] = {info.param: info.param for info in owned}
     for module, infos in parts:
         values |= materialize(module, infos, options.device_for(torch.device("meta")), init, fill=fill)
     if sync:
@@ -488,7 +488,7 @@ def _init_shards(
         buffers = [b for child in managed for b in child._buffers.values() if b is not None]
         local = [tensor for buffer in buffers for tensor in compat.inner_tensors(buffer)]
         options.mesh_info.broadcast_from_rank_0((*values.values(), *local))
-    for info, slot in zip(own, slots, strict=True):
+    for info, slot in zip(owned, slots, strict=True):
         if info.param in values:  # One that is tied comes again. What was made for this alone is freed here.
             slot.buffer.load(slot.number, values.pop(info.param))
 
@@ -563,15 +563,15 @@ def _install(unit: Unit) -> None:
 def _name_units(outermost: nn.Module) -> None:
     """Sets the qualified names of all units inside and of their parameters, from here."""
     paths = module_names(outermost)
-    place = {id(module): number for number, module in enumerate(outermost.modules())}
+    position_of = {id(module): number for number, module in enumerate(outermost.modules())}
     units = [unit for unit in units_in(outermost) if all(id(module) in paths for module in unit.modules)]
-    slots = sorted((s for unit in units for s in unit.slots), key=lambda slot: place[id(slot.module)])
+    slots = sorted((s for unit in units for s in unit.slots), key=lambda slot: position_of[id(slot.module)])
     names: dict[tuple[int, int], str] = {}
     for slot in slots:  # A tied parameter has the plain model's first name, whichever unit owns it.
         name = f"{paths[id(slot.module)]}.{slot.attribute}".lstrip(".")
         names.setdefault((id(slot.buffer), slot.number), name)
-    apart, whole = units_on_other_ranks(outermost), unit_of(outermost)
-    model = None if whole is None else whole.options.mesh_info.whole
+    apart, root_unit = units_on_other_ranks(outermost), unit_of(outermost)
+    model = None if root_unit is None else root_unit.options.mesh_info.whole
     for unit in units:
         unit.name = paths[id(unit.module)]
         unit.root = None  # The first forward of the new outermost module makes a new root.
@@ -579,5 +579,5 @@ def _name_units(outermost: nn.Module) -> None:
         unit.rank_suffix = f"@{ranks}" if unit in apart else ""  # Other ranks have other parameters of its names.
         for number, buffer in enumerate(unit.buffers):
             flat_name = f"{unit.name}.{flat_param_name(number)}".lstrip(".")
-            own = [f"{names[id(buffer), index]}{unit.rank_suffix}" for index in range(len(buffer.names))]
-            buffer.rename(own, unit.name, flat_name, model if unit in apart else None)
+            unit_names = [f"{names[id(buffer), index]}{unit.rank_suffix}" for index in range(len(buffer.names))]
+            buffer.rename(unit_names, unit.name, flat_name, model if unit in apart else None)

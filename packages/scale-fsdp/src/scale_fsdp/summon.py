@@ -47,7 +47,7 @@ def full_params_for_apply(unit: Unit) -> Iterator[None]:
     full: FullParams = {} if around is None else around
     before = set(full)
     _show_full_params(unit, full)
-    own = [buffer for buffer in full if buffer not in before]
+    new_buffers = [buffer for buffer in full if buffer not in before]
     units = [inner for module in unit.modules for inner in units_in(module)]
     for inner in units:
         inner.applied_params = full
@@ -55,11 +55,11 @@ def full_params_for_apply(unit: Unit) -> Iterator[None]:
         yield
         for _, slot in _replaced_slots([unit], full):
             raise param_replaced(unit, slot)
-        for buffer in own:
+        for buffer in new_buffers:
             unit.options.mesh_info.broadcast_from_rank_0(full[buffer])
-        _write_back(full, own)
+        _write_back(full, new_buffers)
     finally:
-        for buffer in own:
+        for buffer in new_buffers:
             del full[buffer]
         _show_shards(unit)
         for inner in units:
@@ -93,9 +93,9 @@ def _show_full_params(unit: Unit, full: FullParams) -> None:
                 register_unsharded(full[buffer], buffer)
     unit.in_summon = True
     unit.set_flat_params(shown=False)
-    for place, slot in enumerate(unit.slots):
+    for index, slot in enumerate(unit.slots):
         if slot.buffer in full:
-            unit.set_whole(place, full[slot.buffer][slot.number])
+            unit.set_whole(index, full[slot.buffer][slot.number])
 
 
 def _replaced_slots(units: Iterable[Unit], full: FullParams) -> list[tuple[Unit, ParamSlot]]:
@@ -103,9 +103,9 @@ def _replaced_slots(units: Iterable[Unit], full: FullParams) -> list[tuple[Unit,
     return [
         (unit, slot)
         for unit in units
-        for place, slot in enumerate(unit.slots)
+        for index, slot in enumerate(unit.slots)
         if slot.buffer in full
-        and slot.module._parameters.get(slot.attribute) is not unit.dtensors.get(place, full[slot.buffer][slot.number])
+        and slot.module._parameters.get(slot.attribute) is not unit.dtensors.get(index, full[slot.buffer][slot.number])
     ]
 
 

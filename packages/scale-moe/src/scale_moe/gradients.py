@@ -94,9 +94,9 @@ class _Order:
         raise ContractError(
             f"average_replicated_gradients: the ranks {list(self.group.ranks)} computed gradients in other orders, so "
             f"that what was averaged is of several parameters; first at place {same}, {descriptions}. All of them "
-            "have to run "
-            "the same modules in the same order, forward and backward: give a rank that has no tokens for a module "
-            "empty ones, x[:0]. Clear these gradients, and load the last snapshot if an optimizer has taken a step"
+            "have to run the same modules in the same order, forward and backward: give a rank that has no tokens "
+            "for a module empty ones, x[:0]. Clear these gradients, and load the last snapshot if an optimizer has "
+            "taken a step"
         )
 
 

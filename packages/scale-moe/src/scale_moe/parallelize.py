@@ -248,9 +248,9 @@ def _hidden_features(path: str, module: nn.Module, mesh: ExpertMesh) -> dict[str
         differences = ", ".join(f"{name}={value}" for name, value in actual.items() if value != supported[name])
         raise ValueError(
             f"parallelize_experts: '{path}' ({type(module).__name__}) has "
-            f"{shapes}{f' and {differences}' if differences else ''}, "
-            f"and hidden features can be divided where there are {up} [experts, {stacked} * hidden, dim] and down_proj "
-            "[experts, dim, hidden] alone, stacked one behind the other and without biases: give a mesh of one "
+            f"{shapes}{f' and {differences}' if differences else ''}, and hidden features can be divided where there "
+            f"are {up} [experts, {stacked} * hidden, dim] and down_proj [experts, dim, hidden] alone, stacked one "
+            "behind the other and without biases: give a mesh of one "
             'dimension, mesh["expert"], which divides whole experts'
         )
     check_hidden_dim(f"parallelize_experts: '{path}'", width, mesh)

@@ -144,8 +144,7 @@ def batch_size_of(inputs: Any) -> int | None:
             raise ValueError(
                 "all tensors of a mini-batch are cut along dimension 0, so they have to agree in it: "
                 f"{_describe_input(*first_tensor)} has {first_tensor[1].shape[0]} samples, and "
-                f"{_describe_input(path, leaf)} has "
-                f"{leaf.shape[0]}; {_NO_CHUNK_HINT}"
+                f"{_describe_input(path, leaf)} has {leaf.shape[0]}; {_NO_CHUNK_HINT}"
             )
     return None if first_tensor is None else first_tensor[1].shape[0]
 

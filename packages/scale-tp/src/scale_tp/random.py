@@ -92,8 +92,8 @@ class RNGStatesTracker:
                 raise TypeError(
                     f"expected the state of the stream '{name}' to be one that get_states() gives, of the host and of "
                     f"the device, got {type(argument).__name__}: FairScale and Megatron keep that of one generator "
-                    "alone, "
-                    "from which the streams can't go on; begin them anew, scale_tp.model_parallel_manual_seed(seed)"
+                    "alone, from which the streams can't go on; begin them anew, "
+                    "scale_tp.model_parallel_manual_seed(seed)"
                 )
         self._states = {name: RNGState(*state) for name, state in states.items()}
 

@@ -18,8 +18,8 @@ def no_step_error(passes: int, num_gradients: int, local: LocalGradNorms) -> Run
     if 0 < passes < num_gradients and not last:
         shorter = (
             " Where the last accumulation of an epoch is shorter, call "
-            f"optimizer.set_num_gradients_to_accumulate({passes}) and optimizer.set_scale(optimizer.scale * {passes} / "
-            f"{num_gradients}, update_estimate=False) before the first of them, and both back after."
+            f"optimizer.set_num_gradients_to_accumulate({passes}) and optimizer.set_scale(optimizer.scale * {passes} "
+            f"/ {num_gradients}, update_estimate=False) before the first of them, and both back after."
         )
     return RuntimeError(
         f"{begin}: expected {num_gradients} backward passes since the last step, got {passes}{last}.{shorter} Call "

@@ -81,8 +81,7 @@ def model_group_of(optimizer: Optimizer, data: Group, given: GroupLike) -> Group
         raise ValueError(
             f"the model is divided over the ranks {' and '.join(str(list(ranks)) for ranks in model_groups)}, beside "
             f"those with other data, {list(data.ranks)}. Pass AdaScale(..., model_parallel_group=the group of all "
-            "that have "
-            "other parts of the model), and process_group for those with other data"
+            "that have other parts of the model), and process_group for those with other data"
         )
     return next(iter(model_groups.values()), Group())
 

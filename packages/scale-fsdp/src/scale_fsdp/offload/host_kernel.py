@@ -50,9 +50,9 @@ class InnerOptimizer:
                 param.grad = grad
         states_of = dict(zip(params, states, strict=True))
         if self._state_from_init and (new := [param for param, state in states_of.items() if not state]):
-            made = self._build(new, options).state  # As Adagrad's; others make theirs in their first step.
+            new_state = self._build(new, options).state  # As Adagrad's; others make theirs in their first step.
             for param in new:
-                states_of[param].update(made[param])
+                states_of[param].update(new_state[param])
         self._optimizer.param_groups = [{**options, "params": list(params)}]
         self._optimizer.state = defaultdict(dict, states_of)
         step = type(self._optimizer).step  # Hooks belong to the user's optimizer, of which this is a part of a step.
@@ -108,12 +108,14 @@ class HostKernel:
         """Gradients as the optimizer gets them: scaled, in the parameters' dtype and strides."""
         grads, dtype = [with_strides_of(chunk.param, chunk.grad) for chunk in chunks], chunks[0].param.dtype
         if grads[0].dtype != dtype:
-            given, sizes = grads, [grad.numel() for grad in grads]
+            listed_grads, sizes = grads, [grad.numel() for grad in grads]
             if dtype not in self._scratch or self._scratch[dtype].numel() < sum(sizes):
                 self._scratch[dtype] = torch.empty(sum(sizes), dtype=dtype)
             targets = self._scratch[dtype][: sum(sizes)].split(sizes)
-            grads = [target.as_strided(grad.shape, grad.stride()) for target, grad in zip(targets, given, strict=True)]
-            torch._foreach_copy_(grads, given)
+            grads = [
+                target.as_strided(grad.shape, grad.stride()) for target, grad in zip(targets, listed_grads, strict=True)
+            ]
+            torch._foreach_copy_(grads, listed_grads)
         if factor != 1.0:
             scale_grads(grads, factor)
         return grads
@@ -127,13 +129,13 @@ def scale_grads(grads: list[Tensor], factor: float) -> None:
 
 def host_options(options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Options of a group for tensors on the host: `fused` unless the user chose `fused` or `foreach`."""
-    found = {key: value for key, value in options.items() if key not in ("params", "param_names")}
-    if "fused" in found and found["fused"] is None and found.get("foreach") is None:
-        found["fused"] = dtype.is_floating_point
-    for key, value in found.items():
+    host_values = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+    if "fused" in host_values and host_values["fused"] is None and host_values.get("foreach") is None:
+        host_values["fused"] = dtype.is_floating_point
+    for key, value in host_values.items():
         if isinstance(value, Tensor):  # a learning rate on the device
-            found[key] = value.to("cpu").reshape(())
-    return found
+            host_values[key] = value.to("cpu").reshape(())
+    return host_values
 
 
 def with_strides_of(param: Tensor, tensor: Tensor) -> Tensor:

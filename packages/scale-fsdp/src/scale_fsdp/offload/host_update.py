@@ -87,10 +87,10 @@ class OffloadUpdate:
         try:
             bucket.ready.synchronize()
             self._host_kernel.step(bucket.chunks, bucket.ranges[0].part.group, factor)
-            for each, chunk in zip(bucket.ranges, bucket.chunks, strict=True):
-                each.part.store_state(each.start, each.stop, chunk.state)
+            for part_range, chunk in zip(bucket.ranges, bucket.chunks, strict=True):
+                part_range.part.store_state(part_range.start, part_range.stop, chunk.state)
             bucket.transfer.write_back(bucket)
-            increment_version({each.part.param for each in bucket.ranges})
+            increment_version({part_range.part.param for part_range in bucket.ranges})
         finally:
             bucket.transfer.release(bucket)
 
@@ -101,10 +101,10 @@ class OffloadUpdate:
 
 
 def _by_group_and_dtype(parts: Iterable[StatePart]) -> Iterable[list[StatePart]]:
-    found: dict[tuple[int, torch.dtype, torch.dtype], list[StatePart]] = {}
+    parts_by_kind: dict[tuple[int, torch.dtype, torch.dtype], list[StatePart]] = {}
     for part in parts:
-        found.setdefault((id(part.group), part.param.dtype, part.grad.dtype), []).append(part)
-    return found.values()
+        parts_by_kind.setdefault((id(part.group), part.param.dtype, part.grad.dtype), []).append(part)
+    return parts_by_kind.values()
 
 
 def buckets(parts: Iterable[StatePart]) -> Iterator[list[ElementRange]]:

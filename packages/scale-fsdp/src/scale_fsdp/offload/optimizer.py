@@ -282,11 +282,14 @@ class OffloadOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         saved = copy.deepcopy(state_dict["param_groups"])
-        sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in self.param_groups]
-        if sizes != own:
+        sizes, current_sizes = (
+            [len(group["params"]) for group in saved],
+            [len(group["params"]) for group in self.param_groups],
+        )
+        if sizes != current_sizes:
             raise ValueError(
-                f"the state has groups of {sizes} parameters, the optimizer groups of {own}: build the optimizer with "
-                "the groups that were saved"
+                f"the state has groups of {sizes} parameters, the optimizer groups of {current_sizes}: build the "
+                "optimizer with the groups that were saved"
             )
         ids = chain.from_iterable(group["params"] for group in saved)
         by_id = dict(zip(ids, self._params(), strict=True))

@@ -205,9 +205,11 @@ Split = Literal["element", "parameter"]
 
 def resolve_split(optim_cls: type[Optimizer], split: Split | None) -> Split:
     """How the state of an optimizer may be split: by element or by parameter."""
-    given: object = optim_cls
-    if not (isinstance(given, type) and issubclass(given, Optimizer)):
-        got = f"an {type(given).__name__} that is built already" if isinstance(given, Optimizer) else repr(given)
+    argument: object = optim_cls
+    if not (isinstance(argument, type) and issubclass(argument, Optimizer)):
+        got = (
+            f"an {type(argument).__name__} that is built already" if isinstance(argument, Optimizer) else repr(argument)
+        )
         raise TypeError(
             f"expected a class of optimizers, got {got}: pass the class first, and its arguments after the "
             "parameters, OffloadOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)"

@@ -92,13 +92,18 @@ class HostTransfer:
     @torch.no_grad()
     def fetch(self, ranges: Sequence[ElementRange], early: Mapping[StatePart, Tensor]) -> TransferBucket:
         """Starts to copy parameters, and gradients that are not in `early`, to the host; waits for a free buffer."""
-        params = [each.slice_param(each.part.param) for each in ranges]
+        params = [part_range.slice_param(part_range.part.param) for part_range in ranges]
         grads = [
-            each.slice_part(early[each.part]) if each.part in early else each.slice_param(each.part.grad)
-            for each in ranges
+            part_range.slice_part(early[part_range.part])
+            if part_range.part in early
+            else part_range.slice_param(part_range.part.grad)
+            for part_range in ranges
         ]
-        casts = [None if each.part.cast_target is None else each.slice_param(each.part.cast_target) for each in ranges]
-        late = [grad for each, grad in zip(ranges, grads, strict=True) if each.part not in early]
+        casts = [
+            None if part_range.part.cast_target is None else part_range.slice_param(part_range.part.cast_target)
+            for part_range in ranges
+        ]
+        late = [grad for part_range, grad in zip(ranges, grads, strict=True) if part_range.part not in early]
         on_device = [
             tensor for tensor in (*params, *late, *casts) if tensor is not None and not _usable_on_host(tensor)
         ]
@@ -119,11 +124,11 @@ class HostTransfer:
         chunks = [
             HostChunk(
                 host_tensor(param, copy_in=True, copy_back=True),
-                grad if each.part in early else host_tensor(grad, copy_in=True, copy_back=False),
-                each.part.state_slice(each.start, each.stop),
+                grad if part_range.part in early else host_tensor(grad, copy_in=True, copy_back=False),
+                part_range.part.state_slice(part_range.start, part_range.stop),
                 None if cast is None else host_tensor(cast, copy_in=False, copy_back=True),
             )
-            for each, param, grad, cast in zip(ranges, params, grads, casts, strict=True)
+            for part_range, param, grad, cast in zip(ranges, params, grads, casts, strict=True)
         ]
         return TransferBucket(self, ranges, chunks, buffer, self.copy_out(copies), write_backs, grads)
 
@@ -216,11 +221,11 @@ class GradientCopy:
 def are_current(copies: Sequence[tuple[GradientCopy, Tensor]]) -> list[bool]:
     """Which copies are those of these gradients as they are now; synchronizes the devices once."""
     answers = [copy.differs(grad) for copy, grad in copies]
-    known = [answer for answer in answers if answer is not None]
-    if not known:
+    local_answers = [answer for answer in answers if answer is not None]
+    if not local_answers:
         return [False] * len(copies)
-    gathered = torch.stack([answer.to(known[0].device) for answer in known]).to(torch.float32)
-    values = iter(compat.values_of(gathered, simulated=[0.0] * len(known)))
+    gathered = torch.stack([answer.to(local_answers[0].device) for answer in local_answers]).to(torch.float32)
+    values = iter(compat.values_of(gathered, simulated=[0.0] * len(local_answers)))
     return [answer is not None and next(values) == 0 for answer in answers]
 
 

@@ -65,10 +65,10 @@ class AttachedState:
         """Describes this rank's state; raises ValueError where it can't be resharded."""
         if self._ema is not None and self._ema.is_swapped:
             raise ValueError("the model has its averages right now: call this outside of ShardedEMA.swapped()")
-        found = AttachedStateSpec()
+        attached = AttachedStateSpec()
         if self._ema is not None:
             averages = [(name, tuple(t.shape), t.dtype) for name, t in self._ema.buffer_averages.items()]
-            found = AttachedStateSpec(has_ema=True, num_updates=self._ema.num_updates, buffer_averages=averages)
+            attached = AttachedStateSpec(has_ema=True, num_updates=self._ema.num_updates, buffer_averages=averages)
         for optimizer in self._optimizers:
             if isinstance(optimizer, OffloadOptimizer):
                 raise ValueError(
@@ -77,8 +77,8 @@ class AttachedState:
                 )
             owners = owners_of(self._model, optimizer)
             groups = optimizer.param_groups
-            found.names.append([[h.name for p in group["params"] for h in owners[p]] for group in groups])
-            found.groups.append(
+            attached.names.append([[h.name for p in group["params"] for h in owners[p]] for group in groups])
+            attached.groups.append(
                 [{k: as_json(f"option {k}", v) for k, v in group.items() if k not in _NOT_OPTIONS} for group in groups]
             )
         for number, buffer in enumerate(buffers):
@@ -86,11 +86,13 @@ class AttachedState:
             for index, param in enumerate(buffer.sharded_params):
                 for owner, key, tensor in self._tensors_of(buffer, index, param):
                     members.setdefault((owner, key, tensor.dtype), []).append(index)
-                for which, optimizer in enumerate(self._optimizers):
+                for optimizer_index, optimizer in enumerate(self._optimizers):
                     if param in optimizer.state:
-                        found.keys[number, which, index] = _state_keys(buffer, index, optimizer.state[param])
-            found.tensors.append([StateTensors(*kind, tuple(indices)) for kind, indices in members.items()])
-        return found
+                        attached.keys[number, optimizer_index, index] = _state_keys(
+                            buffer, index, optimizer.state[param]
+                        )
+            attached.tensors.append([StateTensors(*kind, tuple(indices)) for kind, indices in members.items()])
+        return attached
 
     def tensors_of(self, buffer: FlatBuffer, kind: StateTensors) -> dict[int, Tensor]:
         """The tensors of one kind by the index of their parameter."""
@@ -137,8 +139,8 @@ class AttachedState:
             self._ema.num_updates = spec.num_updates
         for optimizer, groups in zip(self._optimizers, spec.groups, strict=True):
             fill_groups(optimizer, groups)
-        for (number, which, index), state_keys in spec.keys.items():
-            optimizer, param = self._optimizers[which], buffers[number].sharded_params[index]
+        for (number, optimizer_index, index), state_keys in spec.keys.items():
+            optimizer, param = self._optimizers[optimizer_index], buffers[number].sharded_params[index]
             group = next(group for group in optimizer.param_groups if any(param is p for p in group["params"]))
             # torch keeps counts on the host, but for kernels that read them on the device.
             on_device = bool(group.get("capturable") or group.get("fused"))
@@ -156,10 +158,10 @@ class AttachedState:
             yield "grad", "", param.grad
         if self._ema is not None:
             yield "ema", "", self._ema.averages[param]
-        for which, optimizer in enumerate(self._optimizers):
+        for optimizer_index, optimizer in enumerate(self._optimizers):
             for key, value in optimizer.state.get(param, {}).items():
                 if _is_elementwise(buffer, index, key, value):
-                    yield which, key, value
+                    yield optimizer_index, key, value
 
 
 def _state_keys(buffer: FlatBuffer, index: int, state: Mapping[str, Any]) -> StateKeys:

@@ -80,7 +80,7 @@ def rebind_params(units: Iterable[Unit]) -> None:
 def convert_buffers(unit: Unit) -> None:
     """Moves the module's own buffers to where it computes, in the policy's buffer dtype."""
     dtype = unit.precision.buffer_dtype
-    places = ((n, *place) for n, module in enumerate(unit.modules) for place in managed_modules(module))
+    places = ((n, *named_module) for n, module in enumerate(unit.modules) for named_module in managed_modules(module))
     for number, path, child in places:
         for name, buffer in child._buffers.items():
             if buffer is not None:

@@ -49,9 +49,9 @@ def should_initialize(
     `sync` on that rank alone.
     """
     problem, on_meta = None, False
-    for module, own in parts:
-        on_meta = on_meta or any(place.param.is_meta for place in own) or any(True for _ in _meta_buffers(module))
-        problem = problem or _missing_init(module, own, init)
+    for module, infos in parts:
+        on_meta = on_meta or any(info.param.is_meta for info in infos) or any(True for _ in _meta_buffers(module))
+        problem = problem or _missing_init(module, infos, init)
     if not sync:  # Each rank makes its own values, in any order, and nothing is sent.
         if problem is not None:
             raise ValueError(problem)
@@ -89,9 +89,9 @@ def materialize(
     for param, value in values.items():
         copy_attributes(param, value)  # An initialization may look at them.
     buffers = list(_meta_buffers(module))
-    memory = {place.param: empty(place.param) for place in buffers}
-    for place in buffers:
-        place.module._buffers[place.attribute] = memory[place.param]
+    memory = {info.param: empty(info.param) for info in buffers}
+    for buffer_info in buffers:
+        buffer_info.module._buffers[buffer_info.attribute] = memory[buffer_info.param]
     try:
         if fill:
             blanks = {tensor: Uninitialized.of(tensor) for tensor in (*values.values(), *memory.values())}
@@ -103,19 +103,19 @@ def materialize(
                         assert reset is not None, "checked before"
                         reset()
                 _collect_reassigned(first, values)
-            filled = [(place, values[param], values[param]) for param, place in first.items()]
-            now = [(place, memory[place.param], place.module._buffers.get(place.attribute)) for place in buffers]
-            for place, tensor, in_place in [*filled, *now]:
+            filled = [(info, values[param], values[param]) for param, info in first.items()]
+            now = [(info, memory[info.param], info.module._buffers.get(info.attribute)) for info in buffers]
+            for buffer_info, tensor, in_place in [*filled, *now]:
                 if not blanks[tensor].is_filled(in_place):
-                    what = "the buffer " if place.attribute in place.module._buffers else ""
+                    prefix = "the buffer " if buffer_info.attribute in buffer_info.module._buffers else ""
                     raise ValueError(
-                        f"{what}'{place.name}' is on the meta device, and neither init nor the reset_parameters() of "
-                        f"its {type(place.module).__name__} has written to it: let one of them do so, or build that "
-                        "module outside of torch.device('meta')"
+                        f"{prefix}'{buffer_info.name}' is on the meta device, and neither init nor the "
+                        f"reset_parameters() of its {type(buffer_info.module).__name__} has written to it: let one of "
+                        "them do so, or build that module outside of torch.device('meta')"
                     )
     except BaseException:
-        for place in buffers:
-            place.module._buffers[place.attribute] = place.param
+        for buffer_info in buffers:
+            buffer_info.module._buffers[buffer_info.attribute] = buffer_info.param
         raise
     return dict(values)
 
@@ -139,9 +139,9 @@ def _missing_init(module: nn.Module, own: Sequence[ParamModuleInfo], init: Init)
 
 def _first_param_places(own: Sequence[ParamModuleInfo]) -> dict[nn.Parameter, ParamModuleInfo]:
     first: dict[nn.Parameter, ParamModuleInfo] = {}
-    for place in own:
-        if place.param.is_meta:
-            first.setdefault(place.param, place)
+    for info in own:
+        if info.param.is_meta:
+            first.setdefault(info.param, info)
     return first
 
 
@@ -155,16 +155,16 @@ def _meta_buffers(module: nn.Module) -> Iterator[ParamModuleInfo]:
 
 def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The unit's modules in the order in which their constructors end."""
-    found = {id(child): (path, child) for path, child in managed_modules(module)}
+    children = {id(child): (path, child) for path, child in managed_modules(module)}
     seen: set[int] = set()
 
     def visit(current: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(current) in seen or id(current) not in found:
+        if id(current) in seen or id(current) not in children:
             return
         seen.add(id(current))
         for child in current.children():
             yield from visit(child)
-        yield found[id(current)]
+        yield children[id(current)]
 
     return visit(module)
 
@@ -183,25 +183,25 @@ def _temporary_params(
     first: Mapping[nn.Parameter, ParamModuleInfo], values: Mapping[nn.Parameter, nn.Parameter]
 ) -> Iterator[None]:
     """Inside, the first module that has a parameter has the tensor with memory; others keep it on meta."""
-    for param, place in first.items():
-        set_param(place.module, place.attribute, values[param])
+    for param, info in first.items():
+        set_param(info.module, info.attribute, values[param])
     try:
         yield
     finally:
-        for param, place in first.items():
-            set_param(place.module, place.attribute, param)
+        for param, info in first.items():
+            set_param(info.module, info.attribute, param)
 
 
 def _collect_reassigned(
     first: Mapping[nn.Parameter, ParamModuleInfo], values: Mapping[nn.Parameter, nn.Parameter]
 ) -> None:
     """Copies parameters that an initialization has assigned instead of writing to them."""
-    for param, place in first.items():
-        now = place.module._parameters.get(place.attribute)
+    for param, info in first.items():
+        now = info.module._parameters.get(info.attribute)
         if now is not None and now is not values[param] and not now.is_meta:
             if now.shape != param.shape:
                 raise ValueError(
-                    f"init has assigned a parameter of shape {tuple(now.shape)} to '{place.name}', expected "
+                    f"init has assigned a parameter of shape {tuple(now.shape)} to '{info.name}', expected "
                     f"{tuple(param.shape)}"
                 )
             values[param].copy_(now)

@@ -95,7 +95,9 @@ def _model_signature(unit: Unit, path: str) -> list[str]:
             f"{title}: {name} {entry.shape} {buffer.dtype} trains={buffer.sharded_param(index).requires_grad}"
             for index, (name, entry) in enumerate(zip(buffer.names, buffer.layout.entries, strict=True))
         ]
-    for name, module in (place for each in unit.modules for place in managed_modules(each, path)):
+    for name, module in (
+        named_module for root_module in unit.modules for named_module in managed_modules(root_module, path)
+    ):
         lines += [f"{name}.{key} {tuple(b.shape)} {b.dtype}" for key, b in module._buffers.items() if b is not None]
     return lines
 
@@ -109,7 +111,7 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
     if new is None:
         raise ValueError("no rank is to share the model: at least one has to pass a group that it is a member of")
     joined = [union.ranks[rank] for rank, request in enumerate(requests) if request.ranks]
-    here = {union.ranks[rank] for rank, request in enumerate(requests) if request.has_values}
+    new_ranks = {union.ranks[rank] for rank, request in enumerate(requests) if request.has_values}
     for rank, request in enumerate(requests):
         spec, first_spec = request.attached, first.attached
         for line, expected in zip_longest(request.model, first.model, fillvalue="nothing more"):
@@ -121,10 +123,11 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
                 f"rank {rank} means the ranks {list(request.ranks)} in {request.num_replicas} copies, but a group was "
                 f"passed by ranks {joined}: let all of these pass the same one"
             )
-        if request.has_values and not set(request.old) <= here:
+        if request.has_values and not set(request.old) <= new_ranks:
             raise ValueError(
-                f"rank {rank} shares the model with ranks {list(request.old)}, of which only {sorted(here)} are here "
-                "with values: let all old and all new ranks call it, and pass union_process_group= with all of them"
+                f"rank {rank} shares the model with ranks {list(request.old)}, of which only {sorted(new_ranks)} are "
+                "here with values: let all old and all new ranks call it, and pass union_process_group= with all of "
+                "them"
             )
         if request.strategy != first.strategy:
             raise ValueError(f"rank {rank} has reshard_after_forward={request.strategy!r}, others {first.strategy!r}")
@@ -263,14 +266,14 @@ class _Reshard:
         cls, requests: Sequence[ReshardRequest], union: Group, attached: AttachedState, limit_seconds: float | None
     ) -> _Reshard:
         source = next(rank for rank, request in enumerate(requests) if request.has_values)
-        first, own = requests[source], requests[union.rank]
+        first, local_request = requests[source], requests[union.rank]
         any_joins = any(request.ranks and not request.has_values for request in requests)
         return cls(
             union=union,
             source=source,
             keeps_shards=all(request.keeps_group and request.has_values for request in requests),
             any_joins=any_joins,
-            joins=bool(own.ranks) and not own.has_values,
+            joins=bool(local_request.ranks) and not local_request.has_values,
             broadcasts=any_joins or sum(request.has_values for request in requests) != len(first.old),
             layouts=first.layouts,
             spec=first.attached,
@@ -290,7 +293,9 @@ class _Reshard:
             if self.any_joins:
                 self.send_module_buffers(unit)
         if ranks is None:
-            for _, module in (place for each in unit.modules for place in managed_modules(each)):
+            for _, module in (
+                named_module for root_module in unit.modules for named_module in managed_modules(root_module)
+            ):
                 module._buffers.update({n: b.to("meta") for n, b in module._buffers.items() if b is not None})
         unit.on_buffers_moved()
 
@@ -342,7 +347,9 @@ class _Reshard:
 
     def send_module_buffers(self, unit: Unit) -> None:
         """Sends the module's own buffers to ranks that join; the others keep theirs."""
-        for _, module in (place for each in unit.modules for place in managed_modules(each)):
+        for _, module in (
+            named_module for root_module in unit.modules for named_module in managed_modules(root_module)
+        ):
             for name, tensor in module._buffers.items():
                 if tensor is not None:
                     received = self.receive(tensor, unit)
@@ -375,6 +382,6 @@ def _cut_shard(full: Tensor, old: FlatLayout, new: FlatLayout, ranks: MeshInfo, 
     """[S] of the new layout: this rank's shard of a full buffer of the old one."""
     shard = torch.zeros(new.shard_numel, dtype=full.dtype, device=devices.shard)
     for entry, span in zip(old.entries, new.spans(ranks.shard.rank), strict=True):
-        held = full.narrow(0, entry.offset + span.start, span.numel)
-        shard.narrow(0, span.shard_offset, span.numel).copy_(held)
+        local = full.narrow(0, entry.offset + span.start, span.numel)
+        shard.narrow(0, span.shard_offset, span.numel).copy_(local)
     return shard

@@ -151,14 +151,16 @@ def check_registered(unit: Unit) -> None:
     One that was put in after the sharding, or a module with such, would be neither sharded nor reduced, and the ranks
     would train different models.
     """
-    own = {(id(slot.module), slot.attribute) for slot in unit.slots}
-    own |= {(id(unit.module), flat_param_name(number)) for number in range(len(unit.buffers))}
+    slot_keys = {(id(slot.module), slot.attribute) for slot in unit.slots}
+    slot_keys |= {(id(unit.module), flat_param_name(number)) for number in range(len(unit.buffers))}
     ignored = set(unit.ignored)
     registered = []
-    for path, module in (place for each in unit.modules for place in managed_modules(each, unit.name)):
+    for path, module in (
+        named_module for root_module in unit.modules for named_module in managed_modules(root_module, unit.name)
+    ):
         registered.append(RegisteredNames.of(module))
         names = (name for name in registered[-1].params if module._parameters[name] not in ignored)
-        new = [name for name in names if (id(module), name) not in own]
+        new = [name for name in names if (id(module), name) not in slot_keys]
         if new:
             raise RuntimeError(
                 f"'{f'{path}.{new[0]}'.lstrip('.')}' was put into {unit_title(unit.name)} after that was sharded, so "
@@ -245,7 +247,9 @@ def check_initialized(unit: Unit) -> None:
             )
         if shard is not None:
             shard.version = None
-    for path, module in (place for each in unit.modules for place in each.named_modules(prefix=unit.name)):
+    for path, module in (
+        named_module for root_module in unit.modules for named_module in root_module.named_modules(prefix=unit.name)
+    ):
         record = _UninitializedBuffers.get(module)
         tracked = {} if record is None else record.by_name
         for attribute, uninitialized in list(tracked.items()):
@@ -282,8 +286,8 @@ def check_units(units: Sequence[Unit], group: Group) -> None:
 
 def is_on_an_axis(unit: Unit, group: Group) -> bool:
     """Whether a unit is over some of the model's ranks, and its layer has divided all of it between the others."""
-    own = unit.options.mesh_info.whole  # `Group()` is this rank alone, whatever its number.
-    is_part = own.size == 1 < group.size or set(own.ranks) < set(group.ranks)
+    fsdp_group = unit.options.mesh_info.whole  # `Group()` is this rank alone, whatever its number.
+    is_part = fsdp_group.size == 1 < group.size or set(fsdp_group.ranks) < set(group.ranks)
     return is_part and all(buffer.holds_pieces for buffer in unit.buffers)
 
 

@@ -43,7 +43,7 @@ class EscapedTensorSearch:
     def hook_tensors(self, begin_backward: BeginBackward) -> None:
         """Calls `begin_backward` with a unit that is not gathered when a gradient comes to a tensor of its forward."""
         with torch._C.DisableTorchFunctionSubclass():
-            for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
+            for tensor in [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor)]:
                 node = tensor.grad_fn
                 if node is None:
                     continue

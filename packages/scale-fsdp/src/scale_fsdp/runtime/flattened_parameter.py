@@ -55,12 +55,12 @@ class FlattenedParameter:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuses to be computed with."""
-        given = [*args, *(kwargs or {}).values()]
-        mine = next((each for each in given if isinstance(each, cls)), None)
+        arguments = [*args, *(kwargs or {}).values()]
+        parameter = next((argument for argument in arguments if isinstance(argument, cls)), None)
         called = getattr(func, "__name__", str(func))
-        if mine is None:
+        if parameter is None:
             raise TypeError(f"{called}: got a FlattenedParameter, which has no values outside of its unit's forward")
-        raise RuntimeError(mine._error(f"can't be given to {called}"))
+        raise RuntimeError(parameter._error(f"can't be given to {called}"))
 
     def _error(self, what: str) -> str:
         return (

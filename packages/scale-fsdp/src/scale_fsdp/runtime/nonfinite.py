@@ -58,12 +58,12 @@ class NonFiniteSearch:
         seen, self._seen = self._seen, []
         if seen and self.fault is None:
             device = seen[0].least.device
-            ends = [end.to(device, torch.float64) for each in seen for end in each[2:]]
+            ends = [end.to(device, torch.float64) for entry in seen for end in entry[2:]]
             values = compat.values_of(torch.stack(ends), simulated=[0.0] * len(ends))
             pairs = zip(values[::2], values[1::2], strict=True)
             wrong = [
-                each
-                for each, (least, largest) in zip(seen, pairs, strict=True)
+                entry
+                for entry, (least, largest) in zip(seen, pairs, strict=True)
                 if not (math.isfinite(least) and math.isfinite(largest))
             ]
             if wrong:
@@ -81,7 +81,7 @@ class NonFiniteSearch:
 
     def _message(self, found: _MinMax) -> str:
         title = unit_title(found.unit.name)
-        what = (
+        subject = (
             f"the local gradient of '{found.param}', a parameter of {title},"
             if found.param
             else (f"an output of {title}")
@@ -100,6 +100,6 @@ class NonFiniteSearch:
             else ": skip the batch, or lower the learning rate or clip where it comes again"
         )
         return (
-            f"{what} is not finite on rank {self._rank}, and the first that was not in this pass{why}. Under a "
+            f"{subject} is not finite on rank {self._rank}, and the first that was not in this pass{why}. Under a "
             "gradient scaler, or where infinities are meant, leave error_if_nonfinite out"
         )

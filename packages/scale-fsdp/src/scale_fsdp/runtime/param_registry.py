@@ -45,13 +45,13 @@ def managed_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
     seen = set()
     stack = [(path, module)]
     while stack:
-        here, current = stack.pop()
+        prefix, current = stack.pop()
         if id(current) in seen or (current is not module and unit_of(current) is not None):
             continue
         seen.add(id(current))
-        yield here, current
+        yield prefix, current
         children = [
-            (f"{here}.{name}".lstrip("."), child) for name, child in current._modules.items() if child is not None
+            (f"{prefix}.{name}".lstrip("."), child) for name, child in current._modules.items() if child is not None
         ]
         stack.extend(reversed(children))
 
@@ -68,15 +68,15 @@ def split_owned_and_shared(
     infos: Sequence[ParamModuleInfo],
 ) -> tuple[list[ParamModuleInfo], list[tuple[ParamModuleInfo, ParamOwner]]]:
     """Splits parameters into those that were not sharded yet, and those that another unit owns."""
-    own, shared = [], []
+    owned, shared = [], []
     for info in infos:
         record = ParamRecord.get(info.param)
         owner: ParamOwner | None = None if record is None else record.param_owner
         if owner is None or owner.ref() is None:
-            own.append(info)
+            owned.append(info)
         else:
             shared.append((info, owner))
-    return own, shared
+    return owned, shared
 
 
 def register_owner(unit: Unit, original: Sequence[nn.Parameter] = ()) -> None:

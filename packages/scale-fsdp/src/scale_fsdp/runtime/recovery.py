@@ -46,22 +46,22 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
     """
     if isinstance(error, StepError) or error is root.shared_error:
         return True
-    contract, rest = root.contract, _remaining(root)
+    contract, remaining = root.contract, _remaining(root)
     if contract.is_single_rank or contract.is_broken or isinstance(error, ScaleDistributedError):
         return False
-    if rest is None and not contract.checks_every_event:
+    if remaining is None and not contract.checks_every_event:
         return False
     for unit in root.units:
         for buffer in unit.buffers:
             buffer.contribute_zeros()
-    if rest is None:
+    if remaining is None:
         _start_last_event(root)
         error.add_note(contract.abort(format_traceback(error)))
         return True
     for unit in root.units:
         unit.wait_reduced()
         unit.release_complete_gathers()
-    error.add_note(abort_message(root, _replay_all(root, rest, error)))
+    error.add_note(abort_message(root, _replay_all(root, remaining, error)))
     return True
 
 
@@ -146,8 +146,8 @@ def _finish_event(root: UnitContext, event: Event, *, keep_part: bool) -> None:
         root.by_name[event.unit].finish_reductions()
     if event.phase in GATHERING_PHASES and event.unit in root.by_name:
         unit = root.by_name[event.unit]
-        for each in (*unit.shared_owners, unit):
-            each.finish_gathers(keep_part=keep_part)
+        for owner in (*unit.shared_owners, unit):
+            owner.finish_gathers(keep_part=keep_part)
 
 
 def abort_message(root: UnitContext, reasons: Sequence[str]) -> str:

@@ -215,12 +215,12 @@ class Root(UnitContext):
             if other.root is not self:
                 raise prefetch_of_another_model(unit, other)
         self.starting_gathers = gathers = [*unit.shared_owners, unit, *self.next_prefetch, *prefetch]
-        for each in gathers:
-            each.gather()
+        for owner in gathers:
+            owner.gather()
         self.starting_gathers = []
-        for each in (*unit.shared_owners, unit):
-            each.use_count += 1
-            each.wait_gathered()
+        for owner in (*unit.shared_owners, unit):
+            owner.use_count += 1
+            owner.wait_gathered()
         if (slot := unit.replaced_slot()) is not None:
             raise param_replaced(unit, slot)
         unit.to_unsharded()
@@ -235,12 +235,13 @@ class Root(UnitContext):
 
     def _release(self, unit: Unit, keeps: Callable[[Unit], bool], *, keep_part: bool = False) -> None:
         """Ends one use of the unit and of the owners of what it shares; frees what has no other use."""
-        for each in (unit, *unit.shared_owners):
-            each.use_count = max(0, each.use_count - 1)  # A forward that failed before it was gathered had no use yet.
-            if not each.use_count and not keeps(each):
-                each.release(keep_part=keep_part)
-            if each is not unit and not each.use_count and not each.kept_unsharded:
-                each.to_sharded()  # It ran inside this one, and stayed open for it.
+        for owner in (unit, *unit.shared_owners):
+            # A forward that failed before it was gathered had no use yet.
+            owner.use_count = max(0, owner.use_count - 1)
+            if not owner.use_count and not keeps(owner):
+                owner.release(keep_part=keep_part)
+            if owner is not unit and not owner.use_count and not owner.kept_unsharded:
+                owner.to_sharded()  # It ran inside this one, and stayed open for it.
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered when its forward has ended."""
@@ -370,8 +371,8 @@ class Root(UnitContext):
             self._in_transit = unit
         else:
             ready.append(unit)
-        for each in ready:
-            self._call_hooks(each)
+        for reduced_unit in ready:
+            self._call_hooks(reduced_unit)
 
     def on_recomputed(self) -> None:
         """A checkpointed unit is about to compute its gradients; the reduction before them has run beside it so far.
@@ -405,10 +406,10 @@ class Root(UnitContext):
             self._record_late(unit)
         late = LateGradients([], [])
         for number, unit in enumerate(self.units):
-            for place, buffer in enumerate(unit.buffers if unit.synchronizes else ()):
+            for buffer_index, buffer in enumerate(unit.buffers if unit.synchronizes else ()):
                 if buffer.gradient:
-                    late.buffers.append((number, place))
-                late.frozen.extend(ParamKey(number, place, index) for index in buffer.gradient.frozen())
+                    late.buffers.append((number, buffer_index))
+                late.frozen.extend(ParamKey(number, buffer_index, index) for index in buffer.gradient.frozen())
         fault = None if self.nonfinite is None else self.nonfinite.find()
         statuses = self._end_checked(len(late.buffers) + len(late.frozen), len(self._unused), fault)
         try:
@@ -424,11 +425,11 @@ class Root(UnitContext):
         unused: set[ParamKey] = set()
         late_buffers: set[tuple[int, int]] = set()
         if any(status.num_late for status in statuses):
-            of_ranks = [LateGradients(*each) for each in all_gather_json(late, self.contract)]
-            late_buffers = {(number, place) for each in of_ranks for number, place in each.buffers}
-            for number, place in sorted(late_buffers):
-                self.units[number].reduce([place])
-            for key in (ParamKey(*key) for each in of_ranks for key in each.frozen):
+            of_ranks = [LateGradients(*row) for row in all_gather_json(late, self.contract)]
+            late_buffers = {(number, index) for late_grads in of_ranks for number, index in late_grads.buffers}
+            for number, buffer_index in sorted(late_buffers):
+                self.units[number].reduce([buffer_index])
+            for key in (ParamKey(*key) for late_grads in of_ranks for key in late_grads.frozen):
                 frozen.setdefault(self.units[key.unit].buffers[key.buffer], []).append(key.param)
         self._commit_buffers(frozen)
         if all(status.num_unused for status in statuses):
@@ -446,10 +447,10 @@ class Root(UnitContext):
         reduced = [
             param
             for number, unit in enumerate(self.units)
-            for place, buffer in enumerate(unit.buffers)
-            if unit in self._reduced or (number, place) in late_buffers
+            for buffer_index, buffer in enumerate(unit.buffers)
+            if unit in self._reduced or (number, buffer_index) in late_buffers
             for index, param in enumerate(buffer.sharded_params)
-            if buffer.flatten or ParamKey(number, place, index) not in unused
+            if buffer.flatten or ParamKey(number, buffer_index, index) not in unused
         ]
         if call_post_accumulate_grad_hooks(reduced):  # They may have stepped, on all that was reduced.
             for count in {buffer.group.state.optimizer_steps for unit in self.units for buffer in unit.buffers}:
@@ -488,9 +489,11 @@ class Root(UnitContext):
             buffer.publish_grads(at_once)
         if at_once:
             call_grad_published_hooks([param for _, param, _ in new if param in at_once])
-        rest = [(param, grad) for _, param, grad in new if param.grad is None and not is_consumed_in_backward(param)]
-        if rest:
-            call_reduced_grad_hooks([param for param, _ in rest], [grad for _, grad in rest])
+        remaining = [
+            (param, grad) for _, param, grad in new if param.grad is None and not is_consumed_in_backward(param)
+        ]
+        if remaining:
+            call_reduced_grad_hooks([param for param, _ in remaining], [grad for _, grad in remaining])
 
     # How a pass ends.
 

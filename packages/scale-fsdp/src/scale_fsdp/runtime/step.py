@@ -185,7 +185,11 @@ def root_of(unit: Unit) -> Root:
         unit.root.recover()
         for member in unit.root.units:
             member.root = None
-    units = dict.fromkeys(each for module in unit.modules for each in units_in(module)) if unit.root is None else ()
+    units = (
+        dict.fromkeys(unit_inside for module in unit.modules for unit_inside in units_in(module))
+        if unit.root is None
+        else ()
+    )
     root = Root(list(units)) if unit.root is None else unit.root
     assert isinstance(root, Root)
     return root

@@ -61,8 +61,8 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def units_in(module: nn.Module) -> list[Unit]:
     """Returns the units of a module and all that it holds, the outermost first."""
-    found = (unit for child in module.modules() if (unit := unit_of(child)) is not None)
-    return list(dict.fromkeys(found))  # One of several modules comes once.
+    units = (unit for child in module.modules() if (unit := unit_of(child)) is not None)
+    return list(dict.fromkeys(units))  # One of several modules comes once.
 
 
 class ParamSlot(NamedTuple):
@@ -224,12 +224,12 @@ class Unit:
 
     def to_unsharded(self) -> None:
         """Puts the full parameters into the module, with which it computes."""
-        for place, slot in enumerate(self.slots):
+        for index, slot in enumerate(self.slots):
             if slot.buffer.gathers_float8:
-                self.dtensors[place] = slot.buffer.float8_param(slot.number)
-                set_param(slot.module, slot.attribute, self.dtensors[place])
+                self.dtensors[index] = slot.buffer.float8_param(slot.number)
+                set_param(slot.module, slot.attribute, self.dtensors[index])
             else:
-                self.set_whole(place, slot.buffer.unsharded_params[slot.number])
+                self.set_whole(index, slot.buffer.unsharded_params[slot.number])
 
     def set_whole(self, place: int, param: nn.Parameter) -> None:
         """Puts a full parameter into one slot, or a DTensor around it."""
@@ -250,18 +250,18 @@ class Unit:
 
     def replaced_slot(self) -> ParamSlot | None:
         """The first slot that holds neither the local shard nor the full parameter of this unit."""
-        for place, slot in enumerate(self.slots):
+        for index, slot in enumerate(self.slots):
             module, attribute, buffer, number = slot
-            here = module._parameters.get(attribute)
+            current = module._parameters.get(attribute)
             shard = None if buffer.flatten else buffer.sharded_params[number]
-            whole = self.dtensors.get(place, buffer.unsharded_params[number])
-            if here is not shard and here is not whole:
+            unsharded = self.dtensors.get(index, buffer.unsharded_params[number])
+            if current is not shard and current is not unsharded:
                 return slot
         return None
 
     def has_registered_names(self) -> bool:
         """Whether its modules hold the children and parameters that they held when these were last checked."""
-        return bool(self.registered) and all(RegisteredNames.of(each.module) == each for each in self.registered)
+        return bool(self.registered) and all(RegisteredNames.of(names.module) == names for names in self.registered)
 
     # A pass.
 
@@ -457,9 +457,9 @@ class UnitContext:
         self.by_name = {unit.name: unit for unit in self.units}
         self.buffers = [buffer for unit in self.units for buffer in unit.buffers]
         kind, number = type(outermost.module).__name__, outermost.serial
-        of = f"{unit_title(outermost.name)} ({kind}, number {number} in the order of fully_shard)"
+        origin = f"{unit_title(outermost.name)} ({kind}, number {number} in the order of fully_shard)"
         group = max((unit.options.mesh_info.whole for unit in self.units), key=lambda group: group.size)
-        self.contract = Contract(group, outermost.options.limit_seconds, abort_message, of)
+        self.contract = Contract(group, outermost.options.limit_seconds, abort_message, origin)
         self.entry_unit: Unit | None = None  # the unit that was called first in the forward pass that runs now
         self.in_backward = False
         self.synchronizes = True  # gradients are reduced at the end of a backward pass; False inside `no_sync`

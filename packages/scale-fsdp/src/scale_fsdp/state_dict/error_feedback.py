@@ -47,22 +47,25 @@ class ErrorFeedbackState:
     def state_dict(self) -> dict[str, Any]:
         """Returns the errors of this rank by the unit and the number of their buffer in it; they are not copied."""
         return {
-            each.key: {"of": each.signature, "errors": [feedback.error for feedback in each.buffer.error_feedback]}
-            for each in _named_buffers(self._model)
-            if each.buffer.error_feedback
+            named_buffer.key: {
+                "of": named_buffer.signature,
+                "errors": [feedback.error for feedback in named_buffer.buffer.error_feedback],
+            }
+            for named_buffer in _named_buffers(self._model)
+            if named_buffer.buffer.error_feedback
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` has returned; an error that belongs to other messages begins at zero."""
         anew = []
-        for each in _named_buffers(self._model):
-            saved = state.get(each.key, {})
-            fits = saved.get("of") == each.signature
-            if each.buffer.error_feedback and not fits:
-                anew.append(each.names[0])
-            for number, feedback in enumerate(each.buffer.error_feedback):
+        for named_buffer in _named_buffers(self._model):
+            saved = state.get(named_buffer.key, {})
+            fits = saved.get("of") == named_buffer.signature
+            if named_buffer.buffer.error_feedback and not fits:
+                anew.append(named_buffer.names[0])
+            for number, feedback in enumerate(named_buffer.buffer.error_feedback):
                 error = saved["errors"][number] if fits else None
-                feedback.load(None if error is None else error.to(each.buffer.compute_device))
+                feedback.load(None if error is None else error.to(named_buffer.buffer.compute_device))
         if anew:
             warnings.warn(
                 f"the error feedback of the gradients of '{anew[0]}'"
@@ -90,7 +93,7 @@ class _Named(NamedTuple):
 
 def _named_buffers(model: nn.Module) -> list[_Named]:
     paths = module_names(model)
-    found = []
+    named = []
     for unit in units_in(model):
         (path, *_) = (paths[id(module)] for module in unit.modules if id(module) in paths)
         names: dict[tuple[int, int], str] = {}
@@ -98,6 +101,6 @@ def _named_buffers(model: nn.Module) -> list[_Named]:
             name = f"{paths.get(id(slot.module), '')}.{slot.attribute}".lstrip(".")
             names.setdefault((id(slot.buffer), slot.number), name)
         for number, buffer in enumerate(unit.buffers):
-            own = [names[id(buffer), index] for index in range(len(buffer.names))]
-            found.append(_Named(f"{path}.{number}".lstrip("."), buffer, own))
-    return found
+            param_names = [names[id(buffer), index] for index in range(len(buffer.names))]
+            named.append(_Named(f"{path}.{number}".lstrip("."), buffer, param_names))
+    return named

@@ -116,24 +116,24 @@ class _StateDictCall:
 
     def gather(self, unit: Unit, buffer: FlatBuffer, indices: Iterable[int]) -> None:
         """Gathers a buffer, copies these parameters out of it and frees it; all ranks together."""
-        wanted = [index for index in dict.fromkeys(indices) if (buffer, index) not in self.full_tensors]
-        if wanted:
+        missing = [index for index in dict.fromkeys(indices) if (buffer, index) not in self.full_tensors]
+        if missing:
             params, device = unit.gather_full_params(buffer), self.form.device or buffer.shard.device
             if buffer not in self.gathers:
                 self.gathers[buffer] = _GatherOnRank0(unit) if self._is_on_rank_0(unit) else _BufferGather(unit, buffer)
-            for index in wanted:
+            for index in missing:
                 full = gather_other_axis(params[index], buffer, index, unit.options.limit_seconds)
-                kept = full.to(device, copy=True) if self.keeps else None
-                self.full_tensors[buffer, index] = self._writing_to(self.gathers[buffer], kept, buffer, index)
+                copy = full.to(device, copy=True) if self.keeps else None
+                self.full_tensors[buffer, index] = self._writing_to(self.gathers[buffer], copy, buffer, index)
 
     def show(self, unit: Unit, slot: ParamSlot, param: Tensor) -> Tensor | None:
         """Returns the tensor of a parameter that stands in its module in full, inside `summon_full_params`."""
         buffer, index = slot.buffer, slot.number
         if (buffer, index) not in self.full_tensors:
             is_copy = self.copies or self._is_on_rank_0(unit)
-            kept = param.detach().to(self.form.device or param.device, copy=is_copy) if self.keeps else None
+            copy = param.detach().to(self.form.device or param.device, copy=is_copy) if self.keeps else None
             gather = _GatherOnRank0(unit) if self._is_on_rank_0(unit) else _SummonedParam(slot)
-            self.full_tensors[buffer, index] = self._writing_to(gather, kept, buffer, index)
+            self.full_tensors[buffer, index] = self._writing_to(gather, copy, buffer, index)
         return self.full_tensors[buffer, index]
 
     def _is_on_rank_0(self, unit: Unit) -> bool:
@@ -320,9 +320,9 @@ def _unshard_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
                 record = shard_of(tensor)
                 assert record is not None
                 state_dict[name] = gather_shard(local_tensor(tensor), record)
-    here = unit.modules.index(module)
+    position = unit.modules.index(module)
     for (number, name), dtype in unit.buffer_dtypes.items():
-        if number == here and (value := state_dict.get(f"{prefix}{name}")) is not None:
+        if number == position and (value := state_dict.get(f"{prefix}{name}")) is not None:
             state_dict[f"{prefix}{name}"] = converted(value, f"{prefix}{name}", dtype=dtype)
 
 

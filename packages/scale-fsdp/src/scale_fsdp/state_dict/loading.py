@@ -173,8 +173,8 @@ def _mismatches(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) 
             hidden = any(named[name].buffer.flatten for name in missing)
             hint = " Where flatten_parameters=True hides names, load the full tensors on every rank." if hidden else ""
             problems.append(f"Missing key(s) in state_dict: {_quoted(missing)}.{hint}")
-        known = named.keys() | plain_order(module).keys()
-        if unexpected := [name for name in state_dict if name not in known and not _is_flat(name)]:
+        expected_names = named.keys() | plain_order(module).keys()
+        if unexpected := [name for name in state_dict if name not in expected_names and not _is_flat(name)]:
             problems.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
     targets: dict[str, ParamSlot | Tensor] = {**named, **persistent_buffers(module)}
     problems += [
@@ -188,8 +188,8 @@ def _mismatches(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) 
 def _loads_as_given(module: nn.Module) -> bool:
     """Whether a module loads the state as it is: no foreign hook, and no `_load_from_state_dict` of its own."""
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    ours = all(getattr(hook, "func", hook).__module__.startswith("scale_fsdp.") for hook in hooks)
-    return ours and type(module)._load_from_state_dict.__module__.startswith("torch.")
+    has_our_hooks = all(getattr(hook, "func", hook).__module__.startswith("scale_fsdp.") for hook in hooks)
+    return has_our_hooks and type(module)._load_from_state_dict.__module__.startswith("torch.")
 
 
 def _is_own(slot: ParamSlot | None, value: Any) -> bool:

@@ -41,7 +41,7 @@ def local_state_dict(module: nn.Module, plain: Callable[..., Any], *args: Any, *
 def shard_metadata(module: nn.Module) -> dict[str, Any]:
     """Which elements of which parameters this rank's shards are, in values that torch.save and JSON know."""
     paths, buffers = module_names(module), list(persistent_buffers(module))
-    known = all_names(module).keys() | set(buffers)
+    names = all_names(module).keys() | set(buffers)
     entries = {  # the name of each buffer's flat parameter
         id(buffer): f"{paths[id(unit.module)]}.{flat_param_name(number)}".lstrip(".")
         for unit in units_in(module)
@@ -56,7 +56,7 @@ def shard_metadata(module: nn.Module) -> dict[str, Any]:
         "parameters": {name: _describe(location, entries) for name, location in param_locations(module).items()},
         "tied": tied_names(module),
         "buffer_names": buffers,
-        "names": [name for name in plain_order(module) if name in known],
+        "names": [name for name in plain_order(module) if name in names],
     }
 
 
@@ -70,9 +70,9 @@ def load_local_state_dict(
 ) -> Any:
     """Loads what `local_state_dict` gave on this rank; raises before anything is written."""
     check_loadable(module, "load_local_state_dict")
-    given = getattr(state_dict, "_metadata", {}).get("", {}).get(LOCAL_METADATA)
-    if given is not None:
-        _check_metadata(given, shard_metadata(module))
+    metadata = getattr(state_dict, "_metadata", {}).get("", {}).get(LOCAL_METADATA)
+    if metadata is not None:
+        _check_metadata(metadata, shard_metadata(module))
     _check_tensors(local_state_dict_of(module, plain_state), state_dict, strict)
     with loading_local(module):
         return plain_load(state_dict, strict)
@@ -174,7 +174,9 @@ def consolidate_local_state_dicts(local_state_dicts: Sequence[Mapping[str, Any]]
         ValueError: A state lacks what it says of itself, a rank is missing or there twice, or the ranks saved
             different models; a parameter is missing or has another size.
     """
-    metadata = [getattr(each, "_metadata", {}).get("", {}).get(LOCAL_METADATA) for each in local_state_dicts]
+    metadata = [
+        getattr(state_dict, "_metadata", {}).get("", {}).get(LOCAL_METADATA) for state_dict in local_state_dicts
+    ]
     for number, of_state in enumerate(metadata):
         if of_state is None:
             raise ValueError(
@@ -231,29 +233,29 @@ def _by_rank(weights: Sequence[Mapping[str, Any]], metadata: Sequence[Any]) -> l
             f"expected the local state of each rank with its metadata, got {len(weights)} states and {len(metadata)} "
             "metadata"
         )
-    for number, each in enumerate(metadata):
-        if not isinstance(each, Mapping) or not {"rank", "world_size", "parameters"} <= each.keys():
+    for number, entry in enumerate(metadata):
+        if not isinstance(entry, Mapping) or not {"rank", "world_size", "parameters"} <= entry.keys():
             raise ValueError(
                 f"metadata {number} does not say which elements the state's tensors are: expected that of the same "
                 "rank's local_state_dict()"
             )
-    sizes = sorted({each["world_size"] for each in metadata})
+    sizes = sorted({entry["world_size"] for entry in metadata})
     if len(sizes) > 1:
         raise ValueError(f"expected the shards of one run, got some of {' and some of '.join(map(str, sizes))} ranks")
-    found: dict[int, _RankState] = {}
+    states: dict[int, _RankState] = {}
     twice = []
     for state in map(_RankState, weights, metadata):
         rank = state.metadata["rank"]
-        known = found.setdefault(rank, state)
+        earlier = states.setdefault(rank, state)
         # Under hybrid sharding each replica is saved; any one of them will do.
-        if known is not state and known.metadata.get("replica") == state.metadata.get("replica"):
+        if earlier is not state and earlier.metadata.get("replica") == state.metadata.get("replica"):
             twice.append(rank)
-    missing = [rank for rank in range(sizes[0]) if rank not in found]
+    missing = [rank for rank in range(sizes[0]) if rank not in states]
     found_wrong = {"given twice": twice, "missing": missing}
-    wrong = [f"{what}: {_format_ranks(ranks)}" for what, ranks in found_wrong.items() if ranks]
+    wrong = [f"{problem}: {_format_ranks(ranks)}" for problem, ranks in found_wrong.items() if ranks]
     if wrong:
         raise ValueError(f"expected one shard of each of {sizes[0]} ranks, but {'; '.join(wrong)}")
-    return [found[rank] for rank in range(sizes[0])]
+    return [states[rank] for rank in range(sizes[0])]
 
 
 def _check_same_model(states: Sequence[_RankState]) -> None:

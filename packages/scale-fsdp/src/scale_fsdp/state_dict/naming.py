@@ -58,7 +58,9 @@ def param_names(module: nn.Module, unit: Unit, prefix: str = "") -> list[tuple[s
         paths.setdefault(id(child), []).append(f"{prefix}{path}." if path else prefix)
     slots = unit.slots
     if module in unit.modules:  # One of several, each of which has its own names.
-        other = {id(child) for each in unit.modules if each is not module for child in each.modules()} - paths.keys()
+        other = {
+            id(child) for other_module in unit.modules if other_module is not module for child in other_module.modules()
+        } - paths.keys()
         slots = [slot for slot in slots if id(slot.module) not in other]
     for slot in slots:
         if id(slot.module) not in paths:
@@ -81,10 +83,10 @@ def param_locations(model: nn.Module) -> dict[str, ParamLocation]:
     """Where the sharded parameters of a model are, by first name and in the order of the plain model."""
     units = [*(owner for unit in units_in(model) for owner in unit.shared_owners), *units_in(model)]
     owners = {id(buffer): unit for unit in units for buffer in unit.buffers}
-    found: dict[tuple[int, int], ParamLocation] = {}
+    locations: dict[tuple[int, int], ParamLocation] = {}
     for name, (_, _, buffer, index) in all_names(model).items():
-        found.setdefault((id(buffer), index), ParamLocation(name, owners[id(buffer)], buffer, index))
-    return {location.name: location for location in found.values()}
+        locations.setdefault((id(buffer), index), ParamLocation(name, owners[id(buffer)], buffer, index))
+    return {location.name: location for location in locations.values()}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -152,14 +154,17 @@ def slices_in(model: nn.Module) -> dict[Tensor, list[ParamSlice]]:
 
     The names are those of the model's state dict, also where the model is a plain module around sharded ones.
     """
-    held: dict[int, list[ParamSlice]] = {}
+    slices_by_param: dict[int, list[ParamSlice]] = {}
     for name, location in param_locations(model).items():
         if location.is_divided:
-            slices = [replace(each, name=name) for each in param_slices(location.owner, name)]
+            slices = [replace(param_slice, name=name) for param_slice in param_slices(location.owner, name)]
         else:
             slices = [slice_in_unit(location)]
-        held.setdefault(id(location.owner), []).extend(slices)
-    return {param: held.get(id(param)) or list(param_slices(param, name)) for name, param in model.named_parameters()}
+        slices_by_param.setdefault(id(location.owner), []).extend(slices)
+    return {
+        param: slices_by_param.get(id(param)) or list(param_slices(param, name))
+        for name, param in model.named_parameters()
+    }
 
 
 def slice_in_unit(location: ParamLocation) -> ParamSlice:
@@ -174,4 +179,4 @@ def locations_by_buffer(model: nn.Module) -> Iterator[tuple[Unit, FlatBuffer, li
     locations = list(param_locations(model).values())
     for unit in units_in(model):
         for buffer in unit.buffers:
-            yield unit, buffer, [each for each in locations if each.buffer is buffer]
+            yield unit, buffer, [location for location in locations if location.buffer is buffer]

@@ -98,40 +98,46 @@ def full_optim_state_dict(
             f"{recipient_rank}"
         )
     install_hooks(optimizer)
-    given = optimizer.state_dict()
+    local_state = optimizer.state_dict()
     owners, contract = slices_in(model), _contract_of(model)
-    params = [param for each in optimizer.param_groups for param in each["params"]]
-    values = dict(zip(params, _state_by_position(given), strict=True))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    values = dict(zip(params, _state_by_position(local_state), strict=True))
     buffers = list(locations_by_buffer(model))
-    gatherable = {each.name for _, _, its in buffers for each in its}
+    gatherable = {location.name for _, _, its in buffers for location in its}
     call_on_all_ranks(lambda: _check_gatherable(optimizer, owners, values, gatherable), "optimizer state", contract)
     keeps = recipient_rank in (None, group.rank)
     gathered: dict[str, dict[str, Any]] = {}
     for unit, buffer, locations in buffers:
         for divided in (False, True):  # A piece is sent along the other axis from where it was computed with.
-            its = [each for each in locations if each.is_divided == divided]
+            its = [location for location in locations if location.is_divided == divided]
             states = []
-            for each in its:
-                spans = [buffer.layout.span(each.index, rank) for rank in range(buffer.group.size)]
+            for divided_location in its:
+                spans = [buffer.layout.span(divided_location.index, rank) for rank in range(buffer.group.size)]
                 parts = [Part(span.start, span.stop) for span in spans]
-                own = values.get(each.owner, {})
-                states.append(ParamState(slice_in_unit(each), buffer.group, parts, buffer.compute_device, own))
+                local_values = values.get(divided_location.owner, {})
+                states.append(
+                    ParamState(
+                        slice_in_unit(divided_location), buffer.group, parts, buffer.compute_device, local_values
+                    )
+                )
             device = None if divided else HOST
-            whole = gather_optim_states(states, contract, keeps=keeps, compared_over=group, device=device)
-            for each, slots in zip(its, whole, strict=False):
-                gathered[each.name] = _whole_slots(slots, each, unit.options.limit_seconds) if divided else slots
+            full_states = gather_optim_states(states, contract, keeps=keeps, compared_over=group, device=device)
+            for divided_location, slots in zip(its, full_states, strict=False):
+                gathered[divided_location.name] = (
+                    _whole_slots(slots, divided_location, unit.options.limit_seconds) if divided else slots
+                )
     if not keeps:
         return None
     state: dict[str, dict[str, Any]] = {}
     for param in params:
-        for held in owners[param]:
-            own = {} if held.is_shard else {key: _to_cpu(value) for key, value in values[param].items()}
-            state[held.name] = gathered.get(held.name, own)
+        for part in owners[param]:
+            local_values = {} if part.is_shard else {key: _to_cpu(value) for key, value in values[param].items()}
+            state[part.name] = gathered.get(part.name, local_values)
     groups = [
-        {**_options(saved), "params": _group_names(each["params"], owners, model)}
-        for saved, each in zip(given["param_groups"], optimizer.param_groups, strict=True)
+        {**_options(saved), "params": _group_names(group["params"], owners, model)}
+        for saved, group in zip(local_state["param_groups"], optimizer.param_groups, strict=True)
     ]
-    extra = {key: value for key, value in given.items() if key not in ("state", "param_groups", SHARDS)}
+    extra = {key: value for key, value in local_state.items() if key not in ("state", "param_groups", SHARDS)}
     return {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": groups, **extra}
 
 
@@ -199,24 +205,24 @@ def _check_gatherable(
     """Checks that what an optimizer keeps can be gathered, and sharded again by the names of parameters."""
     check_known(optimizer, owners)
     for param, state in values.items():
-        held = owners[param][0]
-        if not held.is_shard:
+        location = owners[param][0]
+        if not location.is_shard:
             continue
-        if held.name not in gatherable and unit_shard_of(param) is not None:
+        if location.name not in gatherable and unit_shard_of(param) is not None:
             raise ValueError(
-                f"'{held.name}' is shared with a unit outside of this model, which has its shards: pass the module "
+                f"'{location.name}' is shared with a unit outside of this model, which has its shards: pass the module "
                 "that holds both units"
             )
-        if held.name not in gatherable:
+        if location.name not in gatherable:
             raise ValueError(
-                f"'{held.name}' is divided by its layer, whose other shards are not gathered here: save "
+                f"'{location.name}' is divided by its layer, whose other shards are not gathered here: save "
                 "scale_core.state.sharded_state_dict(model, optimizer)"
             )
         for key, value in state.items():
             if not isinstance(value, Tensor) and not _is_plain(value):
                 raise ValueError(
-                    f"optimizer state {held.name}.{key} is a {type(value).__name__}, expected a tensor or a number: "
-                    "such a state can't be gathered"
+                    f"optimizer state {location.name}.{key} is a {type(value).__name__}, expected a tensor or a "
+                    "number: such a state can't be gathered"
                 )
 
 
@@ -256,8 +262,8 @@ def _group_names(
     params: Sequence[Tensor], owners: Mapping[Tensor, Sequence[ParamSlice]], model: nn.Module
 ) -> list[str]:
     """Names of a group's parameters; in the plain model's order if one of them is flat."""
-    names = [held.name for param in params for held in owners[param]]
-    if any(held.shares_owner for param in params for held in owners[param]):
+    names = [part.name for param in params for part in owners[param]]
+    if any(part.shares_owner for param in params for part in owners[param]):
         order = plain_order(model)
         names.sort(key=lambda name: order[name])
     return names
@@ -294,8 +300,8 @@ def _optimizer_groups(
             f"the saved optimizer has {len(full['param_groups'])} parameter groups, this one {len(groups)}: {REGROUP}"
         )
     for number, (saved, group) in enumerate(zip(full["param_groups"], groups, strict=True)):
-        own = {held.name for owner in group for held in owners[owner]}
-        if differing := sorted(own ^ set(saved["params"])):
+        group_names = {part.name for owner in group for part in owners[owner]}
+        if differing := sorted(group_names ^ set(saved["params"])):
             where = "saved one" if differing[0] in saved["params"] else "optimizer's"
             raise ValueError(
                 f"group {number} of the optimizer has other parameters than the saved one: '{differing[0]}' is only in "
@@ -306,23 +312,23 @@ def _optimizer_groups(
 
 def saved_groups(full: Mapping[str, Any], owners: Mapping[Tensor, Sequence[ParamSlice]]) -> list[list[Tensor]]:
     """The groups of an optimizer that is built as the saved one was."""
-    found = {held.name: owner for owner, slices in owners.items() for held in slices}
+    owner_of = {part.name: owner for owner, slices in owners.items() for part in slices}
     position = {owner: number for number, owner in enumerate(owners)}
     groups = []
     for number, saved in enumerate(full["param_groups"]):
-        if unknown := [name for name in saved["params"] if name not in found]:
+        if unknown := [name for name in saved["params"] if name not in owner_of]:
             raise ValueError(
                 f"the model has no parameter '{unknown[0]}', which is in group {number} of the saved optimizer "
                 f"({len(unknown)} are unknown): it is the state of another model"
             )
-        group = list(dict.fromkeys(found[name] for name in saved["params"]))
-        names = {held.name for owner in group for held in owners[owner]}
+        group = list(dict.fromkeys(owner_of[name] for name in saved["params"]))
+        names = {part.name for owner in group for part in owners[owner]}
         if lacking := sorted(names - set(saved["params"])):
             raise ValueError(
                 f"one flat parameter holds '{lacking[0]}' and others of group {number}, in which it was not saved: use "
                 "a model without flatten_parameters"
             )
-        if any(held.shares_owner for owner in group for held in owners[owner]):
+        if any(part.shares_owner for owner in group for part in owners[owner]):
             group.sort(key=lambda owner: position[owner])
         groups.append(group)
     return groups

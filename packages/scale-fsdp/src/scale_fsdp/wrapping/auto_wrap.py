@@ -64,18 +64,18 @@ def plan_units(
     chosen.check(module)
     units: list[str] = []
     visited: set[nn.Module] = set()
-    taken = {param for param in module.parameters() if unit_shard_of(param) is not None}  # by other units
+    wrapped = {param for param in module.parameters() if unit_shard_of(param) is not None}  # by other units
 
     def candidate(name: str, part: nn.Module) -> Candidate:
-        return Candidate(name, part, sum(p.numel() for p in part.parameters() if p not in taken), part is module)
+        return Candidate(name, part, sum(p.numel() for p in part.parameters() if p not in wrapped), part is module)
 
     def visit(name: str, part: nn.Module) -> None:
         if part in visited:
             return
         visited.add(part)
         params = list(part.parameters())
-        if (wrapper_cls is not None and isinstance(part, wrapper_cls)) or (params and taken.issuperset(params)):
-            taken.update(params)
+        if (wrapper_cls is not None and isinstance(part, wrapper_cls)) or (params and wrapped.issuperset(params)):
+            wrapped.update(params)
             return
         if chosen.enters(candidate(name, part)):
             for key, child in part.named_children():
@@ -84,7 +84,7 @@ def plan_units(
             return
         if chosen.selects(candidate(name, part)):
             units.append(name)
-            taken.update(params)
+            wrapped.update(params)
 
     visit("", module)
     return units
@@ -238,7 +238,9 @@ def fully_shard_modules(
     names = [*(name for name in plan_units(module, policy) if name), ""]
     units = [module.get_submodule(name) for name in names]
     left = set(kwargs.get("ignored_params") or ())
-    check_parameters([own for own in split_owned_and_shared(list(managed_params(module)))[0] if own.param not in left])
+    check_parameters(
+        [info for info in split_owned_and_shared(list(managed_params(module)))[0] if info.param not in left]
+    )
     _check_initializable([module], units, kwargs)
     for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
         fully_shard(unit, **{**kwargs, **_wrapper_config(unit)})

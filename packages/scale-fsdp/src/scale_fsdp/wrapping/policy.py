@@ -122,14 +122,14 @@ class _ClassPolicy(Policy):
     def check(self, root: nn.Module) -> None:
         if not any(self._matches(module) for module in root.modules()):
             present = sorted({type(module).__name__ for module in root.modules()})
-            wanted = [wanted if isinstance(wanted, str) else wanted.__name__ for wanted in self.classes]
-            raise ValueError(f"class_policy: no module is a {' or '.join(wanted)}; {did_you_mean(wanted, present)}")
+            class_names = [cls if isinstance(cls, str) else cls.__name__ for cls in self.classes]
+            raise ValueError(
+                f"class_policy: no module is a {' or '.join(class_names)}; {did_you_mean(class_names, present)}"
+            )
 
     def _matches(self, module: nn.Module) -> bool:
         names = {cls.__name__ for cls in type(module).__mro__}
-        return any(
-            wanted in names if isinstance(wanted, str) else isinstance(module, wanted) for wanted in self.classes
-        )
+        return any(cls in names if isinstance(cls, str) else isinstance(module, cls) for cls in self.classes)
 
 
 def class_policy(*classes: type[nn.Module] | str) -> Policy:
@@ -143,11 +143,9 @@ def class_policy(*classes: type[nn.Module] | str) -> Policy:
         TypeError: An argument is neither a class nor a name.
         ValueError: There are no arguments; or, with the model, no module is of any of the classes.
     """
-    for wanted in classes:
-        if not isinstance(wanted, (str, type)):
-            raise TypeError(
-                f"class_policy takes classes or their names, but got {wanted!r}; write class_policy(*names)"
-            )
+    for cls in classes:
+        if not isinstance(cls, (str, type)):
+            raise TypeError(f"class_policy takes classes or their names, but got {cls!r}; write class_policy(*names)")
     if not classes:
         raise ValueError("class_policy needs at least one class; write class_policy(nn.TransformerEncoderLayer)")
     return _ClassPolicy(classes)
@@ -195,10 +193,10 @@ class _NamePolicy(Policy):
                 hint = did_you_mean(plain, list(modules)[1:])
                 raise ValueError(f"name_policy: {pattern.pattern!r} matches the name of no module; {hint}")
             if all(isinstance(modules[name], CONTAINERS) for name in matched):
-                held, inside = type(modules[matched[0]]).__name__, re.escape(matched[0]) + r"\.[^.]+"
+                class_name, inside = type(modules[matched[0]]).__name__, re.escape(matched[0]) + r"\.[^.]+"
                 raise ValueError(
-                    f"name_policy: {pattern.pattern!r} matches only {matched[0]!r}, a {held}, which is never called; "
-                    f"select what it holds: name_policy(r'{inside}')"
+                    f"name_policy: {pattern.pattern!r} matches only {matched[0]!r}, a {class_name}, which is never "
+                    f"called; select what it holds: name_policy(r'{inside}')"
                 )
 
 

@@ -222,8 +222,7 @@ class PassRuntime:
         if arguments is not None and arguments.total is not None and arguments.total != chunk_size.total:
             raise ValueError(
                 f"stage {number} was given inputs of {arguments.total} samples, but the mini-batch has "
-                f"{chunk_size.total}: "
-                "give every stage inputs of the same samples"
+                f"{chunk_size.total}: give every stage inputs of the same samples"
             )
         is_last = number == self._program.num_stages - 1
         sent, result = self._stages[number].forward(

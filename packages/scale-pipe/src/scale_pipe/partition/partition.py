@@ -169,8 +169,8 @@ def check_balance(balance: Iterable[int] | None, num_layers: int, num_devices: i
 
 def _hint(partitions: int) -> str:
     return (
-        "let times decide: from scale_pipe import balance_by_time; "
-        f"balance = balance_by_time({partitions}, module, sample)"
+        f"let times decide: from scale_pipe import balance_by_time; balance = balance_by_time({partitions}, module, "
+        "sample)"
     )
 
 

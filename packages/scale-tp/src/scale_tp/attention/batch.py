@@ -157,8 +157,8 @@ def _check_padding(mask: Tensor | None, labels: Tensor | None, *, ignore_index: 
         return None
     if labels is not None and bool((labels[~real] != ignore_index).any()):
         raise ValueError(
-            "expected no label of the padding to count: write "
-            f"batch['labels'][batch['attention_mask'] == 0] = {ignore_index}"
+            "expected no label of the padding to count: write batch['labels'][batch['attention_mask'] == 0] = "
+            f"{ignore_index}"
         )
     return real
 

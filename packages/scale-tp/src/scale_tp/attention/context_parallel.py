@@ -168,8 +168,7 @@ class _Block:
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(
                 f"{prefix}plain tensors, got {names}: give local tensors to the model, and compile it, if at all, "
-                "before "
-                "the block, in which it runs uncompiled"
+                "before the block, in which it runs uncompiled"
             )
         if mask is not None and (is_causal or mask.requires_grad):
             got = "is_causal=True beside it" if is_causal else "one that requires a gradient"
@@ -185,8 +184,8 @@ class _Block:
         if query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"{prefix}as many keys as queries, got {query.shape[2]} queries and {key.shape[2]} keys: cross "
-                "attention "
-                "and attention to a cache are not divided; call generate() outside of the block, with full sequences"
+                "attention and attention to a cache are not divided; call generate() outside of the block, with full "
+                "sequences"
             )
         if query.shape[2] < 2:
             raise ValueError(

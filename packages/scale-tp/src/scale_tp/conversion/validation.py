@@ -223,10 +223,8 @@ def check_producer_splits(
             if sizes and expected_split not in sizes:
                 raise ValueError(
                     f"'{taking.path}' takes {expected_split.total} inputs in parts of {list(expected_split.sizes)}, "
-                    "but "
-                    f"'{giving[0].path}' gives {producer_splits[0].total} outputs in parts of "
-                    f"{list(producer_splits[0].sizes)}: give "
-                    "them styles of one kind, such as 'colwise' and 'rowwise'"
+                    f"but '{giving[0].path}' gives {producer_splits[0].total} outputs in parts of "
+                    f"{list(producer_splits[0].sizes)}: give them styles of one kind, such as 'colwise' and 'rowwise'"
                 )
             cut = [
                 one
@@ -239,13 +237,10 @@ def check_producer_splits(
                 total = _split_of(fused).total
                 raise ValueError(
                     f"'{fused.path}' gives {total} outputs, and '{taking.path}' takes {expected_split.total} inputs: "
-                    "where the "
-                    f"model cuts the output into {total // expected_split.total} parts, as by chunk(), a rank of a "
-                    "'colwise' "
-                    f"layer has other parts than it needs. Give '{fused.path}' the style "
+                    f"where the model cuts the output into {total // expected_split.total} parts, as by chunk(), a "
+                    f"rank of a 'colwise' layer has other parts than it needs. Give '{fused.path}' the style "
                     f"{_stacked_style(total // expected_split.total)}, or 'interleaved_colwise' if the parts "
-                    "alternate row by "
-                    "row"
+                    "alternate row by row"
                 )
 
 

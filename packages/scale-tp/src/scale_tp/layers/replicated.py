@@ -24,8 +24,7 @@ class GradAllReduceMixin(ShardedMixin):
         if missing_names:
             raise ValueError(
                 f"{type(self).__name__}: {', '.join(missing_names)} has been taken away, as by a parametrization: "
-                "parametrize "
-                "no module whose gradients are summed over the ranks"
+                "parametrize no module whose gradients are summed over the ranks"
             )
         named_params = [(name, param) for name, param in self._parameters.items() if param is not None]
         copies = copy_many_to_region([param for _, param in named_params], self.group)

@@ -83,8 +83,7 @@ class ScaleTrainerMixin(_Base):
             engine_name = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
             raise ValueError(
                 f"the trainer is set up for accelerate's {engine_name}, which would shard the model a second time. "
-                "Leave "
-                "fsdp=, deepspeed= and accelerate's configuration file out; sharding= says how it is sharded"
+                "Leave fsdp=, deepspeed= and accelerate's configuration file out; sharding= says how it is sharded"
             )
         if self.args.fp16:
             raise ValueError("fp16=True: accelerate's gradient scaler does not look at all shards. Write bf16=True")

@@ -197,8 +197,8 @@ def _log_start(training: TrainState, paths: RunPaths) -> None:
     )
     reporter.note(
         f"run    {parallel.parallel} on {group.size} rank{'s' if group.size > 1 else ''} "
-        f"({training.engine.device.type}), into {paths.folder}: "
-        f"{options.data.batch} x {options.data.sequence} tokens a step, {options.optimizer.steps} steps"
+        f"({training.engine.device.type}), into {paths.folder}: {options.data.batch} x {options.data.sequence} tokens "
+        f"a step, {options.optimizer.steps} steps"
     )
     for line in options_without_effect(options):
         reporter.note(f"warning: {line}")

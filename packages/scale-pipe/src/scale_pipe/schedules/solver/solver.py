@@ -78,10 +78,9 @@ class Solution:
             classic = f"{name} takes {makespan:g} ({makespan / self.makespan - 1:+.2%})" if self.makespan else name
         proof = "proved to be the fastest" if self.gap < 1e-9 else f"at most {self.gap:.2%} above the fastest"
         return (
-            f"{self.schedule.placement.shape} placement: makespan {self.makespan:g}, bubble {self.bubble:.2%}, "
-            f"peak {max(self.simulation.peak_live):g} live micro-batches; {proof}\n"
-            f"bound {self.bound.makespan:g}: {self.bound.reason}\n"
-            f"best classic: {classic}"
+            f"{self.schedule.placement.shape} placement: makespan {self.makespan:g}, bubble {self.bubble:.2%}, peak "
+            f"{max(self.simulation.peak_live):g} live micro-batches; {proof}\nbound {self.bound.makespan:g}: "
+            f"{self.bound.reason}\nbest classic: {classic}"
         )
 
 
