@@ -76,8 +76,10 @@ def did_you_mean(wrong: str | Iterable[str], names: Iterable[str], otherwise: st
     'there are none'
     """
     every = list(dict.fromkeys(names))
-    given = [wrong] if isinstance(wrong, str) else wrong
-    near = dict.fromkeys(name for each in given for name in difflib.get_close_matches(each, every, n=3, cutoff=0.5))
+    wrong_names = [wrong] if isinstance(wrong, str) else wrong
+    near = dict.fromkeys(
+        name for name_given in wrong_names for name in difflib.get_close_matches(name_given, every, n=3, cutoff=0.5)
+    )
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
     if otherwise is not None:
@@ -133,16 +135,18 @@ class _Signature(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], own: Sequence[str]) -> _Signature:
-        known = inspect.unwrap(function).__globals__
+        namespace = inspect.unwrap(function).__globals__
         parameters = inspect.signature(function).parameters.values()
         placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        compared = [each for each in parameters if each.kind not in several and each.name not in own]
-        kinds = {each.name: _kind(_read(each.annotation, known), known) for each in compared}
+        compared = [
+            parameter for parameter in parameters if parameter.kind not in several and parameter.name not in own
+        ]
+        kinds = {parameter.name: _kind(_read(parameter.annotation, namespace), namespace) for parameter in compared}
         return cls(
-            tuple(each.name for each in parameters if each.kind in placed),
+            tuple(parameter.name for parameter in parameters if parameter.kind in placed),
             {name: kind for name, kind in kinds.items() if kind is not None},
-            {each.name: each.default for each in parameters if each.default is not each.empty},
+            {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty},
         )
 
     def refuse(self, title: str, name: str, value: Any) -> None:
@@ -204,8 +208,8 @@ def _kind(hint: Any, known: dict[str, Any]) -> _Kind | None:
     arguments = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if torch.device in arguments:  # It tells which texts and numbers are right.
-            arguments = tuple(each for each in arguments if each not in (str, int))
-        return _union([_kind(each, known) for each in arguments])
+            arguments = tuple(argument for argument in arguments if argument not in (str, int))
+        return _union([_kind(argument, known) for argument in arguments])
     if origin is typing.Literal:
         sorts = tuple({type(choice) for choice in arguments})  # Which words there are is for the function to say.
         return _Kind("|".join(map(repr, arguments)), lambda value: isinstance(value, sorts), frozenset(sorts))
@@ -219,11 +223,13 @@ def _kind(hint: Any, known: dict[str, Any]) -> _Kind | None:
 
 
 def _union(kinds: list[_Kind | None]) -> _Kind | None:
-    told = [kind for kind in kinds if kind is not None]
-    if len(told) < len(kinds):
+    checked = [kind for kind in kinds if kind is not None]
+    if len(checked) < len(kinds):
         return None
-    always = frozenset[type]().union(*(kind.types for kind in told))
-    return _Kind("|".join(kind.name for kind in told), lambda value: any(kind.fits(value) for kind in told), always)
+    always = frozenset[type]().union(*(kind.types for kind in checked))
+    return _Kind(
+        "|".join(kind.name for kind in checked), lambda value: any(kind.fits(value) for kind in checked), always
+    )
 
 
 def _container(kind: Any, arguments: tuple[Any, ...], known: dict[str, Any]) -> _Kind:
@@ -231,8 +237,8 @@ def _container(kind: Any, arguments: tuple[Any, ...], known: dict[str, Any]) -> 
     if kind is collections.abc.Callable:
         return _Kind("function", callable)
     if getattr(kind, "_is_protocol", False):
-        told = [name for each in kind.__mro__ for name in (*vars(each), *vars(each).get("__annotations__", ()))]
-        names = [name for name in told if not name.startswith("_")]
+        attributes = [name for cls in kind.__mro__ for name in (*vars(cls), *vars(cls).get("__annotations__", ()))]
+        names = [name for name in attributes if not name.startswith("_")]
         return _Kind(kind.__name__, lambda value: not isinstance(value, type) and all(hasattr(value, n) for n in names))
     if issubclass(kind, Mapping):
         return _Kind("mapping", lambda value: isinstance(value, Mapping) or _has(value, "keys", "__getitem__"))

@@ -73,10 +73,10 @@ def nccl_trace() -> list[dict[str, Any]]:
         return []
     try:
         # Pickled by torch in this process, a moment ago.
-        found = pickle.loads(dump(includeCollectives=True, includeStackTraces=False, onlyActive=True))
+        trace = pickle.loads(dump(includeCollectives=True, includeStackTraces=False, onlyActive=True))
     except Exception:  # It only adds to an error, whatever it says in this version of torch.
         return []
-    entries: list[dict[str, Any]] = found.get("entries", []) if isinstance(found, dict) else []
+    entries: list[dict[str, Any]] = trace.get("entries", []) if isinstance(trace, dict) else []
     return entries
 
 
@@ -100,8 +100,8 @@ def gloo_twin(group: dist.ProcessGroup, limit: timedelta, purpose: str, default_
     kind = c10d.ProcessGroup.BackendType.GLOO
     twin._set_default_backend(kind)
     twin._register_backend(_HOST, kind, gloo)
-    made: dist.ProcessGroup = twin
-    return made
+    twin_group: dist.ProcessGroup = twin
+    return twin_group
 
 
 _ARRIVED = "arrived/"
@@ -378,16 +378,16 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 def wrap_no_grad_function(function: Callable[..., Any], around: Callable[..., Any]) -> None:
     """Replaces one of torch's clipping functions by `around(own, ...)`, also where it was imported by name."""
     # They are closures that call what they wrap without gradients: that is replaced inside of them.
-    own = cast(Any, function).__wrapped__
-    (cell,) = (cell for cell in function.__closure__ or () if cell.cell_contents is own)
-    cell.cell_contents = functools.partial(around, own)
+    unwrapped = cast(Any, function).__wrapped__
+    (cell,) = (cell for cell in function.__closure__ or () if cell.cell_contents is unwrapped)
+    cell.cell_contents = functools.partial(around, unwrapped)
 
 
 def available_device(device: torch.device | str) -> torch.device | None:
     """The device, or None where this machine has no accelerator of that type."""
-    wanted = torch.device(device)
-    missing = wanted.type == "cuda" and not torch.cuda.is_available()
-    return None if missing else wanted
+    requested = torch.device(device)
+    missing = requested.type == "cuda" and not torch.cuda.is_available()
+    return None if missing else requested
 
 
 def values_of(tensor: Tensor, *, simulated: list[float]) -> list[float]:

@@ -97,10 +97,10 @@ class _Wrap(torch.autograd.Function):
 
         ctx.spec = spec
         ctx.set_materialize_grads(False)
-        made: Tensor = DTensor.from_local(
+        dtensor: Tensor = DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
-        return made
+        return dtensor
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -115,9 +115,9 @@ def local_gradient(grad: Any, placements: Sequence[Any]) -> Tensor:
     """
     from torch.distributed.tensor import Replicate
 
-    wanted = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
-    if tuple(grad.placements) != wanted:
-        grad = grad.redistribute(placements=wanted)
+    grad_placements = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    if tuple(grad.placements) != grad_placements:
+        grad = grad.redistribute(placements=grad_placements)
     return compat.waited(grad.to_local())
 
 

@@ -153,8 +153,8 @@ class TransferError(ScaleDistributedError):
     """
 
     def __init__(self, op: str, peer: int | None, cause: str, *, rank: int | None = None) -> None:
-        whom, who = ("the group", "a rank") if peer is None else (f"rank {peer}", "it")
-        reason, is_broken = _reason_of(cause, who)
+        whom, subject = ("the group", "a rank") if peer is None else (f"rank {peer}", "it")
+        reason, is_broken = _reason_of(cause, subject)
         self.fact = f"{op} with {whom} failed: {reason}"
         next_thing = f". The process group can't be used any more: {recovery_hint()}" if is_broken else ""
         super().__init__(self.fact + next_thing, op=op, peer=peer, rank=rank)
@@ -167,8 +167,8 @@ def _reason_of(cause: str, who: str) -> tuple[str, bool]:
         return f"{who} has closed the connection, as a process does that ends or times out", True
     if _GIVEN_UP.search(cause):
         return "an earlier wait in this process group timed out, which closed its connections", True
-    if found := _TIMED_OUT.search(cause):
-        limit = f"{int(found[1]) / 1000:g} s" if found[1] else "the limit"
+    if match := _TIMED_OUT.search(cause):
+        limit = f"{int(match[1]) / 1000:g} s" if match[1] else "the limit"
         return f"no answer within {limit}", True
     return cause, False
 

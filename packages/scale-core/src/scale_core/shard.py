@@ -116,18 +116,18 @@ class Shard:
 
         If these are one range of elements, `start` and `stop` say so. Modules compute with such a piece as it is.
         """
-        whole = tuple(((0, size),) for size in shape)
-        if shape and len(ranges[0]) == 1 and ranges[1:] == whole[1:]:
+        full_ranges = tuple(((0, size),) for size in shape)
+        if shape and len(ranges[0]) == 1 and ranges[1:] == full_ranges[1:]:
             row = math.prod(shape[1:])
             first, last = ranges[0][0]
             return cls(name, tuple(shape), first * row, last * row, axes, counted=counted, gathered=False)
-        numel = math.prod(sum(stop - start for start, stop in held) for held in ranges)
+        numel = math.prod(sum(stop - start for start, stop in dim_ranges) for dim_ranges in ranges)
         return cls(name, tuple(shape), 0, numel, axes, ranges=ranges, counted=counted, gathered=False)
 
     def cut(self, name: str, start: int, stop: int, axes: tuple[Axis, ...], unit: str = "") -> Self:
         """Returns elements [start, stop) of this piece, as further axes shard it."""
-        place = (name, self.shape, self.start + start, self.start + stop)
-        return type(self)(*place, axes + self.axes, unit, self.ranges, self.counted, first_copy=self.first_copy)
+        location = (name, self.shape, self.start + start, self.start + stop)
+        return type(self)(*location, axes + self.axes, unit, self.ranges, self.counted, first_copy=self.first_copy)
 
     @property
     def written(self) -> bool:
@@ -225,9 +225,9 @@ def stages_of(params: Iterable[Tensor]) -> list[Stages]:
     several: list[Stages] = [model for model in live_objects(Stages) if model.group.size > 1]
     if not several:
         return []
-    wanted = set(params)  # tensors are equal by identity alone to sets
-    if wanted:
-        return [model for model in several if not wanted.isdisjoint(names_of_stages(model))]
+    remaining = set(params)  # tensors are equal by identity alone to sets
+    if remaining:
+        return [model for model in several if not remaining.isdisjoint(names_of_stages(model))]
     if len({model.group for model in several}) == 1:
         return several[:1]
     idle = [model for model in several if not any(param.requires_grad for param in names_of_stages(model))]
@@ -281,8 +281,8 @@ def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: st
     named = list(params)
     for model in stages_of(param for _, param in named) if named else ():
         if len(set(model.group.ranks).intersection(group.ranks)) > 1:
-            here = names_of_stages(model)
-            name = next(here[param] for _, param in named if param in here)
+            names = names_of_stages(model)
+            name = next(names[param] for _, param in named if param in names)
             raise ValueError(
                 f"{what}: '{name}' is a parameter of a pipeline's stage. Each of the ranks {list(model.group.ranks)} "
                 f"holds other stages, and {what} was given {list(group.ranks)} as ranks that hold the same: give it "
@@ -316,7 +316,7 @@ def full_numel(param: Tensor) -> int:
 
 def elements_of(whole: Tensor, start: int, stop: int, ranges: Ranges = ()) -> Tensor:
     """Returns the elements `[start, stop)` of a full tensor, or of its `ranges`; 1-D."""
-    for dim, held in enumerate(ranges):
-        if held != ((0, whole.shape[dim]),):
-            whole = torch.cat([whole.narrow(dim, first, last - first) for first, last in held], dim)
+    for dim, dim_ranges in enumerate(ranges):
+        if dim_ranges != ((0, whole.shape[dim]),):
+            whole = torch.cat([whole.narrow(dim, first, last - first) for first, last in dim_ranges], dim)
     return whole.reshape(-1)[start:stop]

@@ -105,9 +105,9 @@ class ShardedModule(nn.Module):
             value = state_dict.get(prefix + name)
             value = plain_tensor(value) if isinstance(value, Tensor) else value
             local = sharding.local_shape(self.group.rank)
-            held = _local_tensor(value) if isinstance(value, Tensor) else None
-            if held is not None:
-                state_dict[prefix + name] = held.view(local)
+            saved_tensor = _local_tensor(value) if isinstance(value, Tensor) else None
+            if saved_tensor is not None:
+                state_dict[prefix + name] = saved_tensor.view(local)
             elif isinstance(value, Tensor) and tuple(value.shape) == sharding.shape != local:
                 part = sharding.local_part(value, self.group.rank)
                 if local_metadata.get("assign_to_params_buffers"):  # Or the part would keep the full one in memory.
@@ -135,8 +135,8 @@ class ShardedModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.group.size == 1 or keep_vars:
             return
-        asked = torch_request() or (StateDictRequest() if saved_by_torch() else None)
-        if asked is None and not self._saves_whole:
+        request = torch_request() or (StateDictRequest() if saved_by_torch() else None)
+        if request is None and not self._saves_whole:
             return
         # The other names of a tied parameter get the same tensor, unless it was given to an earlier call of
         # `state_dict(destination=...)`.
@@ -145,7 +145,7 @@ class ShardedModule(nn.Module):
             param = self._parameters.get(name)
             if param is None or not sharding.is_divided or unit_shard_of(param) is not None:
                 continue
-            if asked is not None and not asked.whole:
+            if request is not None and not request.whole:
                 from scale_core.state.local_shard import LocalShard  # Loads torch's checkpoint package.
 
                 part, shard = param.detach().contiguous(), sharding.shard_spec(self.group)
@@ -153,7 +153,7 @@ class ShardedModule(nn.Module):
             else:
                 full = gathered.get(id(param))
                 if full is None or not full.source.gather.is_of(param):
-                    gather = _ParamGather(param, sharding, self.group.rank, gathered, is_copy=asked is not None)
+                    gather = _ParamGather(param, sharding, self.group.rank, gathered, is_copy=request is not None)
                     values = self._gather_full(sharding, param, prefix + name)
                     full = gathered[id(param)] = GatheredTensor.of(values, gather, 0, prefix + name)
                 destination[prefix + name] = full
@@ -246,5 +246,5 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def _new_instance(mixin: type[nn.Module], own: type[nn.Module]) -> nn.Module:
-    made = mixed_class(mixin, own)
-    return cast(nn.Module, cast(Callable[[type], object], made.__new__)(made))
+    new_class = mixed_class(mixin, own)
+    return cast(nn.Module, cast(Callable[[type], object], new_class.__new__)(new_class))

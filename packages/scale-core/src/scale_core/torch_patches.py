@@ -63,10 +63,10 @@ def _clip_grad_norm(
     gradients, stages = measured_gradients(params), stages_of(params)
     if not params and stages:
         warn_if_used_up(parameters, stages)
-    if not stages and not any(is_shared(each.holder) for each in gradients):
-        if params and all(each.grad is None for each in gradients):
+    if not stages and not any(is_shared(gradient.holder) for gradient in gradients):
+        if params and all(gradient.grad is None for gradient in gradients):
             return torch.zeros(())  # As torch says; a norm of no gradients would not know whose they are not.
-        holders = [each.holder for each in gradients]
+        holders = [gradient.holder for gradient in gradients]
         # torch warns of a generator that has been used up, so it gets that.
         return own(holders or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     return clip(gradients, float(max_norm), float(norm_type), stages=stages, error_if_nonfinite=error_if_nonfinite)
@@ -79,12 +79,12 @@ def _get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    owners = _owners_of(given)
-    gradients = [MeasuredGradient(owner, owner, tensor) for owner, tensor in zip(owners, given, strict=True)]
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    owners = _owners_of(listed)
+    gradients = [MeasuredGradient(owner, owner, tensor) for owner, tensor in zip(owners, listed, strict=True)]
     stages = stages_of(owners)
     if not stages and not any(is_shared(owner) for owner in owners):
-        return own(given, norm_type, error_if_nonfinite, foreach)
+        return own(listed, norm_type, error_if_nonfinite, foreach)
     norm = norm_of(gradients, float(norm_type), stages=stages)
     if error_if_nonfinite:
         check_finite(norm, norm_type)
@@ -131,10 +131,12 @@ def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> No
                 "by itself: train it as it is, without DistributedDataParallel; for replicas of it, pass fully_shard a "
                 "mesh of two dimensions"
             )
-    if (kept := next((listed for listed, param in params if reduced_gradient_of(param) is not None), None)) is not None:
+    if (
+        replicated_name := next((listed for listed, param in params if reduced_gradient_of(param) is not None), None)
+    ) is not None:
         raise ValueError(
-            f"DistributedDataParallel: '{kept}' and others are under ShardedDataParallel, which averages their "
-            "gradients: train that as it is, without DistributedDataParallel"
+            f"DistributedDataParallel: '{replicated_name}' and others are under ShardedDataParallel, which averages "
+            "their gradients: train that as it is, without DistributedDataParallel"
         )
 
 

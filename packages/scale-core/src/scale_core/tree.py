@@ -127,7 +127,7 @@ def _copy(leaf: Any, changed: dict[Any, Any]) -> Any:
     # what it does it has done already.
     cls: Any = type(leaf)
     if isinstance(leaf, tuple):
-        fresh = tuple.__new__(cls, [changed.get(place, part) for place, part in enumerate(leaf)])
+        fresh = tuple.__new__(cls, [changed.get(index, part) for index, part in enumerate(leaf)])
         getattr(fresh, "__dict__", {}).update(getattr(leaf, "__dict__", {}))
         return fresh
     if not isinstance(leaf, dict):

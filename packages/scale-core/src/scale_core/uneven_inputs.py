@@ -84,13 +84,13 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
 
     def __iter__(self) -> Iterator[T]:
         global active_share
-        mine = iter(self._batches)
+        local_batches = iter(self._batches)
         last: list[T] = []
         first = True
         try:
             while True:
                 try:
-                    new = list(islice(mine, 1))
+                    new = list(islice(local_batches, 1))
                 except Exception:
                     # The others would wait for this rank's number.
                     exchange([_FAILED, 0], self._group, limit_seconds=self._limit_seconds)
@@ -117,13 +117,13 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
                 f"join: rank {', '.join(map(str, failed))} could not get its next batch, and has raised why; all ranks "
                 "leave the loop"
             )
-        if any(here and count < 1 for count, here in rows):
+        if any(has_rank and count < 1 for count, has_rank in rows):
             raise ValueError(f"join: expected every batch to have a sample, got {[row[0] for row in rows]}, by rank")
         return [count for count, _ in rows]
 
     def _share_of(self, counts: Sequence[int]) -> LossShare | None:
-        mine = counts[self._group.rank]
+        local_count = counts[self._group.rank]
         if self._samples is not None:
-            return LossShare(mine / sum(counts), 1)
+            return LossShare(local_count / sum(counts), 1)
         active = sum(1 for count in counts if count)
-        return LossShare(float(bool(mine)), active) if active < len(counts) else None
+        return LossShare(float(bool(local_count)), active) if active < len(counts) else None

@@ -85,7 +85,7 @@ def convert_checkpoint(
         SnapshotError: The source is a snapshot that is damaged; or a snapshot can't be written.
         OSError: A file can't be read or written.
     """
-    place = Path(destination)
+    target = Path(destination)
     if to not in ("snapshot", "safetensors", "dcp"):
         raise ValueError(f"expected to='snapshot', 'safetensors' or 'dcp', got {to!r}")
     if model_only and to == "snapshot":
@@ -95,10 +95,10 @@ def convert_checkpoint(
         )
     if max_shard_bytes < 1:
         raise ValueError(f"expected max_shard_bytes of at least 1, got {max_shard_bytes}")
-    if to != "snapshot" and place.exists():
-        raise ValueError(f"{place} exists already: name a new one, or remove it first")
-    found = recognized(source)
-    state = _opened(found, names or Renaming(), trust)
+    if to != "snapshot" and target.exists():
+        raise ValueError(f"{target} exists already: name a new one, or remove it first")
+    source_format = recognized(source)
+    state = _opened(source_format, names or Renaming(), trust)
     if step is not None:
         state = replace(state, step=step)
     total = sum(tensor.num_bytes for tensor in state.tensors.values())
@@ -106,11 +106,11 @@ def convert_checkpoint(
         report = progress
         state = counted(state, lambda num_bytes: report(num_bytes, total))
     if to == "snapshot":
-        path = write_snapshot(state, place)
+        path = write_snapshot(state, target)
     elif to == "safetensors":
-        path = write_safetensors(state, place, model_only=model_only, max_shard_bytes=max_shard_bytes)
+        path = write_safetensors(state, target, model_only=model_only, max_shard_bytes=max_shard_bytes)
     else:
-        path = write_dcp(state, place, model_only=model_only)
+        path = write_dcp(state, target, model_only=model_only)
     written = {
         key: tensor
         for key, tensor in state.tensors.items()
@@ -118,7 +118,7 @@ def convert_checkpoint(
     }
     num_bytes = sum(tensor.num_bytes for tensor in written.values())
     tied = state.tied if to == "snapshot" else {}
-    return ConversionReport(path, found.format, state.step, len(written), num_bytes, tied)
+    return ConversionReport(path, source_format.format, state.step, len(written), num_bytes, tied)
 
 
 @checked_arguments
@@ -142,15 +142,15 @@ def recognized(path: str | os.PathLike[str]) -> Recognized:
     """As `recognize`, but a ValueError for what is not known or can't be converted."""
     if not os.path.lexists(path):
         raise ValueError(f"{path} is not there")
-    found = recognize(path)
-    if found is None:
+    foreign = recognize(path)
+    if foreign is None:
         raise ValueError(
             f"{path} is no checkpoint of a format that is known here (snapshots, torch.save, "
             "torch.distributed.checkpoint, safetensors, Hugging Face's folders, FairScale's and FSDP's files by rank)"
         )
-    if not found.is_convertible:
-        raise ValueError(found.advice())
-    return found
+    if not foreign.is_convertible:
+        raise ValueError(foreign.advice())
+    return foreign
 
 
 def _opened(found: Recognized, names: Renaming, trust: bool) -> StoredState:

@@ -85,7 +85,7 @@ def _read_metadata(folder: Path, trust: bool) -> Metadata:
     path = folder / ".metadata"
     try:
         with path.open("rb") as file:
-            found = (pickle.Unpickler if trust else _MetadataUnpickler)(file).load()
+            metadata = (pickle.Unpickler if trust else _MetadataUnpickler)(file).load()
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} is a pickle that names {error}, which DCP does not put there, and building it may run any code "
@@ -95,9 +95,9 @@ def _read_metadata(folder: Path, trust: bool) -> Metadata:
         raise ValueError(f"{folder} has no .metadata: it was never finished, save it again") from None
     except (EOFError, ValueError, TypeError, AttributeError, ImportError, LookupError, MemoryError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Metadata):
-        raise ValueError(f"{path} holds a {type(found).__name__}, expected DCP's Metadata")
-    return found
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{path} holds a {type(metadata).__name__}, expected DCP's Metadata")
+    return metadata
 
 
 def _tree(folder: Path, metadata: Metadata, trust: bool) -> dict[Any, Any]:
@@ -113,12 +113,12 @@ def _tree(folder: Path, metadata: Metadata, trust: bool) -> dict[Any, Any]:
         if isinstance(entry, TensorStorageMetadata):
             chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
             shape, dtype = tuple(entry.size), entry.properties.dtype
-            found = [(offsets, sizes, places[name, offsets]) for offsets, sizes in chunks]
+            located = [(offsets, sizes, places[name, offsets]) for offsets, sizes in chunks]
             check_coverage(f"{folder}: {name}", shape, [Chunk(*chunk) for chunk in chunks])
-            stored = sum(info.length for _, _, info in found)
+            stored = sum(info.length for _, _, info in located)
             if math.prod(shape) * dtype.itemsize > stored:
                 raise ValueError(f"{folder}: {name} of shape {shape} {dtype} is said to be in {stored} bytes")
-            value = LazyTensor(shape, dtype, _reader(folder, name, shape, dtype, found))
+            value = LazyTensor(shape, dtype, _reader(folder, name, shape, dtype, located))
         else:
             value = _load(folder, places[name, None], trust)
         path = (metadata.planner_data or {}).get(name, (name,))
@@ -144,18 +144,18 @@ def _reader(
     folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: list[tuple[Any, Any, Any]]
 ) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
+        full = torch.empty(shape, dtype=dtype)
         for offsets, sizes, info in chunks:
             part = _load(folder, info, trust=False)
             if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (sizes, dtype):
                 raise ValueError(
                     f"{folder / info.relative_path}: the chunk of {name} at {offsets} is no {sizes} {dtype}"
                 )
-            view = whole
-            for dim, (at, length) in enumerate(zip(offsets, sizes, strict=True)):
-                view = view.narrow(dim, at, length)
+            view = full
+            for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
+                view = view.narrow(dim, offset, length)
             view.copy_(part)
-        return whole
+        return full
 
     return read
 
@@ -177,6 +177,6 @@ def _with_lists(value: Any) -> Any:
     """A value in which dicts by number, of what was a list, are lists again."""
     if not isinstance(value, Mapping):
         return value
-    whole = {key: _with_lists(part) for key, part in value.items()}
-    is_list = bool(whole) and all(type(key) is int for key in whole) and sorted(whole) == list(range(len(whole)))
-    return [whole[key] for key in sorted(whole)] if is_list else whole
+    tree = {key: _with_lists(part) for key, part in value.items()}
+    is_list = bool(tree) and all(type(key) is int for key in tree) and sorted(tree) == list(range(len(tree)))
+    return [tree[key] for key in sorted(tree)] if is_list else tree

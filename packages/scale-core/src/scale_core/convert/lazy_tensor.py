@@ -27,9 +27,9 @@ class LazyTensor(LocalShard):
         cls, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], Tensor], origin: object = None
     ) -> Self:
         nothing = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        made: Self = LocalShard.__new__(cls, nothing, tuple(shape), 0, nothing.numel())
-        made.read, made.origin = read, origin
-        return made
+        lazy: Self = LocalShard.__new__(cls, nothing, tuple(shape), 0, nothing.numel())
+        lazy.read, lazy.origin = read, origin
+        return lazy
 
     @property
     def num_bytes(self) -> int:

@@ -104,8 +104,8 @@ def _of_snapshot(tree: Mapping[str, Any], renaming: Renaming) -> StoredState:
         values, extra, step = dict(mark["values"]), mark["extra"], int(mark["step"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its {SNAPSHOT_MARK} is damaged: {type(error).__name__}: {error}") from error
-    kept = [key for key, value in tree.items() if isinstance(value, LazyTensor) and not renaming.skips(key)]
-    tensors = _unique((_renamed_key(key, renaming), tree[key]) for key in kept)
+    keys = [key for key, value in tree.items() if isinstance(value, LazyTensor) and not renaming.skips(key)]
+    tensors = _unique((_renamed_key(key, renaming), tree[key]) for key in keys)
     return StoredState(tensors, _renamed_values(values, renaming), extra, step)
 
 
@@ -116,8 +116,8 @@ def renamed(state: StoredState, renaming: Renaming) -> StoredState:
         objects = sorted({key.partition(".")[0] for key in state.tensors})
         raise ValueError(f"it has no object {renaming.model!r}; it has {', '.join(objects)}")
     of_model = {key: f"model.{key.removeprefix(prefix)}" for key in state.tensors if key.startswith(prefix)}
-    kept = [key for key in state.tensors if not renaming.skips(key)]
-    tensors = _unique((_renamed_key(of_model.get(key, key), renaming), state.tensors[key]) for key in kept)
+    keys = [key for key in state.tensors if not renaming.skips(key)]
+    tensors = _unique((_renamed_key(of_model.get(key, key), renaming), state.tensors[key]) for key in keys)
     return StoredState(tensors, _renamed_values(state.values, renaming), state.extra, state.step, state.tied)
 
 
@@ -127,7 +127,7 @@ def _renamed_key(key: str, renaming: Renaming) -> str:
 
 
 def _renamed_values(values: Mapping[str, Any], renaming: Renaming) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for key, value in values.items():
         if renaming.skips(key):
             continue
@@ -135,17 +135,17 @@ def _renamed_values(values: Mapping[str, Any], renaming: Renaming) -> dict[str, 
             options = {name: option for name, option in value.items() if name != "params"}
             number = int(key.partition("[")[2].partition("]")[0])
             key, value = group_entry(number, [renaming.name(name) for name in value["params"]], options)
-        found[_renamed_key(key, renaming) if not is_group(key) else key] = value
-    return found
+        renamed[_renamed_key(key, renaming) if not is_group(key) else key] = value
+    return renamed
 
 
 def _unique(pairs: Iterable[tuple[str, LazyTensor]]) -> dict[str, LazyTensor]:
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for key, tensor in pairs:
-        if key in found:
+        if key in tensors:
             raise ValueError(f"two tensors would be named {key}: rename one of them with --map")
-        found[key] = tensor
-    return found
+        tensors[key] = tensor
+    return tensors
 
 
 def _add_model(state: StoredState, model: Mapping[Any, Any], at: str, renaming: Renaming) -> None:
@@ -192,7 +192,7 @@ def _add_optimizer(state: StoredState, optimizer: Mapping[Any, Any], at: str, re
             else:
                 state.values[f"optim.{name}.{key}"] = as_json(f"{at}.{number}.{key}", value)
     for number, group in enumerate(groups):
-        names = [renaming.name(name_of.get(each, str(each))) for each in group["params"]]
+        names = [renaming.name(name_of.get(index, str(index))) for index in group["params"]]
         options = {key: _option(key, value) for key, value in group.items() if key not in ("params", "param_names")}
         key, entry = group_entry(number, names, options)
         state.values[key] = entry
@@ -203,7 +203,7 @@ def _option(key: str, value: Any) -> Any:
 
 
 def _listed(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [each for group in groups for each in group["params"]]
+    return [index for group in groups for index in group["params"]]
 
 
 def _names_of_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
@@ -220,12 +220,12 @@ def _unflattened(optimizer: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for full_key, value in optimizer.items():
-        kind, _, rest = full_key.partition(".")
-        name, _, key = rest.rpartition(".")
+        kind, _, remainder = full_key.partition(".")
+        name, _, key = remainder.rpartition(".")
         (state if kind == "state" else options).setdefault(name, {})[key] = value
     groups: dict[str, dict[str, Any]] = {}
-    for name, found in options.items():
-        plain = {key: _option(key, value) for key, value in found.items()}
+    for name, values in options.items():
+        plain = {key: _option(key, value) for key, value in values.items()}
         groups.setdefault(json.dumps(plain, sort_keys=True), {**plain, "params": []})["params"].append(name)
     return state, list(groups.values())
 
@@ -237,10 +237,10 @@ def _rest(top: Mapping[str, Any], renaming: Renaming) -> Any:
 
 def _plain(value: Any, at: str, renaming: Renaming) -> Any:
     if isinstance(value, Mapping):
-        left = {key: each for key, each in value.items() if not renaming.skips(f"{at}.{key}")}
-        return {str(key): _plain(each, f"{at}.{key}", renaming) for key, each in left.items()}
+        left = {key: item for key, item in value.items() if not renaming.skips(f"{at}.{key}")}
+        return {str(key): _plain(item, f"{at}.{key}", renaming) for key, item in left.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each, f"{at}.{number}", renaming) for number, each in enumerate(value)]
+        return [_plain(item, f"{at}.{number}", renaming) for number, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     kind = "a tensor outside of the model" if isinstance(value, Tensor) else f"a {type(value).__name__}"

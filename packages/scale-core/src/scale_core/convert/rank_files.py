@@ -72,9 +72,9 @@ def _attribute(owner: object, name: str) -> object:
 
 
 def _stand_ins() -> AbstractContextManager[object]:
-    known: list[Any] = [(_Record, name) for name in _STAND_INS]
-    known += [(_ShardedTensor, f"{_SHARDED}.sharded_tensor.api.ShardedTensor"), (_attribute, "builtins.getattr")]
-    return torch.serialization.safe_globals(known)
+    stand_ins: list[Any] = [(_Record, name) for name in _STAND_INS]
+    stand_ins += [(_ShardedTensor, f"{_SHARDED}.sharded_tensor.api.ShardedTensor"), (_attribute, "builtins.getattr")]
+    return torch.serialization.safe_globals(stand_ins)
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def read_rank_files(files: Sequence[Path], *, trust: bool = False) -> dict[Any, 
     """
     # A ShardedTensor is only ever built as its stand-in: the class itself would need a process group.
     loaded = [load_object(path, trust=trust, stand_ins=_stand_ins()) for path in files]
-    for path, each in zip(files, loaded, strict=True):
-        if not isinstance(each, Mapping):
-            raise ValueError(f"{path} holds a {type(each).__name__}, expected a dict with this rank's state")
+    for path, content in zip(files, loaded, strict=True):
+        if not isinstance(content, Mapping):
+            raise ValueError(f"{path} holds a {type(content).__name__}, expected a dict with this rank's state")
     if any(isinstance(value, _ShardedTensor) for value in _leaves(loaded[0])):
         return _from_sharded_tensors(files, loaded)
     return _from_flat_parameters(files, loaded)
@@ -111,7 +111,7 @@ def read_rank_files(files: Sequence[Path], *, trust: bool = False) -> dict[Any, 
 
 def _from_flat_parameters(files: Sequence[Path], loaded: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     weights, metadata = zip(
-        *(_weights_and_metadata(path, each) for path, each in zip(files, loaded, strict=True)), strict=True
+        *(_weights_and_metadata(path, content) for path, content in zip(files, loaded, strict=True)), strict=True
     )
     if "parameters" in metadata[0]:
         files, loaded, weights, metadata = _in_order_of_ranks(files, loaded, weights, metadata)
@@ -138,34 +138,36 @@ def _from_flat_parameters(files: Sequence[Path], loaded: Sequence[Mapping[Any, A
 
 def _weights_and_metadata(path: Path, loaded: Mapping[Any, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """A rank's tensors and what says which they are, under whatever keys the program has chosen."""
-    found = [value for value in loaded.values() if isinstance(value, Mapping) and _is_metadata(value)]
+    candidates = [value for value in loaded.values() if isinstance(value, Mapping) and _is_metadata(value)]
     states = [
         value
         for value in loaded.values()
-        if isinstance(value, Mapping) and value and all(isinstance(each, Tensor) for each in value.values())
+        if isinstance(value, Mapping)
+        and value
+        and all(isinstance(value_of_key, Tensor) for value_of_key in value.values())
     ]
-    if not found:
-        own = [each for each in (loaded, *loaded.values()) if _LOCAL in _torch_metadata(each)]
-        if len(own) == 1:
-            return own[0], _torch_metadata(own[0])[_LOCAL]
+    if not candidates:
+        local_states = [candidate for candidate in (loaded, *loaded.values()) if _LOCAL in _torch_metadata(candidate)]
+        if len(local_states) == 1:
+            return local_states[0], _torch_metadata(local_states[0])[_LOCAL]
         raise ValueError(
             f"{path} has flat parameters, and nothing says which parameters they hold: FairScale says so in "
             "model.local_metadata_dict(), to be saved beside model.local_state_dict() in one dict, and scale-fsdp in "
             "the state itself, as long as it isn't copied into another dict; torch's FSDP does not, so load it there "
-            "and save it as StateDictType.SHARDED_STATE_DICT, or by "
-            "torch.distributed.checkpoint"
+            "and save it as StateDictType.SHARDED_STATE_DICT, or by torch.distributed.checkpoint"
         )
-    if len(found) > 1 or len(states) != 1:
+    if len(candidates) > 1 or len(states) != 1:
         raise ValueError(
-            f"{path}: expected one dict of tensors and one of local_metadata_dict(), got {len(states)} and {len(found)}"
+            f"{path}: expected one dict of tensors and one of local_metadata_dict(), got {len(states)} and "
+            f"{len(candidates)}"
         )
-    return states[0], found[0]
+    return states[0], candidates[0]
 
 
 def _torch_metadata(value: object) -> Mapping[str, Any]:
     """What torch keeps beside a module's state dict of the outermost module."""
-    found: Mapping[str, Any] = getattr(value, "_metadata", {}).get("", {})
-    return found
+    metadata: Mapping[str, Any] = getattr(value, "_metadata", {}).get("", {})
+    return metadata
 
 
 def _is_metadata(value: Mapping[Any, Any]) -> bool:
@@ -214,8 +216,8 @@ def _table_of_chunks(
                 start += numel
         # Their names are those of the unit, or of the whole model: FairScale's own function takes them for the latter.
         for first, other in unit.get("shared_param_info", ()):
-            whole = first if first in table else prefix + first
-            tied[other if first in table else prefix + other] = whole
+            table_key = first if first in table else prefix + first
+            tied[other if first in table else prefix + other] = table_key
     return table, shapes, {name: first for name, first in tied.items() if first in table}
 
 
@@ -230,8 +232,8 @@ def _check_alike(files: Sequence[Path], weights: Sequence[Mapping[str, Any]], ke
 
 def _in_order_of_ranks(files: Any, loaded: Any, weights: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
     by_rank: dict[int, tuple[Any, ...]] = {}
-    for each in zip(files, loaded, weights, metadata, strict=True):
-        by_rank.setdefault(each[3]["rank"], each)
+    for rank_files in zip(files, loaded, weights, metadata, strict=True):
+        by_rank.setdefault(rank_files[3]["rank"], rank_files)
     expected = list(range(metadata[0]["world_size"]))
     if sorted(by_rank) != expected:
         raise ValueError(
@@ -266,8 +268,8 @@ def _check_parts(
 ) -> None:
     stop = 0
     for part in parts:
-        held = weights[part.rank].get(part.entry)
-        if not isinstance(held, Tensor) or held.numel() < part.offset + part.stop - part.start:
+        tensor = weights[part.rank].get(part.entry)
+        if not isinstance(tensor, Tensor) or tensor.numel() < part.offset + part.stop - part.start:
             raise ValueError(f"{files[part.rank]} is too short in {part.entry} for {name}: is it of another run?")
         if part.start != stop:
             raise ValueError(f"{name}: elements {stop} to {part.start} of {shape} are in no file, or in two")
@@ -280,17 +282,17 @@ def _joined(
     weights: Sequence[Mapping[str, Any]], shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[FlatPart]
 ) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
+        full = torch.empty(shape, dtype=dtype)
         for part in parts:
-            held = weights[part.rank][part.entry].detach().reshape(-1)
-            whole.view(-1)[part.start : part.stop].copy_(held.narrow(0, part.offset, part.stop - part.start))
-        return whole
+            flat = weights[part.rank][part.entry].detach().reshape(-1)
+            full.view(-1)[part.start : part.stop].copy_(flat.narrow(0, part.offset, part.stop - part.start))
+        return full
 
     return read
 
 
 def _from_sharded_tensors(files: Sequence[Path], loaded: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    return {key: _from_shards(files, f"{key}", [each.get(key) for each in loaded]) for key in loaded[0]}
+    return {key: _from_shards(files, f"{key}", [content.get(key) for content in loaded]) for key in loaded[0]}
 
 
 def _from_shards(files: Sequence[Path], name: str, values: Sequence[Any]) -> Any:
@@ -299,7 +301,9 @@ def _from_shards(files: Sequence[Path], name: str, values: Sequence[Any]) -> Any
     if isinstance(first, Mapping):
         return {
             key: _from_shards(
-                files, f"{name}.{key}", [each.get(key) if isinstance(each, Mapping) else None for each in values]
+                files,
+                f"{name}.{key}",
+                [content.get(key) if isinstance(content, Mapping) else None for content in values],
             )
             for key in first
         }
@@ -317,22 +321,22 @@ def _from_shards(files: Sequence[Path], name: str, values: Sequence[Any]) -> Any
         if not isinstance(value, _ShardedTensor) or tuple(value.shape) != shape:
             raise ValueError(f"{path} has no {name} of shape {shape}, as {files[0]} has: they are of two runs")
         shards += [(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in value.shards]
-    shards = [each for each in shards if each[1].numel()] if math.prod(shape) else shards[:1]
+    shards = [shard for shard in shards if shard[1].numel()] if math.prod(shape) else shards[:1]
     check_coverage(
         f"{name}, in {len(files)} files from {files[0]} on",
         shape,
-        [Chunk(at, tuple(part.shape)) for at, part in shards],
+        [Chunk(offsets, tuple(part.shape)) for offsets, part in shards],
     )
     dtype = shards[0][1].dtype
 
     def read() -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
+        full = torch.empty(shape, dtype=dtype)
         for offsets, tensor in shards:
-            view = whole
-            for dim, at in enumerate(offsets):
-                view = view.narrow(dim, at, tensor.shape[dim])
+            view = full
+            for dim, offset in enumerate(offsets):
+                view = view.narrow(dim, offset, tensor.shape[dim])
             view.copy_(tensor)
-        return whole
+        return full
 
     return LazyTensor(shape, dtype, read)
 

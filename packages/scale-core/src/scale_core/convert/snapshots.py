@@ -80,6 +80,6 @@ class _VerifiedReader:
             needed = {0, *(block for first, last in ranges for block in range(first, last))}
             new[file] = ranges_of(sorted(needed - self._verified.get(file, set())))
             self._verified.setdefault(file, set()).update(needed)
-        if found := find_damage(self._directory, self._manifest, new):
+        if damage := find_damage(self._directory, self._manifest, new):
             self._verified.clear()
-            raise DamagedSnapshotError(describe_damage(self._directory, found))
+            raise DamagedSnapshotError(describe_damage(self._directory, damage))

@@ -39,12 +39,12 @@ def read_torch_file(path: Path, *, trust: bool = False) -> dict[Any, Any]:
     Raises:
         ValueError: It holds objects of other classes, it is damaged, or it is no dict.
     """
-    found = load_object(path, trust=trust)
-    if not isinstance(found, Mapping):
+    content = load_object(path, trust=trust)
+    if not isinstance(content, Mapping):
         raise ValueError(
-            f"{path} holds a {type(found).__name__}, expected a state dict: save model.state_dict() and not the model"
+            f"{path} holds a {type(content).__name__}, expected a state dict: save model.state_dict() and not the model"
         )
-    tree: dict[Any, Any] = lazily(found, path)
+    tree: dict[Any, Any] = lazily(content, path)
     return tree
 
 

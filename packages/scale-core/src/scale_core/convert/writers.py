@@ -73,11 +73,11 @@ def _chosen(state: StoredState, model_only: bool) -> dict[str, LazyTensor]:
     """The tensors to be written: all by their keys, or the model's by their plain names."""
     if not model_only:
         return dict(state.tensors)
-    found = {key.removeprefix("model."): tensor for key, tensor in state.tensors.items() if key.startswith("model.")}
-    if not found:
+    weights = {key.removeprefix("model."): tensor for key, tensor in state.tensors.items() if key.startswith("model.")}
+    if not weights:
         objects = sorted({key.partition(".")[0] for key in state.tensors})
         raise ValueError(f"it has no weights under model., but {', '.join(objects)}: name the model by --model")
-    return found
+    return weights
 
 
 def _mark(state: StoredState) -> str:
@@ -119,9 +119,9 @@ def counted(state: StoredState, progress: Callable[[int], None]) -> StoredState:
 
     def count(tensor: LazyTensor) -> LazyTensor:
         def read() -> Any:
-            found = tensor.load()
+            loaded = tensor.load()
             progress(tensor.num_bytes)
-            return found
+            return loaded
 
         return LazyTensor(tuple(tensor.shape), tensor.dtype, read, tensor.origin)
 

@@ -267,9 +267,9 @@ class FlatBuffer(FlatReduced):
         """
         if self._gathering is not None:
             self.wait_gathered(limit_seconds)
-        few = self.groups.part
-        if keep_part and few is not None and self.state is State.GATHERED and not self.is_aliased:
-            self.part = self._part(self.full, few).clone()
+        part_group = self.groups.part
+        if keep_part and part_group is not None and self.state is State.GATHERED and not self.is_aliased:
+            self.part = self._part(self.full, part_group).clone()
         elif not keep_part:
             self.part = None
         if not self.is_aliased:
@@ -402,10 +402,10 @@ class FlatBuffer(FlatReduced):
             full.untyped_storage().resize_(0)
             self.full = full = self._new_full(self.float8[0].dtype)
         self._is_pooled = full.nbytes >= buffer_pool.SMALLEST_BYTES
-        for index, (whole, wanted) in enumerate(zip(self.unsharded_params, trainable, strict=True)):
-            whole.requires_grad_(wanted)
+        for index, (param, requires_grad) in enumerate(zip(self.unsharded_params, trainable, strict=True)):
+            param.requires_grad_(requires_grad)
             if not self.flatten:
-                copy_attributes(self.sharded_params[index], whole)
+                copy_attributes(self.sharded_params[index], param)
         self.state = State.GATHERED
         self.part = None
         self._gathering = None
@@ -454,15 +454,15 @@ class FlatBuffer(FlatReduced):
 
         def gather_inside(_: Tensor) -> CollectiveWork:
             # All shards of this rank's place in its node, then those of the others from them, in the order of nodes.
-            own = by_place.view(intra_node.size, -1)[intra_node.rank]
-            deferred.fill(own, lambda: dequantize(messages, numel, block_format, out=own.view(group.size, numel)))
+            local = by_place.view(intra_node.size, -1)[intra_node.rank]
+            deferred.fill(local, lambda: dequantize(messages, numel, block_format, out=local.view(group.size, numel)))
 
             def fill(_: Tensor) -> Tensor:
                 by_node = self.full.view(group.size, intra_node.size, numel)
                 by_node.copy_(by_place.view(intra_node.size, group.size, numel).transpose(0, 1))
                 return self.full
 
-            return all_gather(by_place, own, intra_node, tag=tag).then(fill)
+            return all_gather(by_place, local, intra_node, tag=tag).then(fill)
 
         return work.then(gather_inside)
 
@@ -471,7 +471,7 @@ class FlatBuffer(FlatReduced):
         # In every gather: no rank can know alone whether the shard of another one was written to.
         sent, deferred, weights = self.full.view(torch.uint8), self.reduction.deferred, self.float8
         assert weights is not None
-        own = self._part(sent, self.group)
+        shard = self._part(sent, self.group)
         # Its copy comes by the side stream. What is computed with it is on the caller's, for which collectives wait.
         local = self._new_local() if self._moves else self._local_shard(copies_shard)
         if self._moves:
@@ -484,12 +484,12 @@ class FlatBuffer(FlatReduced):
         largest = torch.stack(amax)
 
         def cast() -> Tensor:
-            self._scales = [weight.scale(each) for weight, each in zip(weights, largest.unbind(), strict=True)]
-            return self._cast_float8(local, own)
+            self._scales = [weight.scale(amax) for weight, amax in zip(weights, largest.unbind(), strict=True)]
+            return self._cast_float8(local, shard)
 
         def gather(_: Tensor) -> CollectiveWork:
-            deferred.fill(own, cast)
-            return all_gather(sent, own, self.group, tag=tag)
+            deferred.fill(shard, cast)
+            return all_gather(sent, shard, self.group, tag=tag)
 
         return all_reduce(largest, self.group, op="max").then(gather)
 

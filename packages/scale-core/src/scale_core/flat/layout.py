@@ -168,9 +168,9 @@ class FlatLayout:
         if len(set(names)) < len(names):
             twice = min(name for name in names if names.count(name) > 1)
             raise ValueError(f"each parameter is in a layout once, but {twice!r} was given more than once")
-        asked = [_asked(name, tuple(map(int, shape)), atom) for name, shape in zip(names, shapes, strict=True)]
-        rows = [_resolve(entry, wish) for entry, wish in asked]
-        free = {i for i, (_, wish) in enumerate(asked) if wish == "auto" and rows[i].cut == "row"}
+        requests = [_asked(name, tuple(map(int, shape)), atom) for name, shape in zip(names, shapes, strict=True)]
+        rows = [_resolve(entry, wish) for entry, wish in requests]
+        free = {i for i, (_, wish) in enumerate(requests) if wish == "auto" and rows[i].cut == "row"}
         return _keep_rows(rows, free, world_size, alignment)
 
     def span(self, index: int, rank: int) -> ShardSpan:

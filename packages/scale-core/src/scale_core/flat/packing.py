@@ -155,11 +155,11 @@ def group_in_buckets(numels: Sequence[int], bucket_numel: int) -> list[list[int]
     [[0, 1], [2], [3], [4]]
     """
     buckets: list[list[int]] = []
-    held = 0
+    numel_in_bucket = 0
     for index, numel in enumerate(numels):
-        if not buckets or held + numel > bucket_numel:
+        if not buckets or numel_in_bucket + numel > bucket_numel:
             buckets.append([])
-            held = 0
+            numel_in_bucket = 0
         buckets[-1].append(index)
-        held += numel
+        numel_in_bucket += numel
     return buckets

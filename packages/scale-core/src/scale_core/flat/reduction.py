@@ -85,10 +85,10 @@ class FlatGradient:
 
     def make_hook(self, index: int, before_first: Callable[[], None]) -> Callable[[Tensor], None]:
         """Returns a post-accumulate-grad hook; `before_first` is called before the first gradient of a pass."""
-        held = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
+        self_ref = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
 
         def hook(_: Tensor) -> None:
-            gradient = held()
+            gradient = self_ref()
             assert gradient is not None, "a gradient has come whose buffer is gone"
             if gradient.flat is None and not gradient._held:
                 before_first()
@@ -142,8 +142,8 @@ class FlatGradient:
 
     def missing(self) -> list[int]:
         """The trainable parameters that got none since the last `take`."""
-        given = set(self.has_grad())
-        return [index for index, param in enumerate(self._params) if param.requires_grad and index not in given]
+        with_grad = set(self.has_grad())
+        return [index for index, param in enumerate(self._params) if param.requires_grad and index not in with_grad]
 
     def frozen(self) -> list[int]:
         """The parameters that were frozen after they got an accumulated gradient; plain torch keeps it in `.grad`."""
@@ -279,13 +279,13 @@ class FlatGradient:
         """Zeroes padding and unused parameters."""
         if len(self._packed) == len(self._params) and not self._has_padding:
             return
-        place = 0
+        offset = 0
         entries = (self._entries[index] for index in self._packed)
         for entry in sorted((entry for entry in entries if entry.numel), key=lambda entry: entry.offset):
-            if place < entry.offset:
-                flat[place : entry.offset].zero_()
-            place = entry.offset + entry.numel
-        flat[place:].zero_()
+            if offset < entry.offset:
+                flat[offset : entry.offset].zero_()
+            offset = entry.offset + entry.numel
+        flat[offset:].zero_()
 
 
 def view_of(flat: Tensor, entry: LayoutEntry) -> Tensor:

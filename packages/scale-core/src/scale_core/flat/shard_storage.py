@@ -132,8 +132,8 @@ class FlatShard:
         pieces = zip(names, self.layout.entries, self.spans, self.sharded_params, self._outer_shards, strict=True)
         for name, entry, span, param, within in pieces:
             if within is None:
-                shape, place = entry.shape, (span.start, span.stop)
-                set_shard(param, Shard(name, shape, *place, axes, unit, counted_over=counted_over))
+                shape, span_range = entry.shape, (span.start, span.stop)
+                set_shard(param, Shard(name, shape, *span_range, axes, unit, counted_over=counted_over))
             else:
                 set_shard(param, within.cut(name, span.start, span.stop, axes, unit))
 
@@ -195,8 +195,8 @@ class FlatShard:
 
     @on_local_tensors
     def _make_sharded_params(self, params: Sequence[Tensor]) -> list[nn.Parameter]:
-        known = [shard_of(param) for param in params]
-        self._outer_shards = [shard if shard is not None and not shard.gathered else None for shard in known]
+        shards = [shard_of(param) for param in params]
+        self._outer_shards = [shard if shard is not None and not shard.gathered else None for shard in shards]
         if self.flatten:
             return [nn.Parameter(self.shard, requires_grad=any(param.requires_grad for param in params))]
         sharded = []
@@ -252,10 +252,10 @@ class HostToDeviceCopy:
         elif shard.numel():
             size = min(PIECE_ELEMENTS, shard.numel())
             room = torch.empty(size, dtype=shard.dtype, device=target.device)
-            for source, place in zip(shard.split(size), target.split(size), strict=True):
+            for source, target_piece in zip(shard.split(size), target.split(size), strict=True):
                 piece = room[: source.numel()]
                 copy_into(piece, source)
-                place.copy_(piece)
+                target_piece.copy_(piece)
         self._sent = self._stream.record()
 
     def wait(self) -> None:

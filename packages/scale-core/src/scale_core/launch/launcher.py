@@ -177,7 +177,7 @@ def _forward_signals(ranks: Sequence[BaseProcess], received: list[int]) -> Itera
 
 
 def _supervise(ranks: Sequence[BaseProcess], received: Sequence[int], grace: float) -> int:
-    code, deadline, asked = 0, None, 0
+    code, deadline, num_signals = 0, None, 0
     running = list(ranks)
     since, limit = 0.0, process_limit() or LIMIT_SECONDS
     while running:
@@ -194,8 +194,8 @@ def _supervise(ranks: Sequence[BaseProcess], received: Sequence[int], grace: flo
             print(f"rank {rank} {format_exit_code(first)}; the others are ended", file=sys.stderr)
             _signal(ranks, signal.SIGTERM)
             deadline = time.monotonic() + grace
-        if len(received) > asked:
-            asked, deadline = len(received), time.monotonic() + grace
+        if len(received) > num_signals:
+            num_signals, deadline = len(received), time.monotonic() + grace
         if ended and running and deadline is None:
             since = since or time.monotonic()
             if time.monotonic() - since > limit:

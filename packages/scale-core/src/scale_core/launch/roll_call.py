@@ -192,13 +192,13 @@ def _answer(store: Store, name: str, mine: RankFacts) -> None:
 def _answers(store: Store, name: str, first: int) -> list[RankFacts]:
     """The answers that are there, from number `first` (counted from 1) on."""
     keys = (f"{name}/answer {number}" for number in itertools.count(first))
-    there = itertools.takewhile(lambda key: store.check([key]), keys)
-    return [RankFacts(**json.loads(store.get(key))) for key in there]
+    present_keys = itertools.takewhile(lambda key: store.check([key]), keys)
+    return [RankFacts(**json.loads(store.get(key))) for key in present_keys]
 
 
 def _absent(answers: Sequence[RankFacts], world_size: int, timeout: float) -> str:
-    here = {answer.rank for answer in answers}
-    absent = ", ".join(str(rank) for rank in range(world_size) if rank not in here)
+    present = {answer.rank for answer in answers}
+    absent = ", ".join(str(rank) for rank in range(world_size) if rank not in present)
     return f"rank {absent or 0} of {world_size} did not come within {timeout:g} s, or could not stay"
 
 
@@ -210,30 +210,30 @@ def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
     first, remarks = answers[0], list[str]()
     seen = {first.rank}
     for other in answers[1:]:
-        who = f"rank {other.rank}"
+        other_rank = f"rank {other.rank}"
         if other.world_size != first.world_size:
-            return f"WORLD_SIZE is {first.world_size} on rank {first.rank} and {other.world_size} on {who}", ""
+            return f"WORLD_SIZE is {first.world_size} on rank {first.rank} and {other.world_size} on {other_rank}", ""
         if other.rank in seen:
             twin = next(answer for answer in answers if answer.rank == other.rank)
-            who = f": {twin.process}; and {other.process}" if other.process else ""
-            return f"two ranks have RANK={other.rank}{who}", ""
+            other_rank = f": {twin.process}; and {other.process}" if other.process else ""
+            return f"two ranks have RANK={other.rank}{other_rank}", ""
         seen.add(other.rank)
         for name in (*_PROOFS, "SLURM_JOB_ID"):
-            ours, theirs = first.job.get(name), other.job.get(name)
-            if ours and theirs and ours != theirs:
-                return f"{name} is {ours} on rank {first.rank} and {theirs} on {who}; {_TWO_JOBS}", ""
-        for what in first.versions.keys() & other.versions.keys():
-            ours, theirs = first.versions[what], other.versions[what]
-            if ours == theirs:
+            first_id, other_id = first.job.get(name), other.job.get(name)
+            if first_id and other_id and first_id != other_id:
+                return f"{name} is {first_id} on rank {first.rank} and {other_id} on {other_rank}; {_TWO_JOBS}", ""
+        for package in first.versions.keys() & other.versions.keys():
+            first_version, other_version = first.versions[package], other.versions[package]
+            if first_version == other_version:
                 continue
-            told = f"{what} is {ours} on rank {first.rank} and {theirs} on {who}"
-            if ours.split(".")[:2] != theirs.split(".")[:2]:
-                return f"{told}: install the same version on all machines", ""
-            remarks.append(told)
+            difference = f"{package} is {first_version} on rank {first.rank} and {other_version} on {other_rank}"
+            if first_version.split(".")[:2] != other_version.split(".")[:2]:
+                return f"{difference}: install the same version on all machines", ""
+            remarks.append(difference)
         # No NaN is equal to another one, and these are no difference.
         if other.config != first.config and (names := differences(first.config, other.config)):
-            told = f"the configuration of {who} is not that of rank {first.rank}: {'; '.join(names[:10])}"
-            return f"{told}. Give all ranks the same config", ""
+            difference = f"the configuration of {other_rank} is not that of rank {first.rank}: {'; '.join(names[:10])}"
+            return f"{difference}. Give all ranks the same config", ""
     return "", f"the ranks have different releases: {'; '.join(remarks)}" if remarks else ""
 
 

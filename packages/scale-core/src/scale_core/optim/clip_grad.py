@@ -92,26 +92,26 @@ def norm_of(
     """Returns the norm of gradients as `grad_norm` does."""
     if not norm_type > 0:
         raise ValueError(f"expected norm_type > 0 or math.inf, got {norm_type}")
-    tensors = (tensor for each in gradients for tensor in (each.grad, each.holder) if tensor is not None)
+    tensors = (tensor for gradient in gradients for tensor in (gradient.grad, gradient.holder) if tensor is not None)
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-    rest = list(gradients)
+    remaining = list(gradients)
     total, width = torch.zeros((), dtype=torch.float64, device=device), _NormDtype.NONE
     by_ranks: dict[Group, tuple[Tensor, _NormDtype]] = {}
-    for model in stages_of(each.param for each in gradients) if stages is None else stages:
-        own, copies = set(names_of_stages(model)), set(model.counted_elsewhere())
-        counted = [each for each in rest if each.param in own - copies]
-        widest = _norm_dtype([each for each in rest if each.param in own])
-        rest = [each for each in rest if each.param not in own]
+    for model in stages_of(gradient.param for gradient in gradients) if stages is None else stages:
+        names, copies = set(names_of_stages(model)), set(model.counted_elsewhere())
+        counted = [gradient for gradient in remaining if gradient.param in names - copies]
+        widest = _norm_dtype([gradient for gradient in remaining if gradient.param in names])
+        remaining = [gradient for gradient in remaining if gradient.param not in names]
         share = _over_shards(counted, norm_type, device, limit_seconds)
         before, wide = by_ranks.get(model.group, (torch.zeros_like(total), _NormDtype.NONE))
         by_ranks[model.group] = _combined(before, share, norm_type), max(wide, widest)
     for group, (share, widest) in by_ranks.items():  # Once for each group: a rank without parameters knows no more.
         share, widest = _over_stages(share, widest, norm_type, group, limit_seconds)
         total, width = _combined(total, share, norm_type), max(width, widest)
-    total = _combined(total, _over_shards(rest, norm_type, device, limit_seconds), norm_type)
+    total = _combined(total, _over_shards(remaining, norm_type, device, limit_seconds), norm_type)
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
-    return total if max(width, _norm_dtype(rest)) is _NormDtype.ALL_DOUBLE else total.to(torch.float32)
+    return total if max(width, _norm_dtype(remaining)) is _NormDtype.ALL_DOUBLE else total.to(torch.float32)
 
 
 @checked_arguments
@@ -129,14 +129,14 @@ def clip_grad_norm_(
     """
     check_max_norm(max_norm)
     check_initialized()
-    given = _listed(params)
-    stages = stages_of(given)
-    if not given and not stages:
+    listed = _listed(params)
+    stages = stages_of(listed)
+    if not listed and not stages:
         raise ValueError(
             "clip_grad_norm_: expected parameters, got an empty list, and nothing would be clipped: pass "
             "model.parameters(), or leave the call out where nothing trains"
         )
-    return clip(measured_gradients(given), max_norm, norm_type, limit_seconds, stages)
+    return clip(measured_gradients(listed), max_norm, norm_type, limit_seconds, stages)
 
 
 @torch.no_grad()
@@ -156,19 +156,19 @@ def clip(
         check_finite(norm, norm_type)
     if math.isinf(max_norm):
         return norm  # Nothing to scale, and no gradient is touched for it.
-    scale_gradients([each.holder for each in gradients], clip_factor(norm, max_norm))
+    scale_gradients([gradient.holder for gradient in gradients], clip_factor(norm, max_norm))
     return norm
 
 
 @on_local_tensors
 def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
     """Multiplies what the parameters have in `grad` by a scalar, in place."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    holders_by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.grad.numel():
             (grad,) = compat.inner_tensors(param.grad) if is_dtensor(param.grad) else [param.grad]
-            alike.setdefault((grad.dtype, grad.device), []).append(grad)
-    for (_, device), grads in alike.items():
+            holders_by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
+    for (_, device), grads in holders_by_kind.items():
         torch._foreach_mul_(grads, factor.to(device))
 
 
@@ -219,16 +219,16 @@ def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
 def _listed(params: Iterable[Tensor]) -> list[Tensor]:
     if isinstance(params, Tensor):
         return [params]
-    given = list(params)
-    if not given and iter(params) is params:
+    listed = list(params)
+    if not listed and iter(params) is params:
         if stages := stages_of(()):
             warn_if_used_up(params, stages)
-            return given
+            return listed
         raise ValueError(
             "expected parameters, got an iterator that has been used up, or has none: write params = "
             "list(model.parameters()) where they are needed twice, or pass model.parameters() anew"
         )
-    return given
+    return listed
 
 
 def warn_if_used_up(params: object, stages: Iterable[Stages]) -> None:
@@ -276,7 +276,9 @@ class _NormDtype(IntEnum):
 
 def _norm_dtype(gradients: Sequence[MeasuredGradient]) -> _NormDtype:
     """The result's dtype by the parameters, which ranks have alike, not by gradients, which one rank may lack."""
-    dtypes = {each.holder.dtype for each in gradients if each.param.requires_grad or each.grad is not None}
+    dtypes = {
+        gradient.holder.dtype for gradient in gradients if gradient.param.requires_grad or gradient.grad is not None
+    }
     if not dtypes:
         return _NormDtype.NONE
     return _NormDtype.ALL_DOUBLE if dtypes <= {torch.float64, torch.complex128} else _NormDtype.NARROWER
@@ -286,8 +288,8 @@ def _over_stages(
     share: Tensor, width: _NormDtype, norm_type: float, group: Group, limit_seconds: float | None
 ) -> tuple[Tensor, _NormDtype]:
     """The shares of all ranks of a pipeline, sent as numbers, since they may compute on different devices."""
-    (own,) = compat.values_of(share.reshape(1), simulated=[1.0])
-    (bits,) = struct.unpack("<q", struct.pack("<d", own))
+    (local_share,) = compat.values_of(share.reshape(1), simulated=[1.0])
+    (bits,) = struct.unpack("<q", struct.pack("<d", local_share))
     rows = exchange([bits, width], group, limit_seconds=limit_seconds)
     shares = torch.tensor([struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows], dtype=torch.float64)
     joined = shares.max() if math.isinf(norm_type) else shares.sum()
@@ -307,7 +309,7 @@ def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> T
             norms += _norms_of_pieces(grad, norm_type)
         elif grad.numel():
             short.setdefault(grad.device, []).append(grad)
-    norms += [torch.stack(torch._foreach_norm(alike, norm_type, torch.float64)) for alike in short.values()]
+    norms += [torch.stack(torch._foreach_norm(tensors, norm_type, torch.float64)) for tensors in short.values()]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     joined = torch.cat([norm.to(device) for norm in norms]).to(torch.float64)
@@ -318,9 +320,11 @@ def _norms_of_pieces(grad: Tensor, norm_type: float) -> list[Tensor]:
     """The norms of pieces of a long 1-D gradient that are short enough to be added up in fp32."""
     dtype = torch.promote_types(grad.dtype, torch.float32)
     flat = grad.detach().reshape(-1)
-    rest = flat.numel() % _PIECE
+    remainder = flat.numel() % _PIECE
     # Where there are many gradients, what is done to each of them counts; most have no rest.
-    pieces = [flat[:-rest].view(-1, _PIECE), flat[-rest:].view(1, -1)] if rest else [flat.view(-1, _PIECE)]
+    pieces = (
+        [flat[:-remainder].view(-1, _PIECE), flat[-remainder:].view(1, -1)] if remainder else [flat.view(-1, _PIECE)]
+    )
     return [torch.linalg.vector_norm(piece, norm_type, dim=1, dtype=dtype) for piece in pieces]
 
 

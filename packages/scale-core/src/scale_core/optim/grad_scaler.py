@@ -192,16 +192,16 @@ class ShardedGradScaler(GradScaler):
         group = group_of(self._process_group)
         self._check_covers(optimizer, group)
         having = _with_gradients(optimizer)
-        if any(_has_gradient_on_host(param) for each in having.param_groups for param in each["params"]):
+        if any(_has_gradient_on_host(param) for group in having.param_groups for param in group["params"]):
             # torch copies them to the host without waiting, and there divides before they have come.
             inv_scale, found_inf = inv_scale.to("cpu"), found_inf.to("cpu")
-        found = super()._unscale_grads_(having, inv_scale, found_inf, True)
+        found_by_device = super()._unscale_grads_(having, inv_scale, found_inf, True)
         scale, state = cast(Tensor, self._scale), self._per_optimizer_states[id(optimizer)]
-        infinite = torch.stack([tensor.to(scale.device) for tensor in (found_inf, *found.values())]).amax()
+        infinite = torch.stack([tensor.to(scale.device) for tensor in (found_inf, *found_by_device.values())]).amax()
         state["error_feedback"], state["fault"] = self._error_feedback(optimizer)
         flags = [torch.full_like(scale, float(flag)) for flag in (state["scaled"], state["fault"] is not None)]
-        mine = torch.stack([infinite, *flags, scale, -scale])
-        state["agreed"] = self._largest(mine, group)
+        local_flags = torch.stack([infinite, *flags, scale, -scale])
+        state["agreed"] = self._largest(local_flags, group)
         # Exactly 1 where any rank has found one: fused optimizers compare with that.
         return {scale.device: state["agreed"][0].clone()}
 
@@ -213,19 +213,21 @@ class ShardedGradScaler(GradScaler):
         return all_reduce(mine.to(where), group, op="max").wait().to(mine.device)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        found = super()._check_inf_per_device(optimizer)
+        found_by_device = super()._check_inf_per_device(optimizer)
         self._check_agreement(optimizer)
-        return found
+        return found_by_device
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        (found,) = optimizer_state["found_inf_per_device"].values()
-        if compat.values_of(found.reshape(1), simulated=[0.0])[0]:
+        (found_inf,) = optimizer_state["found_inf_per_device"].values()
+        if compat.values_of(found_inf.reshape(1), simulated=[0.0])[0]:
             return None
         return optimizer.step(*args, **kwargs)
 
     def _check_agreement(self, optimizer: Optimizer) -> None:
         state = self._per_optimizer_states[id(optimizer)]
-        found, scaled, at_fault, most, least = compat.values_of(state["agreed"], simulated=[0.0, 1.0, 0.0, 1.0, -1.0])
+        found_inf, scaled, at_fault, most, least = compat.values_of(
+            state["agreed"], simulated=[0.0, 1.0, 0.0, 1.0, -1.0]
+        )
         if at_fault:
             elsewhere = "on another rank gradients are sent with error_feedback=True, and their loss was not scaled by "
             raise ValueError(state["fault"] or f"{elsewhere}this scaler there: that rank's error says what to write")
@@ -239,12 +241,12 @@ class ShardedGradScaler(GradScaler):
                 f"the ranks have scaled their losses differently, by {-least:g} to {most:g}: call "
                 "scaler.load_state_dict(state) and scaler.update(new_scale) on all ranks, with the same numbers"
             )
-        state["skips"] = bool(found)
+        state["skips"] = bool(found_inf)
 
     def _error_feedback(self, optimizer: Optimizer) -> tuple[list[ErrorFeedback], str | None]:
         """What waits of an optimizer's gradients, of which a skipped step takes no part; or why the step is refused."""
         params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
-        found: list[ErrorFeedback] = []
+        feedbacks: list[ErrorFeedback] = []
         for owner in owners_with_error_feedback(params):
             for feedback in owner.error_feedback:
                 if not feedback.was_scaled_by(cast(Tensor, self._scale)):
@@ -255,8 +257,8 @@ class ShardedGradScaler(GradScaler):
                         "scaler.update() before another loss is scaled, or leave error_feedback out of the "
                         "CommunicationPolicy"
                     )
-                found.append(feedback)
-        return found, None
+                feedbacks.append(feedback)
+        return feedbacks, None
 
     @on_local_tensors
     def _check_covers(self, optimizer: Optimizer, group: Group) -> None:

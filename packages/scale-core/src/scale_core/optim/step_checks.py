@@ -233,7 +233,9 @@ def _check(optimizer: torch.optim.Optimizer) -> _CheckResult:
         optimizer.register_step_post_hook(_after_step)
     param_ids = {id(param) for param in params}
     owners = [owner for owner in shard_owners() if any(id(param) in param_ids for param in owner.sharded_params)]
-    recorders = [each for each in live_objects(StepRecorder) if not param_ids.isdisjoint(map(id, each.params()))]
+    recorders = [
+        recorder for recorder in live_objects(StepRecorder) if not param_ids.isdisjoint(map(id, recorder.params()))
+    ]
     models = [weakref.ref(model) for model in (*pipelines, *recorders)]
     return _CheckResult([weakref.ref(owner) for owner in owners], models)
 
@@ -263,16 +265,16 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_without_gradients(optimizer: torch.optim.Optimizer) -> None:
-    around = {id(each) for each in with_inner(optimizer)}
+    around = {id(inner) for inner in with_inner(optimizer)}
     for param in _params(optimizer):
         reduced = reduced_gradient_of(param)
         owner = None if reduced is None else reduced.optimizer
         if reduced is not None and owner is not None and id(owner) not in around:
-            who, wrapper = type(owner).__name__, type(reduced.wrapper).__name__
+            owner_name, wrapper = type(owner).__name__, type(reduced.wrapper).__name__
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): {wrapper} hands the averaged gradient of '{reduced.name}' to its "
-                f"{who}, of which each rank has a part, so this step would change other parameters on each rank: call "
-                f"step() and zero_grad() of the {who}, and build schedulers and scalers around that"
+                f"{owner_name}, of which each rank has a part, so this step would change other parameters on each "
+                f"rank: call step() and zero_grad() of the {owner_name}, and build schedulers and scalers around that"
             )
 
 
@@ -304,10 +306,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     """Counts the step, and a version for fused optimizers, which change parameters without one."""
     result = _checked(optimizer)
     if graph_task_id() == -1:
-        owners, others = ([each for ref in refs if (each := ref()) is not None] for refs in result)
+        owners, others = ([live for ref in refs if (live := ref()) is not None] for refs in result)
         for count in {owner.group.state.optimizer_steps for owner in owners}:
             count.number += 1
-        models = {getattr(each, "recorded_steps", None) for each in (*owners, *others)}  # One record for each.
+        models = {
+            getattr(optimizer_or_model, "recorded_steps", None) for optimizer_or_model in (*owners, *others)
+        }  # One record for each.
         for steps in filter(None, models):
             steps.add(optimizer)
     for group in optimizer.param_groups:

@@ -168,9 +168,9 @@ def check_kind(optim_class: type[Optimizer], *, elementwise: bool | None, togeth
 
 def is_elementwise(optim_class: type[Optimizer]) -> bool:
     """Returns whether an optimizer is known to update each element by itself."""
-    given: object = optim_class
-    if not (isinstance(given, type) and issubclass(given, Optimizer)):
-        raise TypeError(f"OSS: expected optim to be a class of optimizers, such as torch.optim.AdamW, got {given!r}")
+    argument: object = optim_class
+    if not (isinstance(argument, type) and issubclass(argument, Optimizer)):
+        raise TypeError(f"OSS: expected optim to be a class of optimizers, such as torch.optim.AdamW, got {argument!r}")
     if getattr(optim_class, "listens_to_gradients", False):
         raise ValueError(
             f"OSS can't shard {optim_class.__name__}: it measures gradients in the backward pass, which brings none to "
@@ -196,8 +196,10 @@ def constructor_arguments(optim_class: type[Optimizer], defaults: Mapping[str, A
     # Trainers build `OSS(optimizer.param_groups, type(optimizer), **optimizer.defaults)`, and among those of AdamW
     # there is one that only Adam takes. Anything else that it does not take, it refuses by itself.
     parameters = inspect.signature(optim_class).parameters
-    taken = {key: value for key, value in defaults.items() if key in parameters}
-    if len(taken) == len(defaults) or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    accepted = {key: value for key, value in defaults.items() if key in parameters}
+    if len(accepted) == len(defaults) or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         return dict(defaults)
-    fixed = optim_class([nn.Parameter(torch.zeros(1, 1))], **taken).defaults
-    return taken | {key: value for key, value in defaults.items() if key not in fixed or fixed[key] != value}
+    fixed = optim_class([nn.Parameter(torch.zeros(1, 1))], **accepted).defaults
+    return accepted | {key: value for key, value in defaults.items() if key not in fixed or fixed[key] != value}

@@ -59,15 +59,15 @@ class Conversions:
         """Those of a folder of any version."""
         carrier = model_of_transformers(model)
         transforms = _listed(carrier, is_saving=False)
-        own = getattr(carrier, "_checkpoint_conversion_mapping", None)
-        patterns = [*(key_mapping or {}).items(), *(own.items() if isinstance(own, Mapping) else ())]
+        mapping = getattr(carrier, "_checkpoint_conversion_mapping", None)
+        patterns = [*(key_mapping or {}).items(), *(mapping.items() if isinstance(mapping, Mapping) else ())]
         ignored = [*(getattr(carrier, "_keys_to_ignore_on_load_unexpected", None) or ())]
         if carrier is not None:  # They were persistent buffers once, and are none any more.
             ignored += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
         return cls(
             [(pattern, _as_replacement(into)) for pattern, into in patterns],
-            [each for each in transforms if not hasattr(each, "operations")],
-            [each for each in transforms if hasattr(each, "operations")],
+            [transform for transform in transforms if not hasattr(transform, "operations")],
+            [transform for transform in transforms if hasattr(transform, "operations")],
             str(getattr(carrier, "base_model_prefix", "") or ""),
             ignored,
         )
@@ -76,13 +76,13 @@ class Conversions:
     def for_saving(cls, model: nn.Module) -> Conversions:
         """The way back, to the format that the model is published in."""
         carrier = model_of_transformers(model)
-        back = [each.reverse_transform() for each in reversed(_listed(carrier, is_saving=True))]
-        own = getattr(carrier, "_checkpoint_conversion_mapping", None)
-        patterns = [(_as_replacement(into), pattern) for pattern, into in own.items()] if own else []
+        back = [transform.reverse_transform() for transform in reversed(_listed(carrier, is_saving=True))]
+        mapping = getattr(carrier, "_checkpoint_conversion_mapping", None)
+        patterns = [(_as_replacement(into), pattern) for pattern, into in mapping.items()] if mapping else []
         return cls(
             [(pattern, _as_replacement(into)) for pattern, into in patterns],
-            [each for each in back if not hasattr(each, "operations")],
-            [each for each in back if hasattr(each, "operations")],
+            [transform for transform in back if not hasattr(transform, "operations")],
+            [transform for transform in back if hasattr(transform, "operations")],
         )
 
     # From files to the model.
@@ -94,40 +94,40 @@ class Conversions:
             ValueError: Two saved tensors have one name in the model, or they are put together in a way that no file
                 can be read by.
         """
-        found: dict[str, Assembled] = {}
+        assembled: dict[str, Assembled] = {}
         collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
         first: dict[str, str] = {}
         for name in sorted(saved, key=natural_key):
             target, converter, pattern = self._target(name, known)
-            if target not in known and any(re.search(each, target) for each in self.ignored):
+            if target not in known and any(re.search(pattern, target) for pattern in self.ignored):
                 continue
             if converter is not None:
                 collected.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(name)
                 continue
-            if target in found:
+            if target in assembled:
                 raise ValueError(f"{first[target]} and {name} are both {target} in the model: pass key_mapping=")
-            found[target], first[target] = Assembled.of(name, saved[name]), name
+            assembled[target], first[target] = Assembled.of(name, saved[name]), name
         for target, (converter, by_pattern) in collected.items():
             lists = {
                 pattern: [Assembled.of(name, saved[name]) for name in names] for pattern, names in by_pattern.items()
             }
-            found[target] = _joined(target, converter, lists)
-        return found
+            assembled[target] = _joined(target, converter, lists)
+        return assembled
 
     def _target(self, name: str, known: Container[str]) -> tuple[str, Any, str]:
         """The name in the model, and the converter and the one of its patterns that takes it there."""
         renamed, converter, pattern = _substituted(name, self.patterns), None, None
-        for each in self.renamings:
-            renamed, _ = each.rename_source_key(renamed)
-        for each in self.converters:
-            renamed, pattern = each.rename_source_key(renamed)
+        for renaming in self.renamings:
+            renamed, _ = renaming.rename_source_key(renamed)
+        for renaming in self.converters:
+            renamed, pattern = renaming.rename_source_key(renamed)
             if pattern is not None:
-                converter = each
+                converter = renaming
                 break
-        found = self._with_prefix(renamed, known)
-        if found not in known and (as_it_is := self._with_prefix(name, known)) in known:
+        target = self._with_prefix(renamed, known)
+        if target not in known and (as_it_is := self._with_prefix(name, known)) in known:
             return as_it_is, None, ""
-        return found, converter, pattern or ""
+        return target, converter, pattern or ""
 
     def _with_prefix(self, name: str, known: Container[str]) -> str:
         """The name with or without the prefix of the base model, whichever the model has."""
@@ -159,8 +159,8 @@ class Conversions:
         return Assembled.of(self._published(name), tensor)
 
     def _published(self, name: str) -> str:
-        for each in self.renamings:
-            name, _ = each.rename_source_key(name)
+        for renaming in self.renamings:
+            name, _ = renaming.rename_source_key(name)
         return _substituted(name, self.patterns)
 
 
@@ -178,7 +178,7 @@ def _listed(carrier: nn.Module | None, *, is_saving: bool) -> list[Any]:
     if not is_saving:
         return list(make(carrier))
     # Whether the files had a prefix that the model has not, or the other way round, is not known.
-    return [each for each in make(carrier, add_legacy=False) if type(each).__name__ != "PrefixChange"]
+    return [transform for transform in make(carrier, add_legacy=False) if type(transform).__name__ != "PrefixChange"]
 
 
 def _substituted(name: str, patterns: Sequence[tuple[str, str]]) -> str:
@@ -263,21 +263,25 @@ def _concatenate(target: str, parts: Sequence[Assembled], dim: int) -> Assembled
 
 def _divided(name: str, tensor: SavedTensor, converter: Any, pattern: str) -> list[SavedPiece]:
     """What the reverse of a converter makes of one tensor; the names are patterns without their stars."""
-    whole = SavedPiece(pattern, tensor.shape, Chunk((0,) * len(tensor.shape), tensor.shape))
-    parts = [whole._replace(name=converter.target_patterns[0])] if len(converter.target_patterns) == 1 else [whole]
+    full_piece = SavedPiece(pattern, tensor.shape, Chunk((0,) * len(tensor.shape), tensor.shape))
+    parts = (
+        [full_piece._replace(name=converter.target_patterns[0])]
+        if len(converter.target_patterns) == 1
+        else [full_piece]
+    )
     for operation in converter.operations:
         kind = type(operation).__name__
         targets = converter.target_patterns
         if kind == "Chunk" and len(parts) == 1 and getattr(operation, "num_shards_attribute", None) is None:
             parts = [
-                part._replace(name=at)
-                for part, at in zip(_cut(parts[0], operation.dim, len(targets)), targets, strict=True)
+                part._replace(name=target_index)
+                for part, target_index in zip(_cut(parts[0], operation.dim, len(targets)), targets, strict=True)
             ]
         elif kind == "SplitModulelist":
             parts = [
-                _without_dim(each, operation.dim)._replace(name=part.name.replace("*", str(number)))
+                _without_dim(section, operation.dim)._replace(name=part.name.replace("*", str(number)))
                 for part in parts
-                for number, each in enumerate(_cut(part, operation.dim, part.shape[operation.dim]))
+                for number, section in enumerate(_cut(part, operation.dim, part.shape[operation.dim]))
             ]
         else:
             raise ValueError(

@@ -56,10 +56,10 @@ def open_folder(path: Path) -> WeightFolder:
             raise ValueError(f"{file} is missing, which {INDEX} names: download or copy it again")
         try:
             with opened(actual) as stored:
-                found = read_entries(stored)
+                entries = read_entries(stored)
         except (ValueError, KeyError, TypeError, EOFError) as error:
             raise ValueError(f"{file} is damaged: {error}: download or copy it again") from error
-        for entry, begin in found:
+        for entry, begin in entries:
             if index is not None and index.get(entry.name) != file.name:
                 raise ValueError(f"{entry.name} is in {file}, and {INDEX} says {index.get(entry.name)}")
             tensors[entry.name] = SavedTensor(entry.shape, entry.dtype)
@@ -76,15 +76,15 @@ def _files(path: Path, index: Mapping[str, str] | None) -> list[Path]:
         return [path / name for name in sorted({*index.values()})]
     if (path / WEIGHTS).is_file():
         return [path / WEIGHTS]
-    found = recognize(path)
-    if found is not None and found.format is not Format.SAFETENSORS_FOLDER:
-        raise ForeignCheckpointError(found.advice(to="safetensors"))
+    foreign = recognize(path)
+    if foreign is not None and foreign.format is not Format.SAFETENSORS_FOLDER:
+        raise ForeignCheckpointError(foreign.advice(to="safetensors"))
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if len(files) == 1:
         return files
-    there = ", ".join(file.name for file in files) or "no safetensors file"
+    listing = ", ".join(file.name for file in files) or "no safetensors file"
     raise FileNotFoundError(
-        f"{path} has neither {INDEX} nor {WEIGHTS}, but {there}: pass the folder that save_pretrained or a download "
+        f"{path} has neither {INDEX} nor {WEIGHTS}, but {listing}: pass the folder that save_pretrained or a download "
         "from the hub has left, or one file"
     )
 
@@ -136,8 +136,8 @@ class FolderLayout:
         if len(files) == 1:
             return FolderLayout(files, places, None)
         about = {"total_size": sum(entry.num_bytes for entry in entries)}
-        whole = {"metadata": about, "weight_map": {name: places[name].file for name in sorted(places)}}
-        return FolderLayout(files, places, json.dumps(whole, indent=2) + "\n")
+        index = {"metadata": about, "weight_map": {name: places[name].file for name in sorted(places)}}
+        return FolderLayout(files, places, json.dumps(index, indent=2) + "\n")
 
 
 def _file_name(number: int, count: int) -> str:
@@ -166,8 +166,8 @@ def size_in_bytes(size: int | str) -> int:
     Raises:
         ValueError: It is none, or less than 1.
     """
-    if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
-        size = int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].lower()])
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].lower()])
     if type(size) is not int or size < 1:
         raise ValueError(f'expected max_shard_size as a number of bytes, or a text such as "5GB", got {size!r}')
     return size

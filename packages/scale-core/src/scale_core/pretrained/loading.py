@@ -91,15 +91,15 @@ def load_pretrained(
     ranks, inner, path = group_of(process_group), unwrapped(model), Path(folder)
     together = CollectiveCall(ranks, f"loading {path}", SnapshotError)
     files = together.rank0(lambda: open_folder(path))
-    found = together.each_rank(lambda: _match(inner, files, key_mapping))
-    differences = StateDifferences.of_ranks(together.all_ranks(lambda: found.compare(inner)))
+    matched = together.each_rank(lambda: _match(inner, files, key_mapping))
+    differences = StateDifferences.of_ranks(together.all_ranks(lambda: matched.compare(inner)))
     if cast:
         differences.other_dtype.clear()
     if differences and strict:
         mismatch = StateMismatch(_refusal(differences))
         raise SnapshotError(f"{together.doing} failed: {mismatch}") from mismatch
-    together.rank0(lambda: _check_copies(files, found.copies))
-    fits = {name: part for name, part in found.parts.items() if name not in differences.keys}
+    together.rank0(lambda: _check_copies(files, matched.copies))
+    fits = {name: part for name, part in matched.parts.items() if name not in differences.keys}
     together.each_rank(lambda: _allocate(inner, fits, device, init, ranks))
     if differences and ranks.rank == 0:
         warnings.warn(f"{path} is loaded in part, as strict=False says: {differences}", stacklevel=3)
@@ -121,28 +121,28 @@ class _Match:
         """What differs on this rank."""
         carrier = model_of_transformers(model)
         optional = [re.compile(pattern) for pattern in getattr(carrier, "_keys_to_ignore_on_load_missing", None) or ()]
-        own = {
+        model_values = {
             name: tensor
             for name, tensor in model_tensors(model).items()
             if name in self.parts or not any(pattern.search(name) for pattern in optional)
         }
-        given = {name: part.tensor for name, part in self.parts.items()}
-        return compare_states(own, {**given, **self.unknown})
+        file_values = {name: part.tensor for name, part in self.parts.items()}
+        return compare_states(model_values, {**file_values, **self.unknown})
 
 
 def _match(model: nn.Module, files: WeightFolder, key_mapping: Mapping[str, str] | None) -> _Match:
-    names, own = names_in_model(model), model_tensors(model)
-    found = _Match({}, {}, [])
+    names, tensors = names_in_model(model), model_tensors(model)
+    matched = _Match({}, {}, [])
     for target, part in Conversions.for_loading(model, key_mapping).assemble(files.tensors, names).items():
         first = names.get(target, target)
         if target not in names:
-            found.unknown[target] = part.tensor
-        elif first in found.parts:  # Tied in the model, and saved twice.
-            pairs = zip(found.parts[first].pieces, part.pieces, strict=True)
-            found.copies.extend((one.name, other.name) for one, other in pairs)
-        elif first in own:
-            found.parts[first] = part
-    return found
+            matched.unknown[target] = part.tensor
+        elif first in matched.parts:  # Tied in the model, and saved twice.
+            pairs = zip(matched.parts[first].pieces, part.pieces, strict=True)
+            matched.copies.extend((one.name, other.name) for one, other in pairs)
+        elif first in tensors:
+            matched.parts[first] = part
+    return matched
 
 
 def _refusal(differences: StateDifferences) -> str:
@@ -167,9 +167,9 @@ def _check_copies(files: WeightFolder, copies: Sequence[tuple[str, str]]) -> Non
         sizes = [tensor.dtype.itemsize * torch.Size(tensor.shape).numel() for tensor in tensors]
         with opened(Path(places[0].file)) as one, opened(Path(places[1].file)) as other:
             are_equal = tensors[0] == tensors[1] and all(
-                one.read(min(_COMPARED_BYTES, sizes[0] - at), places[0].begin + at)
-                == other.read(min(_COMPARED_BYTES, sizes[0] - at), places[1].begin + at)
-                for at in range(0, sizes[0], _COMPARED_BYTES)
+                one.read(min(_COMPARED_BYTES, sizes[0] - offset), places[0].begin + offset)
+                == other.read(min(_COMPARED_BYTES, sizes[0] - offset), places[1].begin + offset)
+                for offset in range(0, sizes[0], _COMPARED_BYTES)
             )
         if not are_equal:
             raise ValueError(
@@ -182,16 +182,16 @@ def _allocate(
     model: nn.Module, fits: Mapping[str, Assembled], device: torch.device | str | None, init: Init | None, group: Group
 ) -> None:
     buffers, slices = dict(persistent_buffers(model)), named_param_slices(model)
-    lacking = [name for name, held in slices.items() if held.owner.is_meta and name not in fits]
+    lacking = [name for name, param_slice in slices.items() if param_slice.owner.is_meta and name not in fits]
     if lacking:
         raise ValueError(
             f"{', '.join(lacking[:10])}: on the meta device, and nothing that is saved fits: build it outside of "
             "torch.device('meta') or initialize it, so that it has values, and load what fits over them"
         )
     accelerator = compat.accelerator() if group.backend != "gloo" else None
-    place = torch.device(device) if device is not None else accelerator or torch.device("cpu")
+    target_device = torch.device(device) if device is not None else accelerator or torch.device("cpu")
     fill = init or getattr(model_of_transformers(model), "_init_weights", None)
-    materialize(model, place, fill, {buffer for name, buffer in buffers.items() if name in fits})
+    materialize(model, target_device, fill, {buffer for name, buffer in buffers.items() if name in fits})
 
 
 def _plan(model: nn.Module, files: WeightFolder, fits: Mapping[str, Assembled]) -> list[Read]:
@@ -202,8 +202,8 @@ def _plan(model: nn.Module, files: WeightFolder, fits: Mapping[str, Assembled]) 
             for name, part in fits.items()
         },
     )
-    target = {key.removeprefix("model."): place for key, place in sharded_state_dict(model).items()}
-    return plan_reads(saved, {name: place for name, place in target.items() if name in fits})
+    target = {key.removeprefix("model."): destination for key, destination in sharded_state_dict(model).items()}
+    return plan_reads(saved, {name: destination for name, destination in target.items() if name in fits})
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ def _num_bytes(read: Read) -> int:
 
 def _batches(reads: Sequence[Read]) -> Iterator[list[Read]]:
     ends = itertools.accumulate(map(_num_bytes, reads))
-    for _, found in itertools.groupby(zip(reads, ends, strict=True), key=lambda pair: pair[1] // _BATCH_BYTES):
-        yield [read for read, _ in found]
+    for _, batch in itertools.groupby(zip(reads, ends, strict=True), key=lambda pair: pair[1] // _BATCH_BYTES):
+        yield [read for read, _ in batch]
 
 
 def _log(path: Path, rank: int, done: int, total: int) -> None:

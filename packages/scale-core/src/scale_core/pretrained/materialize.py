@@ -52,7 +52,7 @@ def materialize(model: nn.Module, device: torch.device, init: Init | None, fille
         for module, key in others:
             module._parameters[key] = new
     waiting = {(module, key): (name, module._buffers[key]) for module, key, name, is_filled in buffers if not is_filled}
-    versions = {place: _version(buffer) for place, (_, buffer) in waiting.items()}
+    versions = {key: _version(buffer) for key, (_, buffer) in waiting.items()}
     for module in dict.fromkeys(module for module, _ in waiting):
         if init is not None:
             init(module)

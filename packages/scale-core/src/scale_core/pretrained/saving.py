@@ -77,20 +77,20 @@ def save_pretrained(
     ranks, inner, path = group_of(process_group), unwrapped(model), Path(folder)
     limit = size_in_bytes(max_shard_size)
     together = CollectiveCall(ranks, f"saving {path}", SnapshotError)
-    made: list[Path] = []
+    created: list[Path] = []
     try:
-        own = together.each_rank(lambda: LocalPlan.of(_state(inner), ranks))
-        plans = together.all_ranks(lambda: (own.plan, own.values))
+        local_plan = together.each_rank(lambda: LocalPlan.of(_state(inner), ranks))
+        plans = together.all_ranks(lambda: (local_plan.plan, local_plan.values))
         everyones = together.each_rank(lambda: GlobalPlan.of(plans))
         pieces = together.rank0(lambda: _pieces(inner, everyones, save_original_format))
         layout = together.each_rank(lambda: FolderLayout.of(_saved_tensors(pieces, everyones.tensors), limit))
-        unfinished = together.rank0(lambda: _prepare(path, layout.files, made))
-        parts = own.parts(everyones.plans[ranks.rank])
+        unfinished = together.rank0(lambda: _prepare(path, layout.files, created))
+        parts = local_plan.parts(everyones.plans[ranks.rank])
         together.all_ranks_with_progress(lambda progress: _write(unfinished, parts, pieces, layout, progress))
         together.rank0(lambda: _commit(unfinished, path, layout.index, inner, config))
     finally:
-        for each in made:
-            shutil.rmtree(each, ignore_errors=True)
+        for created_path in created:
+            shutil.rmtree(created_path, ignore_errors=True)
     return path
 
 
@@ -118,25 +118,25 @@ def _pieces(model: nn.Module, everyones: GlobalPlan, original: bool) -> Pieces:
     """What each of the model's tensors is in the files."""
     everyones.check()
     ignored = getattr(model_of_transformers(model), "_keys_to_ignore_on_save", None) or ()
-    kept = {
+    tensors = {
         name: tensor
         for name, tensor in everyones.tensors.items()
         if not any(re.fullmatch(pattern, name) or pattern == name for pattern in ignored)
     }
     conversions = Conversions.for_saving(model) if original else Conversions()
-    found = {name: assembled.pieces for name, assembled in conversions.split(kept).items()}
-    names = [piece.name for pieces in found.values() for piece in pieces]
+    pieces_by_name = {name: assembled.pieces for name, assembled in conversions.split(tensors).items()}
+    names = [piece.name for pieces in pieces_by_name.values() for piece in pieces]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two tensors would be named {twice}: pass save_original_format=False")
-    return found
+    return pieces_by_name
 
 
 def _saved_tensors(pieces: Pieces, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    found = {
+    saved_tensors = {
         piece.name: SavedTensor(piece.shape, tensors[name].dtype) for name, parts in pieces.items() for piece in parts
     }
-    return {name: found[name] for name in sorted(found, key=natural_key)}
+    return {name: saved_tensors[name] for name in sorted(saved_tensors, key=natural_key)}
 
 
 def _prepare(path: Path, files: Iterable[NewFile], made: list[Path]) -> Path:
@@ -212,10 +212,10 @@ def _write_part(descriptor: int, begin: int, whole: Chunk, part: Chunk, elements
         run_bytes = math.prod(block.shape[run_dim:]) * block.element_size()
         outer = itertools.product(*(range(size) for size in block.shape[:run_dim]))
         for number, index in enumerate(outer):
-            place = [at - first for at, first in zip(offsets, whole.offsets, strict=True)]
+            starts = [offset - first for offset, first in zip(offsets, whole.offsets, strict=True)]
             for dim, steps in enumerate(index):
-                place[dim] += steps
-            position = begin + sum(at * stride for at, stride in zip(place, strides, strict=True))
+                starts[dim] += steps
+            position = begin + sum(start * stride for start, stride in zip(starts, strides, strict=True))
             _write_bytes(descriptor, data[number * run_bytes : (number + 1) * run_bytes], position)
 
 

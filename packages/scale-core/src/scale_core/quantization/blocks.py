@@ -98,11 +98,11 @@ def quantize(values: Tensor, block_format: BlockFormat, *, out: Tensor | None = 
         message = torch.empty(rows, block_format.num_bytes(numel), dtype=torch.uint8, device=values.device)
     num_scale_bytes = SCALE_BYTES * block_format.num_blocks(numel)
     for piece in _pieces(rows, numel):
-        found = [_quantize_run(values[piece, run.start : run.stop], run) for run in _runs(numel, block_format)]
-        if found:
-            scales = torch.cat([scale for scale, _ in found], dim=1)
+        runs = [_quantize_run(values[piece, run.start : run.stop], run) for run in _runs(numel, block_format)]
+        if runs:
+            scales = torch.cat([scale for scale, _ in runs], dim=1)
             message[piece, :num_scale_bytes] = scales.view(torch.uint8)
-            torch.cat([numbers for _, numbers in found], dim=1, out=message[piece, num_scale_bytes:])
+            torch.cat([numbers for _, numbers in runs], dim=1, out=message[piece, num_scale_bytes:])
     return message
 
 

@@ -99,10 +99,10 @@ def all_gather_quantized(
         tag: As in `all_gather`.
         deferred: Keeps what fails here, for the caller to raise. None raises it where the handle is waited for.
     """
-    own, mine = messages[group.rank], deferred or DeferredError()
-    mine.fill(own, lambda: quantize(shard[None], block_format, out=own[None]))
-    work = all_gather(messages.view(-1), own, group, tag=tag)
-    return work if deferred is not None else work.then(_checked(mine))
+    local_message, local_error = messages[group.rank], deferred or DeferredError()
+    local_error.fill(local_message, lambda: quantize(shard[None], block_format, out=local_message[None]))
+    work = all_gather(messages.view(-1), local_message, group, tag=tag)
+    return work if deferred is not None else work.then(_checked(local_error))
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class _Summation:
     def mean(self) -> Tensor:
         """Returns the average of this rank's part, fp32 [n], added up in rank order."""
         total, received, group = torch.zeros_like(self.own), self.messages.received, self.how.group
-        for place in range(group.size):
-            is_own, one = place == group.rank, received[place : place + 1]
+        for position in range(group.size):
+            is_own, one = position == group.rank, received[position : position + 1]
             total += self.own if is_own else dequantize(one, len(total), self.how.block_format)[0]
         return total.div_(self.how.divisor or group.size)
 

@@ -45,14 +45,14 @@ class Float8Weight:
 
     def cast(self, values: Tensor, scale: Tensor, out: Tensor) -> None:
         """Fills `out`, uint8 of the shape of `values`, with these in fp8."""
-        (made,), _ = self._around(values, scale).fsdp_pre_all_gather(None)
-        out.copy_(made.view(torch.uint8))
+        (casted,), _ = self._around(values, scale).fsdp_pre_all_gather(None)
+        out.copy_(casted.view(torch.uint8))
 
     def gathered(self, param: Tensor, data: Tensor, scale: Tensor) -> Tensor:
         """Returns the tensor that torchao computes with, around `data`, fp8; its gradient is that of `param`."""
         with torch.enable_grad():  # Also in a backward pass, whose recomputation takes gradients of it.
-            made: Tensor = _Gathered.apply(param, data, scale, self)  # type: ignore[no-untyped-call]
-        return made
+            weight: Tensor = _Gathered.apply(param, data, scale, self)  # type: ignore[no-untyped-call]
+        return weight
 
     def _around(self, values: Tensor, scale: Tensor) -> Any:
         return self.kind(values, self.mm_config, self.dtype, precomputed_scale=scale)
@@ -65,8 +65,8 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, param: Tensor, data: Tensor, scale: Tensor, weight: Float8Weight) -> Tensor:
         ctx.set_materialize_grads(False)
         around = weight._around(torch.empty_like(param, device="meta"), scale)  # It looks at the memory.
-        made: Tensor = around.fsdp_post_all_gather((data,), (scale,), param.dtype)[0]
-        return made
+        gathered: Tensor = around.fsdp_post_all_gather((data,), (scale,), param.dtype)[0]
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

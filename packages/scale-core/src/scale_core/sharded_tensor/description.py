@@ -24,7 +24,7 @@ def placements(shard: Shard) -> tuple[Any, ...]:
 
     def dim_of(shard: Shard) -> int:
         all_indices = [((0, size),) for size in shard.shape]
-        return next((dim for dim, taken in enumerate(shard.ranges) if taken != all_indices[dim]), 0)
+        return next((dim for dim, indices in enumerate(shard.ranges) if indices != all_indices[dim]), 0)
 
     first_axis = shard.gathered
     result: list[Any] = []

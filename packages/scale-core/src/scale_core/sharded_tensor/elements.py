@@ -81,11 +81,11 @@ def flat_ranges(shape: Sequence[int], ranges: Ranges) -> tuple[tuple[int, int], 
     """
     flat: list[tuple[int, int]] = [(0, 1)]
     row = 1
-    for size, taken in zip(reversed(shape), reversed(ranges), strict=True):
+    for size, dim_ranges in zip(reversed(shape), reversed(ranges), strict=True):
         if flat == [(0, row)]:
-            flat = [(first * row, last * row) for first, last in taken]
+            flat = [(first * row, last * row) for first, last in dim_ranges]
         else:
-            indices = (index for first, last in taken for index in range(first, last))
+            indices = (index for first, last in dim_ranges for index in range(first, last))
             flat = [(index * row + first, index * row + last) for index in indices for first, last in flat]
         row *= size
     return tuple(flat)
@@ -101,9 +101,9 @@ def sliced(shard: Shard, first: int, last: int) -> tuple[Shard, int, int] | None
     row = math.prod(shard.shape[1:])
     start, stop = max(shard.start, first * row), min(shard.stop, last * row)
     if start >= stop:
-        at = min(max(first * row, shard.start), shard.stop) - first * row
-        at = min(max(at, 0), (last - first) * row)
-        return replace(shard, shape=(last - first, *shard.shape[1:]), start=at, stop=at), 0, 0
+        row_start = min(max(first * row, shard.start), shard.stop) - first * row
+        row_start = min(max(row_start, 0), (last - first) * row)
+        return replace(shard, shape=(last - first, *shard.shape[1:]), start=row_start, stop=row_start), 0, 0
     part = replace(shard, shape=(last - first, *shard.shape[1:]), start=start - first * row, stop=stop - first * row)
     return part, start - shard.start, stop - shard.start
 

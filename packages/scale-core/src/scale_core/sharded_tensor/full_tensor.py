@@ -71,7 +71,7 @@ def gather_parts(mine: Sequence[tuple[str, Part]], contract: Contract, event: Ev
             )
 
     def part_of(start: int, stop: int, ranges: Ranges) -> Part:
-        return Part(start, stop, tuple(tuple((first, last) for first, last in held) for held in ranges))
+        return Part(start, stop, tuple(tuple((first, last) for first, last in dim_ranges) for dim_ranges in ranges))
 
     return [[part_of(*part) for _, part in rows] for rows in zip(*by_rank, strict=True)]
 
@@ -82,13 +82,13 @@ def join_parts(
     """The full tensor, from the parts of all ranks with their elements; some may be copies of others."""
     full = torch.empty(shape, dtype=dtype, device=device)
     by_part = {part: piece for part, piece in pieces if part.numel}
-    found = sum(part.numel for part in by_part)
-    assert found == full.numel(), f"the ranks hold {found} of the {full.numel()} elements of {shape}"
+    numel = sum(part.numel for part in by_part)
+    assert numel == full.numel(), f"the ranks hold {numel} of the {full.numel()} elements of {shape}"
     for part, piece in by_part.items():
         if part.ranges:
             for chunk, elements in cut_in_chunks(piece, shape, *part).items():
-                at = zip(chunk.offsets, chunk.sizes, strict=True)
-                full[tuple(slice(first, first + size) for first, size in at)] = elements
+                chunk_dims = zip(chunk.offsets, chunk.sizes, strict=True)
+                full[tuple(slice(first, first + size) for first, size in chunk_dims)] = elements
         else:
             full.view(-1)[part.start : part.stop] = piece
     return full

@@ -119,8 +119,8 @@ class AsyncSave:
         """
         with self._lock:
             self._steps += 1
-            told = self._told_steps
-        if told:
+            notified_steps = self._told_steps
+        if notified_steps:
             self._settled.wait()
         if self._error is not None and not self._is_raised and self._steps >= self._raise_at:
             self._is_raised = True

@@ -39,14 +39,14 @@ class ExtraState:
 
 def extra_states(name: str, model: nn.Module) -> dict[str, StatefulPart]:
     """Returns the extra states of this rank's modules of a model, which has this name, by their keys."""
-    found: dict[str, StatefulPart] = {}
+    parts: dict[str, StatefulPart] = {}
     seen: set[nn.Module] = set()
     for path, module in _named_modules(model, ""):
         if type(module).get_extra_state is not nn.Module.get_extra_state and module not in seen:
             seen.add(module)
             key = f"{name}@extra_state[{path}]"
-            found[key] = StatefulPart(key, ExtraState(module))
-    return found
+            parts[key] = StatefulPart(key, ExtraState(module))
+    return parts
 
 
 def extra_state_target(

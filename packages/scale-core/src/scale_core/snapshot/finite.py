@@ -24,13 +24,13 @@ def first_nonfinite(path: Path, manifest: Manifest, progress: Callable[[int], No
         if not saved.dtype.is_floating_point and not saved.dtype.is_complex:
             continue
         has_infinity, has_others = False, math.prod(saved.shape) == 1
-        for at in manifest.chunks[key]:
-            num_bytes = math.prod(at.chunk.sizes) * saved.dtype.itemsize
-            with opened(path / at.file, progress) as file:
+        for location in manifest.chunks[key]:
+            num_bytes = math.prod(location.chunk.sizes) * saved.dtype.itemsize
+            with opened(path / location.file, progress) as file:
                 for begin in range(0, num_bytes, _PIECE_BYTES):
                     count = min(_PIECE_BYTES, num_bytes - begin) // saved.dtype.itemsize
                     piece = torch.empty(count, dtype=saved.dtype)
-                    file.read_into([memory_of(piece)], at.begin + begin)
+                    file.read_into([memory_of(piece)], location.begin + begin)
                     wide = piece.float() if saved.dtype.itemsize == 1 else piece  # Of 8 bits there is no isfinite.
                     finite = wide.isfinite()
                     if bool(wide.isnan().any()):

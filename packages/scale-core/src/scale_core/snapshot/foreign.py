@@ -84,8 +84,8 @@ class Recognized:
 
     def advice(self, to: Literal["snapshot", "safetensors"] = "snapshot") -> str:
         """Says in two sentences what it is and how it becomes a snapshot, or a folder of safetensors files."""
-        what = "no snapshot of scale" if to == "snapshot" else "no folder of safetensors files"
-        fact = f"{self.path} is {self.format.value}, and {what}. "
+        problem = "no snapshot of scale" if to == "snapshot" else "no folder of safetensors files"
+        fact = f"{self.path} is {self.format.value}, and {problem}. "
         if not self.is_convertible:
             return fact + _INSTEAD[self.format]
         target = self.path.with_name(f"{self.path.name}-{to}")
@@ -94,9 +94,8 @@ class Recognized:
         )
         return (
             f"{fact}Convert it, and load {target}: scale-train snapshot convert {shlex.quote(str(self.path))} "
-            f"{shlex.quote(str(target))}{options} (or, in Python: "
-            f"from scale_core.convert import convert_checkpoint; convert_checkpoint({str(self.path)!r}, "
-            f"{str(target)!r}{arguments}))"
+            f"{shlex.quote(str(target))}{options} (or, in Python: from scale_core.convert import convert_checkpoint; "
+            f"convert_checkpoint({str(self.path)!r}, {str(target)!r}{arguments}))"
         )
 
 
@@ -168,17 +167,17 @@ class _BoundedReader:
 
 def _words(file: IO[bytes]) -> set[str]:
     """The texts of one pickle and the names of its classes, without modules; nothing of it is run."""
-    found: set[str] = set()
+    words: set[str] = set()
     try:
         # It calls these three methods, and its stubs ask for all of a file.
         for code, argument, position in pickletools.genops(_BoundedReader(file)):  # type: ignore[arg-type]
             if isinstance(argument, str):
-                found.add(argument.rpartition(" ")[2].rpartition(".")[2] if code.name == "GLOBAL" else argument)
+                words.add(argument.rpartition(" ")[2].rpartition(".")[2] if code.name == "GLOBAL" else argument)
             if position is not None and position > _LONGEST_PICKLE:
                 break
     except (ValueError, EOFError, UnicodeDecodeError):  # damaged; whoever opens it will say so
         pass
-    return found
+    return words
 
 
 def _is_safetensors(path: Path, start: bytes) -> bool:
@@ -196,14 +195,16 @@ def siblings(path: Path) -> tuple[Path, ...]:
     last = numbers[-1]
     before, after = path.name[: last.start()], path.name[last.end() :]
     pattern = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
-    found = {int(match[1]): other for other in path.parent.iterdir() if (match := pattern.fullmatch(other.name))}
-    return tuple(found[number] for number in sorted(found))
+    path_by_number = {
+        int(match[1]): other for other in path.parent.iterdir() if (match := pattern.fullmatch(other.name))
+    }
+    return tuple(path_by_number[number] for number in sorted(path_by_number))
 
 
 def _recognize_folder(path: Path) -> Recognized | None:
     names = {entry.name for entry in path.iterdir()}
-    for found in _folder_formats(path, names):
-        return Recognized(path, found)
+    for folder_format in _folder_formats(path, names):
+        return Recognized(path, folder_format)
     return _recognize_rank_files(path, sorted(names))
 
 
@@ -249,18 +250,18 @@ def index_of(folder: Path) -> dict[str, str] | None:
     Raises:
         ValueError: The index is no such thing, or names a file outside of the folder.
     """
-    found = [*sorted(folder.glob("*.safetensors.index.json")), *sorted(folder.glob("*.bin.index.json"))]
-    return read_index(found[0]) if found else None
+    index_files = [*sorted(folder.glob("*.safetensors.index.json")), *sorted(folder.glob("*.bin.index.json"))]
+    return read_index(index_files[0]) if index_files else None
 
 
 def read_index(path: Path) -> dict[str, str]:
     """The content of an index; see `index_of`."""
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        whole = {str(name): str(file) for name, file in files.items()}
+        file_by_name = {str(name): str(file) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of tensors: expected a 'weight_map' of names to files") from error
-    for name, file in whole.items():
+    for name, file in file_by_name.items():
         if Path(file).name != file or file in ("", ".", ".."):
             raise ValueError(f"{path}: {name} is said to be in {file!r}, expected a file of this folder")
-    return whole
+    return file_by_name

@@ -117,7 +117,7 @@ class Objects:
                 self.models[name] = _Model.of(name, obj)
             elif isinstance(obj, Optimizer) and not _is_one_state(obj):
                 optimizers[name] = [obj]
-            elif isinstance(obj, list | tuple) and obj and all(isinstance(each, Optimizer) for each in obj):
+            elif isinstance(obj, list | tuple) and obj and all(isinstance(optimizer, Optimizer) for optimizer in obj):
                 optimizers[name] = list(obj)
             elif (part := StatefulPart.of(name, obj)) is not None:
                 self.stateful[name] = part
@@ -197,8 +197,8 @@ class Objects:
         if INDEX in saved:
             target[INDEX] = saved[INDEX]
         if only_given or not strict:  # What is not given; what does not fit is left to the comparison of all ranks.
-            given = tuple(f"{name}{sign}" for name in [*self._kinds(), *self.values] for sign in ".@")
-            others = (key for key in saved if key not in target and not key.startswith(given))
+            prefixes = tuple(f"{name}{sign}" for name in [*self._kinds(), *self.values] for sign in ".@")
+            others = (key for key in saved if key not in target and not key.startswith(prefixes))
             target.update({key: unread(saved[key]) for key in others})
         return target
 
@@ -228,8 +228,8 @@ class Objects:
 
     def _extra_states_here(self) -> dict[str, StatefulPart]:
         """Those of the modules that are loaded."""
-        of = tuple(f"{name}@" for name in self.models)
-        return {name: part for name, part in self.extra_states.items() if name.startswith(of)}
+        extra_keys = tuple(f"{name}@" for name in self.models)
+        return {name: part for name, part in self.extra_states.items() if name.startswith(extra_keys)}
 
     def _compare(self, index: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool, only_given: bool) -> None:
         """Compares the objects that were saved with those given; unless strict, leaves out what was not saved."""
@@ -266,8 +266,8 @@ class Objects:
                 model.optimizers.pop(name, None)
 
     def _not_saved(self, index: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-        held = index or {key.partition(".")[0]: {} for key in saved}
-        return [name for name in self._kinds() if name not in held] + [
+        saved_parts = index or {key.partition(".")[0]: {} for key in saved}
+        return [name for name in self._kinds() if name not in saved_parts] + [
             name for name in self.values if name not in saved
         ]
 
@@ -306,14 +306,14 @@ class Capture:
             having = {number: about[name] for number, about in enumerate(everyones) if name in about}
             lowest = next(iter(having.values()))
             entry: dict[str, Any] = {key: lowest[key] for key in ("kind", "layout") if key in lowest}
-            of = sorted({about["of"] for about in having.values() if "of" in about})
-            if len(of) > 1:
+            owners = sorted({about["of"] for about in having.values() if "of" in about})
+            if len(owners) > 1:
                 raise SnapshotError(
-                    f"the optimizer '{name}' is one of {of[0]} on some ranks and of {of[1]} on others: "
+                    f"the optimizer '{name}' is one of {owners[0]} on some ranks and of {owners[1]} on others: "
                     "pass each optimizer under one name on all ranks"
                 )
-            if of:
-                entry["of"] = of[0]
+            if owners:
+                entry["of"] = owners[0]
             if lowest["kind"] in ("state", KIND):
                 state.update(self._stateful_entries(name, entry, having, rank, len(everyones)))
             index[name] = entry
@@ -348,12 +348,12 @@ def collect(objects: Mapping[str, Any], contract: Contract, before: Callable[[],
     except Exception as error:
         refusal = error
     # One exchange, since a training step waits for it.
-    told: list[Any] = [
+    messages: list[Any] = [
         f"{type(refusal).__name__}: {refusal}" if refusal else "",
         isinstance(refusal, SnapshotError),
         capture.about,
     ]
-    everyones = all_gather_json(told, contract, "saving objects")
+    everyones = all_gather_json(messages, contract, "saving objects")
     if refusal is not None:
         raise refusal
     for number, (text, has_failed, _) in enumerate(everyones):
@@ -410,25 +410,25 @@ def _is_one_state(optimizer: Optimizer) -> bool:
 
 def _home_of(name: str, optimizers: Sequence[Optimizer], models: Mapping[str, _Model]) -> _Model | None:
     """The module whose parameters the optimizers step on; None if this rank has none of them."""
-    params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     if not params:
         return None
     owners = {
         model.name: {holding.owner for holding in named_param_slices(model.module).values()}
         for model in models.values()
     }
-    found = {model: sum(param in known for param in params) for model, known in owners.items()}
-    for model, count in found.items():
+    num_params = {model: sum(param in owned for param in params) for model, owned in owners.items()}
+    for model, count in num_params.items():
         if count == len(params):
             return models[model]
-    some = [model for model, count in found.items() if count]
-    if len(some) > 1 and all(any(param in known for known in owners.values()) for param in params):
+    some = [model for model, count in num_params.items() if count]
+    if len(some) > 1 and all(any(param in owned for owned in owners.values()) for param in params):
         modules = ", ".join(f"'{model}': {model}" for model in some)
         raise ValueError(
             f"the optimizer '{name}' steps on parameters of the modules {' and '.join(some)}, so that no one of them "
             f"names its state: build an optimizer for each, or pass the modules as one, nn.ModuleDict({{{modules}}})"
         )
-    lost = next(param for param in params if not any(param in known for known in owners.values()))
+    lost = next(param for param in params if not any(param in owned for owned in owners.values()))
     raise ValueError(
         f"the optimizer '{name}' steps on a parameter of shape {tuple(lost.shape)} that is in none of the modules "
         f"({', '.join(models) or 'none was given'}): pass its module beside it, as "

@@ -74,10 +74,10 @@ def _seed(seed: int) -> None:
 
 def _device_generators() -> list[torch.Generator]:
     """Those of the initialized accelerators, that of the current device first."""
-    found: list[torch.Generator] = []
+    device_generators: list[torch.Generator] = []
     for accelerator in (torch.cuda, torch.xpu):
         if accelerator.is_initialized():
             generators = list(getattr(accelerator, "default_generators", ()))
             current = accelerator.current_device()
-            found += generators[current:] + generators[:current]
-    return found
+            device_generators += generators[current:] + generators[:current]
+    return device_generators

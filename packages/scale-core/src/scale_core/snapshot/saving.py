@@ -71,9 +71,9 @@ def save(
         SnapshotError: On every rank: the ranks have different objects, or writing failed. The snapshots that were there
             still are. Also, that an earlier `async_save` has failed.
     """
-    own = group_of(process_group)
-    state = collect(objects, Contract(own), lambda: _begin(directory, step, keep))
-    return _write(directory, step, lambda: state, own, keep, extra)
+    group = group_of(process_group)
+    state = collect(objects, Contract(group), lambda: _begin(directory, step, keep))
+    return _write(directory, step, lambda: state, group, keep, extra)
 
 
 @checked_arguments
@@ -117,13 +117,13 @@ def async_save(
         TypeError: As `save`.
         SnapshotError: The ranks have different objects, or an earlier `async_save` has failed.
     """
-    own = group_of(process_group)
-    writers = background_group(own)
-    state = collect(objects, Contract(own), lambda: _begin(directory, step, keep))
+    group = group_of(process_group)
+    writers = background_group(group)
+    state = collect(objects, Contract(group), lambda: _begin(directory, step, keep))
     failure: Exception | None = None
-    held: Any = None
+    staged: Any = None
     try:
-        state, held = copy_to_host(state), copy.deepcopy(extra)
+        state, staged = copy_to_host(state), copy.deepcopy(extra)
     except Exception as error:  # Such as no memory. The other ranks write already, and hear of it there.
         failure = error
 
@@ -133,7 +133,7 @@ def async_save(
         return state
 
     path = Path(directory) / f"step-{step:08d}"
-    return AsyncSave(path, lambda: _write(directory, step, copied, writers, keep, held), writers)
+    return AsyncSave(path, lambda: _write(directory, step, copied, writers, keep, staged), writers)
 
 
 def _write(
@@ -188,17 +188,17 @@ def load(
             an object had a state on each rank and was saved by another number of them. `DamagedSnapshotError` and
             `NewerSnapshotError` are as of `load_snapshot`.
     """
-    own = group_of(process_group)
-    call_on_all_ranks(lambda: _begin(directory, 0 if step is None else step, None), "loading objects", Contract(own))
+    group = group_of(process_group)
+    call_on_all_ranks(lambda: _begin(directory, 0 if step is None else step, None), "loading objects", Contract(group))
     parts: list[Objects] = []
 
     def target(saved: Mapping[str, Any]) -> dict[str, Any]:
         parts[:] = [Objects(objects)]  # Anew for each snapshot, if one is passed over.
-        return parts[0].target(saved, own, strict=strict, only_given=only_given)
+        return parts[0].target(saved, group, strict=strict, only_given=only_given)
 
-    snapshot = load_snapshot(directory, target, own, step=step, strict=strict, cast=cast)
-    together = CollectiveCall(own, f"loading {snapshot.path}", SnapshotError)
-    loaded = together.each_rank(lambda: parts[0].load(snapshot.state, own, snapshot.left_out))
+    snapshot = load_snapshot(directory, target, group, step=step, strict=strict, cast=cast)
+    together = CollectiveCall(group, f"loading {snapshot.path}", SnapshotError)
+    loaded = together.each_rank(lambda: parts[0].load(snapshot.state, group, snapshot.left_out))
     return replace(snapshot, state=loaded)
 
 

@@ -107,36 +107,40 @@ def write_state(
 ) -> Path:
     """`save_snapshot` of what `state` returns; what that raises on one rank is an error on all, as all else is."""
     _check_arguments(group, "save_snapshot", directory=os.fspath(directory), step=step)
-    place = Path(directory) / f"step-{step:08d}"
+    snapshot_path = Path(directory) / f"step-{step:08d}"
     save = ""
 
     def name_if_committed() -> None:
         """Rank 0 may be lost when the directory has its name: then this snapshot is the last one."""
-        if _is_save(place, save):
-            set_last_snapshot(str(place))
+        if _is_save(snapshot_path, save):
+            set_last_snapshot(str(snapshot_path))
 
     def make_room(progress: Progress) -> tuple[Path, str]:
         if group.rank > 0:
-            return place, ""
+            return snapshot_path, ""
         encoded_extra.append(encode_extra(extra))
-        return _make_room(place, made, progress), uuid.uuid4().hex
+        return _make_room(snapshot_path, created, progress), uuid.uuid4().hex
 
-    together = CollectiveCall(group, f"saving {place}", SnapshotError, on_lost=name_if_committed)
-    made: list[Path] = []  # on rank 0: what must not stay if anything fails
+    together = CollectiveCall(group, f"saving {snapshot_path}", SnapshotError, on_lost=name_if_committed)
+    created: list[Path] = []  # on rank 0: what must not stay if anything fails
     encoded_extra: list[JSON] = []  # on rank 0
     try:
         unfinished, save = together.all_ranks_with_progress(make_room)[0]
-        own = together.each_rank(lambda: LocalPlan.of(state(), group))
-        plans = together.all_ranks(lambda: (own.plan, own.values))
+        local_plan = together.each_rank(lambda: LocalPlan.of(state(), group))
+        plans = together.all_ranks(lambda: (local_plan.plan, local_plan.values))
         everyones = together.each_rank(lambda: GlobalPlan.of(plans))
         plan = everyones.plans[group.rank]
-        written = together.all_ranks_with_progress(partial(write_part, unfinished, save, own, plan, group, at_stage))
-        together.rank0(lambda: _commit(unfinished, place, everyones.manifest(save, step, written, *encoded_extra)))
+        written = together.all_ranks_with_progress(
+            partial(write_part, unfinished, save, local_plan, plan, group, at_stage)
+        )
+        together.rank0(
+            lambda: _commit(unfinished, snapshot_path, everyones.manifest(save, step, written, *encoded_extra))
+        )
     finally:
-        for path in made:
+        for path in created:
             shutil.rmtree(path, ignore_errors=True)
-    set_last_snapshot(str(place))
-    return place
+    set_last_snapshot(str(snapshot_path))
+    return snapshot_path
 
 
 @checked_arguments
@@ -214,8 +218,8 @@ def _list_to_load(looking: CollectiveCall, folder: Path, passed_over: set[Path])
     def find(progress: Progress) -> list[Path]:
         if looking.group.rank > 0:
             return []
-        found = _finished(folder, progress)
-        return [path for path in found if path not in passed_over] if found else _refuse_foreign(folder)
+        finished = _finished(folder, progress)
+        return [path for path in finished if path not in passed_over] if finished else _refuse_foreign(folder)
 
     return looking.all_ranks_with_progress(find)[0]
 
@@ -269,7 +273,7 @@ def _load_locked(
     if differences and strict:
         mismatch = StateMismatch(differences.refusal(), differences)
         raise SnapshotError(f"{together.doing} failed: {mismatch}") from mismatch
-    fits = {key: place for key, place in target.items() if key not in left_out}
+    fits = {key: destination for key, destination in target.items() if key not in left_out}
     reads: list[Read] = []
 
     def plan() -> RankReads:
@@ -290,17 +294,17 @@ def _read_manifest_on_rank0(path: Path, group: Group, progress: Progress) -> Man
     if group.rank > 0:
         return None
     if not os.path.lexists(path):
-        found = ", ".join(other.name for other in _finished(path.parent)[:5])
-        raise FileNotFoundError(f"there is no {path}; the newest there are: {found or 'none'}")
+        neighbors = ", ".join(other.name for other in _finished(path.parent)[:5])
+        raise FileNotFoundError(f"there is no {path}; the newest there are: {neighbors or 'none'}")
     return read_manifest(path, progress)
 
 
 def _verify(together: CollectiveCall, path: Path, manifest: Manifest, reads: list[RankReads]) -> None:
     """Verifies all blocks of a snapshot, which the ranks share out among them."""
-    mine = blocks_to_verify(manifest, reads, together.group.rank)
-    found = together.all_ranks_with_progress(partial(find_damage, path, manifest, mine))
-    if any(found):
-        raise DamagedSnapshotError(describe_damage(path, list(dict.fromkeys(itertools.chain(*found)))))
+    local_blocks = blocks_to_verify(manifest, reads, together.group.rank)
+    damage = together.all_ranks_with_progress(partial(find_damage, path, manifest, local_blocks))
+    if any(damage):
+        raise DamagedSnapshotError(describe_damage(path, list(dict.fromkeys(itertools.chain(*damage)))))
 
 
 def _offer_older(paths: list[Path], group: Group) -> str:
@@ -355,8 +359,8 @@ def latest_snapshot(
                 warnings.warn(f"passing over an incomplete snapshot: {error}", stacklevel=3)
         else:
             return path
-    if not passed_over and (found := recognize(directory)) is not None and found.is_foreign:
-        warnings.warn(found.advice(), stacklevel=3)
+    if not passed_over and (recognized := recognize(directory)) is not None and recognized.is_foreign:
+        warnings.warn(recognized.advice(), stacklevel=3)
     return None
 
 
@@ -382,8 +386,8 @@ def _sweep(directory: Path) -> None:
     """Removes what killed processes left behind: those of this machine, and of others what has not grown for a day."""
     for path in directory.iterdir():
         if match := _UNFINISHED.fullmatch(path.name):
-            here = match["host"] == socket.gethostname()
-            if not _is_alive(int(match["pid"])) if here else _idle_seconds(path) > _IDLE_SECONDS:
+            is_local = match["host"] == socket.gethostname()
+            if not _is_alive(int(match["pid"])) if is_local else _idle_seconds(path) > _IDLE_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -473,13 +477,13 @@ def _finished(directory: Path, progress: Progress = lambda num_bytes: None) -> l
 def _refuse_foreign(path: Path) -> list[Path]:
     """Raises if this is a checkpoint of another library, or one snapshot where the folder of it is expected."""
     try:
-        found = recognize(path)
+        foreign = recognize(path)
     except OSError:  # There is nothing that can be read; what was asked for says so.
         return []
-    if found is not None and found.format is Format.SNAPSHOT:
+    if foreign is not None and foreign.format is Format.SNAPSHOT:
         raise FileNotFoundError(f"{path} is one snapshot: pass the directory that it is in, {path.parent}")
-    if found is not None and found.is_foreign:
-        raise ForeignCheckpointError(found.advice())
+    if foreign is not None and foreign.is_foreign:
+        raise ForeignCheckpointError(foreign.advice())
     return []
 
 
@@ -493,10 +497,12 @@ def _check_arguments(group: Group, call: str, **given: Any) -> None:
     everyones = together.all_ranks(lambda: given)
     for name in given:
         ranks: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(everyones):
-            ranks.setdefault(repr(theirs.get(name)), []).append(rank)
+        for rank, arguments in enumerate(everyones):
+            ranks.setdefault(repr(arguments.get(name)), []).append(rank)
         if len(ranks) > 1:
-            values = "; ".join(f"{value} on {_ranks_text(of)}" for value, of in ranks.items())
+            values = "; ".join(
+                f"{value} on {_ranks_text(ranks_with_value)}" for value, ranks_with_value in ranks.items()
+            )
             raise SnapshotError(f"{call}: {name} differs between the ranks: {values}. Pass the same on all of them")
     step = given["step"]
     if step is not None and (type(step) is not int or step < 0):

@@ -21,15 +21,15 @@ _kept: Tensor | None = None  # The block of the last copy, uint8
 
 def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
     """Returns a flat state whose tensors are copies, valid until the next call; values are given back as they are."""
-    wanted = {key: tensor for key, value in state.items() if (tensor := _elements(value)) is not None}
-    block = _block(sum(map(_room, wanted.values())), pinned=any(tensor.is_cuda for tensor in wanted.values()))
+    tensors = {key: tensor for key, value in state.items() if (tensor := _elements(value)) is not None}
+    block = _block(sum(map(_room, tensors.values())), pinned=any(tensor.is_cuda for tensor in tensors.values()))
     copies, position = dict(state), 0
-    for key, tensor in wanted.items():
-        place = block[position : position + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor, non_blocking=True)
-        copies[key] = _with_elements(state[key], place)
+    for key, tensor in tensors.items():
+        host_tensor = block[position : position + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        host_tensor.copy_(tensor, non_blocking=True)
+        copies[key] = _with_elements(state[key], host_tensor)
         position += _room(tensor)
-    for device in {tensor.device for tensor in wanted.values() if tensor.device.type != "cpu"}:
+    for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
         torch.accelerator.current_stream(device).synchronize()
     return copies
 

@@ -27,7 +27,7 @@ TYPE = "__type__"
 
 _MAX_DEPTH = 100
 _NUMBERS = "biufc"  # The kinds of numpy's dtypes that are numbers.
-_FACTORIES = {made.__name__: made for made in (bool, int, float, str, list, dict, set, tuple)}
+_FACTORIES = {factory.__name__: factory for factory in (bool, int, float, str, list, dict, set, tuple)}
 _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -134,11 +134,11 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {TYPE: "float", "value": repr(value)}
         if kind is list:
-            return [self.encode(part, (*path, at)) for at, part in enumerate(value)]
+            return [self.encode(part, (*path, index)) for index, part in enumerate(value)]
         if isinstance(value, dict):
             return self._mapping(value, path)
         if kind.__name__ in _SEQUENCES and kind in (tuple, set, frozenset, torch.Size):
-            parts = [self.encode(part, (*path, at)) for at, part in enumerate(value)]
+            parts = [self.encode(part, (*path, index)) for index, part in enumerate(value)]
             if kind in (set, frozenset):  # Their order is another in each process.
                 parts.sort(key=lambda part: json.dumps(part, sort_keys=True))
             return {TYPE: kind.__name__, "items": parts}
@@ -201,11 +201,11 @@ class _Encoder:
 
     def _add(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
         # The key itself is that of the JSON which describes the tensor, such as the dtype of an array.
-        wanted = key = ".".join([self.key, *map(str, path)]) if path else f"{self.key}#data"
+        requested = key = ".".join([self.key, *map(str, path)]) if path else f"{self.key}#data"
         number = 1
         while key in self.tensors:  # As where {"a.b": ...} stands beside {"a": {"b": ...}}.
             number += 1
-            key = f"{wanted}#{number}"
+            key = f"{requested}#{number}"
         self.tensors[key] = tensor
         return key
 
@@ -225,14 +225,14 @@ def _decode_typed(value: dict[str, JSON], tensor_of: Callable[[str], Tensor]) ->
     part: Any = value.get("value")
     items: Any = value.get("items")
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](decode(each, tensor_of) for each in items)
+        return _SEQUENCES[kind](decode(item, tensor_of) for item in items)
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]((decode(key, tensor_of), decode(each, tensor_of)) for key, each in items)
+        return _MAPPINGS[kind]((decode(key, tensor_of), decode(value, tensor_of)) for key, value in items)
     if kind == "defaultdict":
         factory = value["factory"]
-        made: defaultdict[Any, Any] = defaultdict(None if factory is None else _FACTORIES[str(factory)])
-        made.update((decode(key, tensor_of), decode(each, tensor_of)) for key, each in items)
-        return made
+        decoded: defaultdict[Any, Any] = defaultdict(None if factory is None else _FACTORIES[str(factory)])
+        decoded.update((decode(key, tensor_of), decode(value, tensor_of)) for key, value in items)
+        return decoded
     if kind == "tensor":
         return _decode_tensor(value, tensor_of)
     if kind == "ndarray":
@@ -243,7 +243,7 @@ def _decode_typed(value: dict[str, JSON], tensor_of: Callable[[str], Tensor]) ->
     if kind == "float":
         return float(part)
     if kind == "complex":
-        real, imaginary = (decode(each, tensor_of) for each in items)
+        real, imaginary = (decode(item, tensor_of) for item in items)
         return complex(real, imaginary)
     if kind == "dtype" and isinstance(dtype := getattr(torch, part), torch.dtype):
         return dtype

@@ -84,16 +84,16 @@ class Captured:
 
     def digest(self) -> str:
         """A hash that is equal on ranks whose states are."""
-        made = hashlib.blake2b(digest_size=16)
+        hasher = hashlib.blake2b(digest_size=16)
         for key, value in sorted(self.flat(self.layout).items()):
-            made.update(f"{key}\n".encode())
+            hasher.update(f"{key}\n".encode())
             if isinstance(value, Tensor):
                 host = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-                made.update(f"{host.dtype} {tuple(host.shape)}\n".encode())
-                made.update((ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b"")
+                hasher.update(f"{host.dtype} {tuple(host.shape)}\n".encode())
+                hasher.update((ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b"")
             else:
-                made.update(json.dumps(value, sort_keys=True).encode())
-        return made.hexdigest()
+                hasher.update(json.dumps(value, sort_keys=True).encode())
+        return hasher.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ class StatefulPart:
         """What to read into, for all that was saved of it and this rank needs."""
         if entry.get("kind") == "sharded":
             live = self.capture(rank).flat(self.name)
-            kept = [saved[key] for key in live if key in saved and not isinstance(saved[key], SavedTensor)]
-            live.update({f"{self.name}.{inner}": None for value in kept for inner in tensor_keys(value)})
+            values = [saved[key] for key in live if key in saved and not isinstance(saved[key], SavedTensor)]
+            live.update({f"{self.name}.{inner}": None for value in values for inner in tensor_keys(value)})
             read = places({key: saved[key] for key in live if key in saved})
             return {key: value if isinstance(value, LocalShard) else read.get(key) for key, value in live.items()}
         scopes = tuple(f"{scope}." for scope in self._scopes(entry, rank, size))
@@ -184,9 +184,11 @@ class StatefulPart:
             return self.obj
         if isinstance(self.obj, Tensor):
             if not isinstance(state, Tensor) or (state.shape, state.dtype) != (self.obj.shape, self.obj.dtype):
-                what = f"{state.dtype} {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
+                description = (
+                    f"{state.dtype} {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
+                )
                 raise StateMismatch(
-                    f"{self.name}: {what} was saved, expected {self.obj.dtype} {tuple(self.obj.shape)}: "
+                    f"{self.name}: {description} was saved, expected {self.obj.dtype} {tuple(self.obj.shape)}: "
                     f"pass a tensor like the saved one"
                 )
             return self.obj.detach().copy_(state)
@@ -213,16 +215,16 @@ class StatefulPart:
         return [f"{self.name}.ranks[{number}]" for number in range(int(ranks))]
 
     def _decoded(self, scope: str, state: Mapping[str, Any], layout: Any) -> Any:
-        mine = {key.removeprefix(scope): value for key, value in state.items() if key.startswith(scope)}
-        inner = {name for value in mine.values() if not isinstance(value, Tensor) for name in tensor_keys(value)}
+        local_state = {key.removeprefix(scope): value for key, value in state.items() if key.startswith(scope)}
+        inner = {name for value in local_state.values() if not isinstance(value, Tensor) for name in tensor_keys(value)}
 
         def tensor_of(key: str) -> Tensor:
-            found: Tensor = mine[key]
-            return found
+            tensor: Tensor = local_state[key]
+            return tensor
 
         items = {
             key: value if isinstance(value, Tensor) else decode(value, tensor_of)
-            for key, value in mine.items()
+            for key, value in local_state.items()
             if key not in inner
         }
         if layout == "whole":

@@ -51,8 +51,8 @@ def block_shard(key: str, value: Tensor, holding: ParamSlice) -> LocalShard:
     Raises:
         ValueError: The elements begin within a block, or there is another number of scales.
     """
-    held = num_blocks(key, holding)
-    if tuple(value.shape) != (held,):
+    block_count = num_blocks(key, holding)
+    if tuple(value.shape) != (block_count,):
         raise not_elementwise(f"{holding.name}.{key}", value.shape, holding.owner.shape)
-    first = holding.start // BLOCK_SIZES[key] if held else 0
-    return LocalShard(value.detach(), whole_shape(key, holding), first, first + held, written=holding.written)
+    first = holding.start // BLOCK_SIZES[key] if block_count else 0
+    return LocalShard(value.detach(), whole_shape(key, holding), first, first + block_count, written=holding.written)

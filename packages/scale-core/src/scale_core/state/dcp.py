@@ -80,5 +80,5 @@ def _with_lists(value: Any) -> Any:
     """A value in which dicts by number, of what was a list, are lists again."""
     if not isinstance(value, dict):
         return value
-    whole = {key: _with_lists(part) for key, part in value.items()}
-    return [whole[key] for key in sorted(whole)] if whole and all(isinstance(key, int) for key in whole) else whole
+    tree = {key: _with_lists(part) for key, part in value.items()}
+    return [tree[key] for key in sorted(tree)] if tree and all(isinstance(key, int) for key in tree) else tree

@@ -64,8 +64,8 @@ class ParamState:
 
     def tensors(self, key: Any, value: Any) -> list[Tensor]:
         """The tensors in a value of the state that are no numbers of the full parameter, each once."""
-        found = {id(t): t for t in tensors_in(value) if not is_per_param_number(key, t.shape, self.held.shape)}
-        return list(found.values())
+        tensor_by_id = {id(t): t for t in tensors_in(value) if not is_per_param_number(key, t.shape, self.held.shape)}
+        return list(tensor_by_id.values())
 
     def described(self) -> dict[Any, Any]:
         """The state with full tensors on the meta device, and the values of numbers."""
@@ -105,22 +105,22 @@ def gather_optim_states(
     if not states:
         return []
     group, sender = states[0].group, states[0].device
-    found, recipients = _compare(states, contract, keeps, group if compared_over is None else compared_over)
-    alike: dict[tuple[Any, int, torch.dtype], list[tuple[ParamState, Tensor]]] = {}
-    for state, values in zip(states, found, strict=True):
+    holders, recipients = _compare(states, contract, keeps, group if compared_over is None else compared_over)
+    tensors_by_kind: dict[tuple[Any, int, torch.dtype], list[tuple[ParamState, Tensor]]] = {}
+    for state, values in zip(states, holders, strict=True):
         for key, value in values.items():
-            for place, tensor in enumerate(state.tensors(key, value)):
-                alike.setdefault((key, place, tensor.dtype), []).append((state, tensor))
-    whole: dict[int, Tensor] = {}
-    for (key, place, dtype), members in alike.items() if recipients else ():
-        event = _EVENT._replace(unit=f"{states[0].held.name} {key} {place} {dtype}")
+            for index, tensor in enumerate(state.tensors(key, value)):
+                tensors_by_kind.setdefault((key, index, tensor.dtype), []).append((state, tensor))
+    full: dict[int, Tensor] = {}
+    for (key, index, dtype), members in tensors_by_kind.items() if recipients else ():
+        event = _EVENT._replace(unit=f"{states[0].held.name} {key} {index} {dtype}")
         parts = [state.parts_of(tensor) for state, tensor in members]
-        mine = [
-            state.held.view(state.tensors(key, state.values[key])[place]).to(sender).reshape(-1)
+        local_tensors = [
+            state.held.view(state.tensors(key, state.values[key])[index]).to(sender).reshape(-1)
             for (state, _), by_rank in zip(members, parts, strict=True)
             if by_rank[group.rank].numel
         ]
-        source = torch.cat(mine) if mine else torch.empty(0, dtype=dtype, device=sender)
+        source = torch.cat(local_tensors) if local_tensors else torch.empty(0, dtype=dtype, device=sender)
         sizes = [sum(part.numel for part in by_member) for by_member in zip(*parts, strict=True)]
         received = _send(source, sizes, group, recipients, contract, event)
         ends, pieces = [0] * group.size, list[tuple[Part, Tensor]]()
@@ -129,11 +129,11 @@ def gather_optim_states(
             for rank, part in enumerate(by_rank):
                 pieces.append((part, received[rank][ends[rank] : ends[rank] + part.numel]))
                 ends[rank] += part.numel
-            whole[id(tensor)] = join_parts(tuple(tensor.shape), pieces, dtype, device or state.device)
-        del mine, source, received, pieces  # Before there are the next ones.
+            full[id(tensor)] = join_parts(tuple(tensor.shape), pieces, dtype, device or state.device)
+        del local_tensors, source, received, pieces  # Before there are the next ones.
     if not keeps:
         return []
-    return [map_tensors(lambda tensor: whole.get(id(tensor), tensor), values) for values in found]
+    return [map_tensors(lambda tensor: full.get(id(tensor), tensor), values) for values in holders]
 
 
 def _compare(
@@ -145,26 +145,26 @@ def _compare(
         return [state.described() for state in states], [group.rank if keeps else (group.rank + 1) % group.size]
     ranks = [over.rank] if group.size == 1 else [over.ranks.index(rank) for rank in group.ranks]
     problems = list(_misshapen(states))
-    mine = {
+    descriptions = {
         number: state.described()
         for number, state in enumerate(states)
         if not problems and state.describer == group.rank and state.values
     }
     rows = [
         pickle.loads(text.encode("latin-1"))
-        for text in _exchange(pickle.dumps((keeps, mine)).decode("latin-1"), contract, over)
+        for text in _exchange(pickle.dumps((keeps, descriptions)).decode("latin-1"), contract, over)
     ]
-    found: dict[int, tuple[int, dict[Any, Any]]] = {}
+    holders: dict[int, tuple[int, dict[Any, Any]]] = {}
     for rank, (_, described) in reversed([*enumerate(rows)]):
-        found.update((number, (rank, values)) for number, values in described.items())
+        holders.update((number, (rank, values)) for number, values in described.items())
     for number, state in enumerate(states) if not problems else ():
         if state.is_compared:
-            problems += _mismatches(state, over.rank, *found.get(number, (ranks[state.describer], {})))
+            problems += _mismatches(state, over.rank, *holders.get(number, (ranks[state.describer], {})))
     for rank, text in enumerate(_exchange(problems[0] if problems else "", contract, over)):
         if text:
             raise ValueError(f"{text} (on rank {rank})")
     recipients = [member for member, rank in enumerate(ranks) if rows[rank][0]]
-    return [found.get(number, (0, {}))[1] for number in range(len(states))], recipients
+    return [holders.get(number, (0, {}))[1] for number in range(len(states))], recipients
 
 
 def _exchange(text: str, contract: Contract, over: Group) -> list[str]:
@@ -181,18 +181,18 @@ def _misshapen(states: Sequence[ParamState]) -> Iterator[str]:
 
 
 def _mismatches(state: ParamState, rank: int, describer: int, described: State) -> Iterator[str]:
-    own, name = state.described(), state.held.name
-    for key in [*described, *(key for key in own if key not in described)]:
-        if key not in own or key not in described:
-            there, not_there = (describer, rank) if key in described else (rank, describer)
+    local, name = state.described(), state.held.name
+    for key in [*described, *(key for key in local if key not in described)]:
+        if key not in local or key not in described:
+            having, not_there = (describer, rank) if key in described else (rank, describer)
             yield (
-                f"optimizer state {name}.{key} is there on rank {there}, but not on rank {not_there}, which holds a "
+                f"optimizer state {name}.{key} is there on rank {having}, but not on rank {not_there}, which holds a "
                 "part of the parameter, too: all ranks must step together"
             )
-        elif _in_words(own[key]) != _in_words(described[key]):
+        elif _in_words(local[key]) != _in_words(described[key]):
             yield (
                 f"optimizer state {name}.{key} differs between the ranks: {_in_words(described[key])} on rank "
-                f"{describer}, {_in_words(own[key])} on rank {rank}: all ranks must step together"
+                f"{describer}, {_in_words(local[key])} on rank {rank}: all ranks must step together"
             )
 
 
@@ -215,12 +215,12 @@ def _send(
         return [source] * group.size
     to_one, tag = len(recipients) < group.size, message_tag(event)
     comes = list(sizes) if not to_one or group.rank in recipients else [0] * group.size
-    whole = source.new_empty(sum(comes))
+    received = source.new_empty(sum(comes))
     if to_one:
         goes = [source.numel() if rank in recipients else 0 for rank in range(group.size)]
-        pending = all_to_all(whole, source, group, output_sizes=comes, input_sizes=goes, tag=tag)
+        pending = all_to_all(received, source, group, output_sizes=comes, input_sizes=goes, tag=tag)
     else:
-        pending = all_gather(whole, source, group, sizes=sizes, tag=tag)
+        pending = all_gather(received, source, group, sizes=sizes, tag=tag)
     with contract.waiting(event):
         pending.wait(contract.limit_seconds)
-    return list(whole.split(comes))
+    return list(received.split(comes))

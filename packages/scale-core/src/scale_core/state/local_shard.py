@@ -16,7 +16,7 @@ from scale_core.sharded_tensor.tensor import local_tensor
 
 
 def _format_range(start: int, stop: int, ranges: Ranges) -> str:
-    return f"[{start}, {stop})" + (f" of the indices {[list(held) for held in ranges]}" if ranges else "")
+    return f"[{start}, {stop})" + (f" of the indices {[list(dim_ranges) for dim_ranges in ranges]}" if ranges else "")
 
 
 class LocalShard(Tensor):
@@ -62,11 +62,11 @@ class LocalShard(Tensor):
                 f"expected a contiguous tensor of {stop - start} elements for [{start}, {stop}), "
                 f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}: pass tensor.contiguous()"
             )
-        made: Self = cast(Any, Tensor)._make_wrapper_subclass(
+        shard: Self = cast(Any, Tensor)._make_wrapper_subclass(
             cls, tuple(shape), dtype=tensor.dtype, device=tensor.device, requires_grad=False
         )
-        made.tensor, made.start, made.stop, made.ranges, made.written = tensor, start, stop, ranges, written
-        return made
+        shard.tensor, shard.start, shard.stop, shard.ranges, shard.written = tensor, start, stop, ranges, written
+        return shard
 
     @property
     def chunks(self) -> dict[Chunk, Tensor]:

@@ -53,10 +53,12 @@ def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, list[Param
     for holding in named_param_slices(model).values():
         everything.setdefault(holding.owner, []).append(holding)
     check_known(optimizer, everything)
-    found = {param: everything[param] for group in optimizer.param_groups for param in group["params"]}
+    slices_by_param = {param: everything[param] for group in optimizer.param_groups for param in group["params"]}
     if isinstance(optimizer, HasShardedState):
-        return {param: [optimizer.sharded_state(holding) for holding in held] for param, held in found.items()}
-    return found
+        return {
+            param: [optimizer.sharded_state(holding) for holding in slices] for param, slices in slices_by_param.items()
+        }
+    return slices_by_param
 
 
 def local_chunk(holding: ParamSlice, tensor: Tensor) -> LocalShard | Tensor:
@@ -102,26 +104,30 @@ def optimizer_targets(
     In the place of what does not fit stand its expected shape or a `Misfit`; without `allocate`, all tensors are new
     ones without memory.
     """
-    of: dict[str, tuple[Optimizer, Mapping[str, Any], ParamSlice]] = {}
+    owner_of_key: dict[str, tuple[Optimizer, Mapping[str, Any], ParamSlice]] = {}
     target: dict[str, Any] = {}
     refused: set[Optimizer] = set()
     for number, optimizer in enumerate(optimizers):
         owners = owners_of(model, optimizer)
         for group in optimizer.param_groups:
-            of.update((held.name, (optimizer, group, held)) for param in group["params"] for held in owners[param])
+            owner_of_key.update(
+                (param_slice.name, (optimizer, group, param_slice))
+                for param in group["params"]
+                for param_slice in owners[param]
+            )
         try:
             groups_of(optimizer, saved, owners, name_here)
         except StateMismatch as error:
             target[f"{GROUPS} {number}"] = Misfit(str(error))
             if not _fits_in_part(optimizer, saved, owners, name_here):
                 refused.add(optimizer)
-    if strangers := _strangers(saved, of, name_here):
+    if strangers := _strangers(saved, owner_of_key, name_here):
         target[f"{GROUPS} and their parameters"] = Misfit(strangers)
     rooms: dict[tuple[Tensor, str], Tensor] = {}
     for full_key, name, key, value in _named_entries(saved):
-        if name not in of:
+        if name not in owner_of_key:
             continue
-        optimizer, its_group, holding = of[name]
+        optimizer, its_group, holding = owner_of_key[name]
         if not isinstance(value, SavedTensor):
             target[full_key] = value
         elif holding.state == "nothing" or optimizer in refused:
@@ -133,10 +139,10 @@ def optimizer_targets(
         else:
             live = optimizer.state.get(holding.owner, {}).get(key) if allocate else None
             if live is None:
-                place = (holding.owner, key)
-                if place not in rooms:
-                    rooms[place] = _empty_state(key, value, holding, its_group, allocate)
-                live = rooms[place]
+                owner_and_key = (holding.owner, key)
+                if owner_and_key not in rooms:
+                    rooms[owner_and_key] = _empty_state(key, value, holding, its_group, allocate)
+                live = rooms[owner_and_key]
             target[full_key] = _entry(holding, key, live)
     target.update((key, value) for key, value in saved.items() if is_group(key))
     return target
@@ -204,22 +210,22 @@ def state_entries(
 
     Unless strict, optimizers are left out whose groups are others, and parameters of which not all is there.
     """
-    given: dict[str, dict[str, Any]] = {}
+    saved_states: dict[str, dict[str, Any]] = {}
     for _, name, key, value in _named_entries(state):
-        given.setdefault(name, {})[key] = value
-    found = []
+        saved_states.setdefault(name, {})[key] = value
+    entries = []
     for optimizer in optimizers:
         owners = owners_of(model, optimizer)
         if strict:
             options = groups_of(optimizer, state, owners, name_here)
-            found.append(Loaded(optimizer, entries_from(given, owners, optimizer.state), options))
+            entries.append(Loaded(optimizer, entries_from(saved_states, owners, optimizer.state), options))
         elif _fits_in_part(optimizer, state, owners, name_here):
             slots: dict[Tensor, dict[str, Any]] = {}
-            for param, held in owners.items():
+            for param, slices in owners.items():
                 with suppress(StateMismatch):
-                    slots.update(entries_from(given, {param: held}, optimizer.state))
-            found.append(Loaded(optimizer, slots, groups_of(optimizer, state, owners, name_here, strict=False)))
-    return found
+                    slots.update(entries_from(saved_states, {param: slices}, optimizer.state))
+            entries.append(Loaded(optimizer, slots, groups_of(optimizer, state, owners, name_here, strict=False)))
+    return entries
 
 
 def groups_of(
@@ -238,10 +244,14 @@ def groups_of(
 def _strangers(state: Mapping[str, Any], known: Container[str], name_here: Callable[[str], str | None]) -> str:
     """What is wrong with saved groups that have parameters of this rank on which no optimizer steps; "" if none has."""
     for group in saved_groups(state):
-        names = [here for here in map(name_here, group.names) if here is not None and here not in known]
+        names = [
+            local_name
+            for local_name in map(name_here, group.names)
+            if local_name is not None and local_name not in known
+        ]
         if names:
-            which = f"{some_keys(names)}, which {'is no parameter' if len(names) == 1 else 'are no parameters'}"
-            return f"{GROUPS}: group {group.number} was saved with {which} of the optimizer: {REGROUP}"
+            subject = f"{some_keys(names)}, which {'is no parameter' if len(names) == 1 else 'are no parameters'}"
+            return f"{GROUPS}: group {group.number} was saved with {subject} of the optimizer: {REGROUP}"
     return ""
 
 
@@ -253,12 +263,12 @@ def entries_from(
 ) -> dict[Tensor, dict[str, Any]]:
     """Returns the state of each owner, from the entries of its slices."""
     slots: dict[Tensor, dict[str, Any]] = {}
-    for held in owners.values():
-        owner = held[0].owner
-        keys = list(dict.fromkeys(key for holding in held for key in given.get(holding.name, {})))
-        if keys and held[0].state != "nothing":
+    for slices in owners.values():
+        owner = slices[0].owner
+        keys = list(dict.fromkeys(key for holding in slices for key in given.get(holding.name, {})))
+        if keys and slices[0].state != "nothing":
             has = live.get(owner, {})
-            slots[owner] = {key: _owner_value(key, held, given, has.get(key)) for key in keys}
+            slots[owner] = {key: _owner_value(key, slices, given, has.get(key)) for key in keys}
     return slots
 
 

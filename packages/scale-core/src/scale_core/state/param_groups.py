@@ -60,13 +60,13 @@ def is_group(key: str) -> bool:
 
 def saved_groups(state: Mapping[str, Any]) -> list[SavedGroup]:
     """Returns the groups of a state, by number; those of several ranks one after the other."""
-    found = []
+    groups = []
     for key, value in state.items():
         if key == GROUPS:
-            found += [_saved(number, group) for number, group in enumerate(value)]
+            groups += [_saved(number, group) for number, group in enumerate(value)]
         elif is_group(key):
-            found.append(_saved(int(key.removeprefix(f"{GROUPS}[").partition("]")[0]), value))
-    return sorted(found, key=lambda group: group.number)
+            groups.append(_saved(int(key.removeprefix(f"{GROUPS}[").partition("]")[0]), value))
+    return sorted(groups, key=lambda group: group.number)
 
 
 def _saved(number: int, group: Mapping[str, Any]) -> SavedGroup:
@@ -93,15 +93,15 @@ def matching_options(
     group_of: dict[str, SavedGroup] = {}
     parts: list[list[SavedGroup]] = [[] for _ in names]
     for group in saved:
-        here = [name for name in map(name_here, group.names) if name in number_of]
-        numbers = sorted({number_of[name] for name in here})
+        local_names = [name for name in map(name_here, group.names) if name in number_of]
+        numbers = sorted({number_of[name] for name in local_names})
         if len(numbers) > 1:
-            first, second = (next(name for name in here if number_of[name] == number) for number in numbers[:2])
+            first, second = (next(name for name in local_names if number_of[name] == number) for number in numbers[:2])
             raise StateMismatch(
                 f"{GROUPS}: {first} and {second} were saved in one group, and stand in the groups {numbers[0]} and "
                 f"{numbers[1]} of the optimizer: {REGROUP}"
             )
-        group_of.update(dict.fromkeys(here, group))
+        group_of.update(dict.fromkeys(local_names, group))
         for number in numbers:
             parts[number].append(group)
     lacking = [name for name in number_of if name not in group_of]
@@ -114,12 +114,12 @@ def matching_options(
     options = []
     for number, (live, its_parts) in enumerate(zip(optimizer.param_groups, parts, strict=True)):
         if its_parts:
-            found = _common_options(number, its_parts)
-            check_options(found, live, optimizer.defaults)
+            common_options = _common_options(number, its_parts)
+            check_options(common_options, live, optimizer.defaults)
         else:
-            same = [each.options for each in saved if each.number == number]
-            found = same[0] if same and all(each == same[0] for each in same) else {}
-        options.append(found)
+            same = [group.options for group in saved if group.number == number]
+            common_options = same[0] if same and all(options_of_group == same[0] for options_of_group in same) else {}
+        options.append(common_options)
     return options
 
 
@@ -168,9 +168,9 @@ def _expected_kind(saved: Any, live: Any) -> str:
         return "" if saved in (False, True) else "true or false"
     if isinstance(live, float):
         return "" if _is_number(saved) else "a number"
-    if isinstance(live, tuple | list) and live and all(each is None or _is_number(each) for each in live):
+    if isinstance(live, tuple | list) and live and all(item is None or _is_number(item) for item in live):
         is_list = isinstance(saved, tuple | list) and len(saved) == len(live)
-        are_numbers = is_list and all(each is None or _is_number(each) for each in saved)
+        are_numbers = is_list and all(item is None or _is_number(item) for item in saved)
         return "" if are_numbers else f"{len(live)} numbers"
     return ""
 

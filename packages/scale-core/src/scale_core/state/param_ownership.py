@@ -88,11 +88,11 @@ def param_slices(param: Tensor, listed: str) -> Iterator[ParamSlice]:
         raise ValueError(f"{shard.name}: each rank holds a summand of it: reduce it before its state is taken")
     if buffer is not None:
         for name, entry, span in zip(buffer.names, buffer.layout.entries, buffer.spans, strict=True):
-            place = (entry.shape, span.start, span.stop, span.shard_offset, span.shape)
-            yield ParamSlice(name, param, *place, shares_owner=True)
+            location = (entry.shape, span.start, span.stop, span.shard_offset, span.shape)
+            yield ParamSlice(name, param, *location, shares_owner=True)
     elif shard is not None:
-        place = (shard.shape, shard.start, shard.stop, 0, tuple(param.shape))
-        yield ParamSlice(shard.name or listed, param, *place, ranges=shard.ranges, written=shard.written)
+        location = (shard.shape, shard.start, shard.stop, 0, tuple(param.shape))
+        yield ParamSlice(shard.name or listed, param, *location, ranges=shard.ranges, written=shard.written)
     else:
         shape = tuple(param.shape)
         yield ParamSlice(listed, param, shape, 0, param.numel(), 0, shape, is_shard=False)
@@ -101,7 +101,7 @@ def param_slices(param: Tensor, listed: str) -> Iterator[ParamSlice]:
 @on_local_tensors
 def named_param_slices(model: nn.Module) -> dict[str, ParamSlice]:
     """Returns a model's slices by the names of the plain model; a tied parameter is listed once."""
-    found: dict[str, ParamSlice] = {}
+    slices: dict[str, ParamSlice] = {}
     part = model if isinstance(model, PartOfModel) else None
     for listed, param in model.named_parameters():
         for holding in param_slices(param, listed):
@@ -109,10 +109,10 @@ def named_param_slices(model: nn.Module) -> dict[str, ParamSlice]:
                 name = holding.name if holding.shares_owner else listed  # A unit knows the names within its stage.
                 first = part.names_of_model().get(name, name)
                 holding = replace(holding, name=first, written=holding.written and part.is_first_holder(first))
-            if holding.name in found:
+            if holding.name in slices:
                 raise ValueError(f"two parameters are named {holding.name}: the second is listed as {listed}")
-            found[holding.name] = holding
-    return found
+            slices[holding.name] = holding
+    return slices
 
 
 def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
@@ -124,14 +124,14 @@ def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
     if not stems:
         return saved
     shards = [shard for param in model.parameters() if (shard := shard_of(param)) is not None]
-    here = {rank for shard in shards for axis in shard.axes for rank in axis.group.ranks}
+    local_ranks = {rank for shard in shards for axis in shard.axes for rank in axis.group.ranks}
 
     def is_of_others(key: str) -> bool:
-        stem, at, rest = key.partition(".")[2].partition("@")
-        ranks = rest.partition(".")[0]
-        if not at or stem not in stems or f"{stem}@{ranks}" in names:
+        stem, separator, suffix = key.partition(".")[2].partition("@")
+        ranks = suffix.partition(".")[0]
+        if not separator or stem not in stems or f"{stem}@{ranks}" in names:
             return False
-        return here.issuperset(int(rank) for rank in ranks.split("-") if rank.isdigit())
+        return local_ranks.issuperset(int(rank) for rank in ranks.split("-") if rank.isdigit())
 
     return {key: value for key, value in saved.items() if not is_of_others(key)}
 
@@ -155,8 +155,8 @@ def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
     Raises:
         ValueError: The ranks hold summands of a parameter.
     """
-    held = named_param_slices(model).values()
-    return sum(math.prod(holding.shape) for holding in held if holding.owner.requires_grad or not only_trainable)
+    slices = named_param_slices(model).values()
+    return sum(math.prod(holding.shape) for holding in slices if holding.owner.requires_grad or not only_trainable)
 
 
 def check_known(optimizer: HasGroups, known: Container[Tensor]) -> None:

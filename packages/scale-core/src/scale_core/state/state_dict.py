@@ -101,12 +101,12 @@ def target_state_dict(
     saved = of_this_rank(saved, model)
     target, names = sharded_state_dict(model), _names(model)
     key_of = _own_keys(saved, names)
-    mine = {own: saved[key] for own, key in key_of.items()}
+    local_saved = {local_key: saved[key] for local_key, key in key_of.items()}
     if optimizer is not None:
-        target.update(optimizer_targets(model, _listed(optimizer), mine, names.in_group))
-    if strict and (differences := _compare(target, mine, optimizer)):
+        target.update(optimizer_targets(model, _listed(optimizer), local_saved, names.in_group))
+    if strict and (differences := _compare(target, local_saved, optimizer)):
         raise StateMismatch(differences.refusal(), differences)
-    return {key_of.get(own, own): value for own, value in target.items()}
+    return {key_of.get(local_key, local_key): value for local_key, value in target.items()}
 
 
 def _compare(expected: Mapping[str, Any], given: Mapping[str, Any], optimizer: Optimizers) -> StateDifferences:
@@ -121,8 +121,13 @@ def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
 
     The model may be on the meta device.
     """
-    found = {name: SavedTensor(held.shape, held.owner.dtype) for name, held in named_param_slices(model).items()}
-    return found | {name: SavedTensor(tuple(each.shape), each.dtype) for name, each in persistent_buffers(model)}
+    tensors = {
+        name: SavedTensor(param_slice.shape, param_slice.owner.dtype)
+        for name, param_slice in named_param_slices(model).items()
+    }
+    return tensors | {
+        name: SavedTensor(tuple(buffer.shape), buffer.dtype) for name, buffer in persistent_buffers(model)
+    }
 
 
 def names_in_model(model: nn.Module) -> Mapping[str, str]:
@@ -163,41 +168,45 @@ def load_what_fits(
 ) -> StateDifferences:
     """As `load_sharded_state_dict`; returns what did not fit in place of a warning."""
     names = _names(model)
-    mine = {own: state[key] for own, key in _own_keys(state, names).items()}
+    local_state = {local_key: state[key] for local_key, key in _own_keys(state, names).items()}
     holdings = {f"model.{name}": holding for name, holding in _holdings_with_memory(model).items()}
-    own: dict[str, Tensor] = {key: holding.view(holding.owner) for key, holding in holdings.items()}
-    own.update({f"model.{name}": buffer.detach() for name, buffer in persistent_buffers(model)})
+    targets: dict[str, Tensor] = {key: holding.view(holding.owner) for key, holding in holdings.items()}
+    targets.update({f"model.{name}": buffer.detach() for name, buffer in persistent_buffers(model)})
     expected: dict[str, Any] = {
         key: SavedTensor(holdings[key].shape if key in holdings else tuple(tensor.shape), tensor.dtype)
-        for key, tensor in own.items()
+        for key, tensor in targets.items()
     }
-    given = {
+    saved = {
         key: SavedTensor(tuple(value.size()), value.dtype) if isinstance(value, Tensor) else value
-        for key, value in mine.items()
+        for key, value in local_state.items()
     }
     if optimizer is not None:
-        expected.update(optimizer_targets(model, _listed(optimizer), given, names.in_group, allocate=False))
-    differences = _compare(expected, given, optimizer)
+        expected.update(optimizer_targets(model, _listed(optimizer), saved, names.in_group, allocate=False))
+    differences = _compare(expected, saved, optimizer)
     if differences and strict:
         raise StateMismatch(differences.refusal(), differences)
-    mine = without_misfits(mine, differences.keys)
+    local_state = without_misfits(local_state, differences.keys)
     sources = {
-        key: part_of(key, mine[key], holdings[key]) if key in holdings else mine[key].detach()
-        for key in own
-        if key in mine
+        key: part_of(key, local_state[key], holdings[key]) if key in holdings else local_state[key].detach()
+        for key in targets
+        if key in local_state
     }
-    loaded = [] if optimizer is None else state_entries(mine, model, _listed(optimizer), names.in_group, strict=strict)
+    loaded = (
+        []
+        if optimizer is None
+        else state_entries(local_state, model, _listed(optimizer), names.in_group, strict=strict)
+    )
     wait_sent()
     for key, source in sources.items():
-        if not own[key].is_set_to(source):
-            own[key].copy_(source)
-    for each in loaded:
-        install_hooks(each.optimizer)
-        fill_groups(each.optimizer, each.options)
+        if not targets[key].is_set_to(source):
+            targets[key].copy_(source)
+    for loaded_object in loaded:
+        install_hooks(loaded_object.optimizer)
+        fill_groups(loaded_object.optimizer, loaded_object.options)
         if strict:
-            each.optimizer.state.clear()
-        for param, values in each.slots.items():
-            each.optimizer.state[param] = {
+            loaded_object.optimizer.state.clear()
+        for param, values in loaded_object.slots.items():
+            loaded_object.optimizer.state[param] = {
                 key: value.clone() if copy and isinstance(value, Tensor) else value for key, value in values.items()
             }
     return differences
@@ -207,14 +216,14 @@ def without_misfits(state: Mapping[str, Any], misfits: Collection[str]) -> dict[
     """The entries of a state that fit: of an optimizer, all entries of a parameter of which everything does."""
 
     def param_of(key: str) -> str:
-        kind, _, rest = key.partition(".")
-        return rest.rpartition(".")[0] if kind == "optim" else rest
+        kind, _, remainder = key.partition(".")
+        return remainder.rpartition(".")[0] if kind == "optim" else remainder
 
-    of = {param_of(key) for key in misfits if not is_group(key)}
+    misfit_params = {param_of(key) for key in misfits if not is_group(key)}
     return {
         key: value
         for key, value in state.items()
-        if key not in misfits and (not key.startswith("optim.") or is_group(key) or param_of(key) not in of)
+        if key not in misfits and (not key.startswith("optim.") or is_group(key) or param_of(key) not in misfit_params)
     }
 
 
@@ -238,39 +247,43 @@ class _Names:
 
     def in_group(self, name: str) -> str | None:
         """As `here`, for a saved group; also None where others have it of a unit that each rank has for itself."""
-        here, (stem, at, _) = self.here(name), name.partition("@")
-        is_of_others = at and here not in self.held and any(own.startswith(f"{stem}@") for own in self.held)
-        return None if is_of_others else here
+        local_name, (stem, separator, _) = self.here(name), name.partition("@")
+        is_of_others = (
+            separator
+            and local_name not in self.held
+            and any(local_name_part.startswith(f"{stem}@") for local_name_part in self.held)
+        )
+        return None if is_of_others else local_name
 
 
 def _names(model: nn.Module) -> _Names:
     holdings = named_param_slices(model)
-    held = frozenset([*holdings, *(name for name, _ in persistent_buffers(model))])
+    local_names = frozenset([*holdings, *(name for name, _ in persistent_buffers(model))])
     if isinstance(model, PartOfModel):
-        return _Names(model.names_of_model(), held)
-    outer, first = _outer_prefix(model), {name: name for name in held}
+        return _Names(model.names_of_model(), local_names)
+    outer, first = _outer_prefix(model), {name: name for name in local_names}
     by_owner = {holding.owner: name for name, holding in holdings.items() if not holding.shares_owner}
     for listed, param in model.named_parameters(remove_duplicate=False):
         if param in by_owner:
             first.setdefault(listed.removeprefix(outer), by_owner[param])
-    return _Names(first, held)
+    return _Names(first, local_names)
 
 
 def _own_keys(state: Mapping[str, Any], names: _Names) -> dict[str, str]:
     """The keys of a state's entries on this rank, each with that in the state."""
     # A tied parameter may have been saved by another of its names. Two entries of one parameter keep their names.
-    found: dict[str, str] = {}
+    own_keys: dict[str, str] = {}
     for key in state:
-        kind, _, rest = key.partition(".")
+        kind, _, remainder = key.partition(".")
         if kind not in ("model", "optim") or is_group(key):
-            found[key] = key
+            own_keys[key] = key
             continue
-        name, dot, entry = rest.rpartition(".") if kind == "optim" else (rest, "", "")
-        here = names.here(name)
-        if here is not None:
-            own = f"{kind}.{here}{dot}{entry}"
-            found[key if own in found or (own != key and own in state) else own] = key
-    return found
+        name, dot, entry = remainder.rpartition(".") if kind == "optim" else (remainder, "", "")
+        local_name = names.here(name)
+        if local_name is not None:
+            local_key = f"{kind}.{local_name}{dot}{entry}"
+            own_keys[key if local_key in own_keys or (local_key != key and local_key in state) else local_key] = key
+    return own_keys
 
 
 def _holdings_with_memory(model: nn.Module) -> dict[str, ParamSlice]:

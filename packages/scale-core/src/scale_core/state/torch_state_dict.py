@@ -131,15 +131,15 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     # To others it says so beside the tensors.
     if _keeps_whole_state(optimizer):
         return None
-    asked = torch_request()
-    if asked is None:
+    request = torch_request()
+    if request is None:
         params = [param for _, param in _params_by_key(optimizer, state_dict)]
         names = _names_in_stages(params)
-        held = tuple(_shard_entry(param, names.get(param)) for param in params)
-        if not any(held):
+        entries = tuple(_shard_entry(param, names.get(param)) for param in params)
+        if not any(entries):
             return None
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return {**state_dict, SHARDS: {"rank": rank, "world_size": world_size, "held": held}}
+        return {**state_dict, SHARDS: {"rank": rank, "world_size": world_size, "held": entries}}
     for _, param in _params_by_key(optimizer, state_dict):
         shard = shard_of(param)
         if shard is not None and flat_buffer_of(param) is not None:
@@ -156,11 +156,11 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
             return value
         if value.shape != param.shape:
             raise not_elementwise(f"{shard.name}.{key}", value.shape, param.shape)
-        place = (shard.shape, shard.start, shard.stop, shard.ranges)
-        return LocalShard(value.detach().contiguous(), *place, written=shard.written)
+        location = (shard.shape, shard.start, shard.stop, shard.ranges)
+        return LocalShard(value.detach().contiguous(), *location, written=shard.written)
 
     labelled = _map_shards(optimizer, state_dict, label)
-    return _made_whole(optimizer, state_dict, labelled, asked) if asked.whole else labelled
+    return _made_whole(optimizer, state_dict, labelled, request) if request.whole else labelled
 
 
 def _made_whole(
@@ -171,24 +171,24 @@ def _made_whole(
         for holding in () if shard_of(param) is None else param_slices(param, ""):
             by_axes.setdefault(_axes_of(holding), {})[number] = holding
     state = dict(labelled["state"])
-    for (group, other), held in by_axes.items():
+    for (group, other), slices in by_axes.items():
         contract = Contract(group)
-        mine = [(holding.name, Part(holding.start, holding.stop, holding.ranges)) for holding in held.values()]
-        parts = gather_parts(mine, contract, Event("optimizer state", ""))
+        local_parts = [(holding.name, Part(holding.start, holding.stop, holding.ranges)) for holding in slices.values()]
+        parts = gather_parts(local_parts, contract, Event("optimizer state", ""))
         keeps = asked.keeps if other is None else asked.keeps_with(other)
         states = []
-        for (number, holding), its_parts in zip(held.items(), parts, strict=True):
+        for (number, holding), its_parts in zip(slices.items(), parts, strict=True):
             values = state_dict["state"].get(number, {})
             its = (holding, its_parts) if other is None else _within_piece(holding, its_parts)
             states.append(ParamState(its[0], group, its[1], holding.owner.device, values))
         device = HOST if asked.on_host and other is None else None
-        for run in group_in_buckets([math.prod(each.held.shape) for each in states], _BUCKET_NUMEL):
-            bucket = [states[place] for place in run]
-            whole = gather_optim_states(bucket, contract, keeps=keeps, device=device)
-            for place, values in zip(run, whole, strict=False):
-                number = list(held)[place]
+        for run in group_in_buckets([math.prod(state.held.shape) for state in states], _BUCKET_NUMEL):
+            bucket = [states[index] for index in run]
+            full_states = gather_optim_states(bucket, contract, keeps=keeps, device=device)
+            for state_index, values in zip(run, full_states, strict=False):
+                number = list(slices)[state_index]
                 if other is not None:
-                    its_piece = _Piece(held[number], tuple(states[place].held.shape), parts[place], other)
+                    its_piece = _Piece(slices[number], tuple(states[state_index].held.shape), parts[state_index], other)
                     values = {key: map_tensors(its_piece.whole, value) for key, value in values.items()}
                 if values and asked.keeps:
                     state[number] = map_tensors(Tensor.cpu, values) if asked.on_host else values
@@ -258,8 +258,8 @@ def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 
     def cut(key: str, value: Tensor, param: Tensor, shard: Shard) -> Tensor:
         if module is not None and isinstance(value, module.LocalShard):
-            held = (shard.start, shard.stop, shard.ranges)
-            if (value.start, value.stop, value.ranges) != held or tuple(value.shape) != shard.shape:
+            current = (shard.start, shard.stop, shard.ranges)
+            if (value.start, value.stop, value.ranges) != current or tuple(value.shape) != shard.shape:
                 raise ValueError(
                     f"optimizer state {shard.name}.{key}: expected the elements [{shard.start}, {shard.stop}) of "
                     f"{shard.shape}, got [{value.start}, {value.stop}) of {tuple(value.shape)}: load it by "
@@ -291,10 +291,10 @@ _WHAT_TO_LOAD = (
 
 def _names_in_stages(params: Sequence[Tensor]) -> dict[Tensor, str]:
     """The names in the whole model of parameters in this rank's pipeline stages."""
-    found: dict[Tensor, str] = {}
+    names: dict[Tensor, str] = {}
     for model in stages_of(params) if params else ():
-        found |= names_of_stages(model)
-    return found
+        names |= names_of_stages(model)
+    return names
 
 
 def _keeps_whole_state(optimizer: Optimizer) -> bool:
@@ -327,20 +327,22 @@ def _check_shards(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     # With every group, whatever the first one says: the others wait for it.
     rows_by_group = [(group, exchange([len(differing)], group)) for group in groups if group.process_group is not None]
     others = any(row[0] and rank != group.rank for group, rows in rows_by_group for rank, row in enumerate(rows))
-    of = f"rank {saved['rank']} of {saved['world_size']}"
+    saved_rank = f"rank {saved['rank']} of {saved['world_size']}"
     if differing:
         (name, shape, start, stop, _), param = differing[0]
         shard = shard_of(param)
-        here = f"all of {tuple(param.shape)}" if shard is None else f"[{shard.start}, {shard.stop}) of {shard.shape}"
-        here = f"'{names[param]}', {here}" if param in names else here
+        expected = (
+            f"all of {tuple(param.shape)}" if shard is None else f"[{shard.start}, {shard.stop}) of {shard.shape}"
+        )
+        expected = f"'{names[param]}', {expected}" if param in names else expected
         raise ValueError(
-            f"this optimizer state is the shard of {of}, and this rank holds other elements: it has [{start}, {stop}) "
-            f"of '{name}' {shape}, and in its place here is {here}: {_WHAT_TO_LOAD}"
+            f"this optimizer state is the shard of {saved_rank}, and this rank holds other elements: it has [{start}, "
+            f"{stop}) of '{name}' {shape}, and in its place here is {expected}: {_WHAT_TO_LOAD}"
         )
     if others:
         raise ValueError(
-            f"this optimizer state is the shard of {of}. It fits this rank, but not all others, which were given "
-            f"another rank's shard: {_WHAT_TO_LOAD}"
+            f"this optimizer state is the shard of {saved_rank}. It fits this rank, but not all others, which were "
+            f"given another rank's shard: {_WHAT_TO_LOAD}"
         )
 
 

@@ -64,7 +64,7 @@ class StateDifferences:
             ("of another dtype", self.other_dtype.values()),
             ("of another kind", self.other_kind.values()),
         )
-        listed = [f"{len(found)} {what}: {some_keys(list(found))}" for what, found in texts if found]
+        listed = [f"{len(keys)} {problem}: {some_keys(list(keys))}" for problem, keys in texts if keys]
         return "; ".join([*listed, *self.misfits.values()])
 
     def refusal(self) -> str:
@@ -80,16 +80,16 @@ class StateDifferences:
     def of_ranks(cls, found: Iterable[StateDifferences]) -> StateDifferences:
         """What differs on any rank; unexpected is what none of them expects."""
         every = list(found)
-        everywhere = set.intersection(*(set(each.unexpected) for each in every))
+        everywhere = set.intersection(*(set(difference.unexpected) for difference in every))
         together = cls(
-            missing=list(dict.fromkeys(key for each in every for key in each.missing)),
+            missing=list(dict.fromkeys(key for difference in every for key in difference.missing)),
             unexpected=[key for key in every[0].unexpected if key in everywhere],
         )
-        for each in every:
-            together.misshapen.update(each.misshapen)
-            together.other_dtype.update(each.other_dtype)
-            together.other_kind.update(each.other_kind)
-            together.misfits.update(each.misfits)
+        for rank_difference in every:
+            together.misshapen.update(rank_difference.misshapen)
+            together.other_dtype.update(rank_difference.other_dtype)
+            together.other_kind.update(rank_difference.other_kind)
+            together.misfits.update(rank_difference.misfits)
         return together
 
     @property
@@ -105,24 +105,26 @@ def compare_states(own: Mapping[str, Any], given: Mapping[str, Any]) -> StateDif
         own: What is here: tensors or `SavedTensor`s, other values, and `Misfit`s.
         given: The saved one.
     """
-    misfits = {key: place.reason for key, place in own.items() if isinstance(place, Misfit)}
-    found = StateDifferences(
+    misfits = {key: misfit.reason for key, misfit in own.items() if isinstance(misfit, Misfit)}
+    differences = StateDifferences(
         missing=[key for key in own if key not in given and key not in misfits],
         unexpected=[key for key in given if key not in own],
         misfits=misfits,
     )
-    for key, place in own.items():
+    for key, destination in own.items():
         if key not in given or key in misfits:
             continue
         saved = given[key]
-        if _is_tensor(saved) != _is_tensor(place):
+        if _is_tensor(saved) != _is_tensor(destination):
             kinds = ("a tensor", "none") if _is_tensor(saved) else ("no tensor", "one")
-            found.other_kind[key] = f"{key}: {kinds[0]} was saved, where {kinds[1]} is expected"
-        elif _is_tensor(saved) and tuple(saved.shape) != tuple(place.shape):
-            found.misshapen[key] = f"{key}: the saved shape is {tuple(saved.shape)}, expected {tuple(place.shape)}"
-        elif _is_tensor(saved) and saved.dtype != place.dtype:
-            found.other_dtype[key] = f"{key}: the saved dtype is {saved.dtype}, expected {place.dtype}"
-    return found
+            differences.other_kind[key] = f"{key}: {kinds[0]} was saved, where {kinds[1]} is expected"
+        elif _is_tensor(saved) and tuple(saved.shape) != tuple(destination.shape):
+            differences.misshapen[key] = (
+                f"{key}: the saved shape is {tuple(saved.shape)}, expected {tuple(destination.shape)}"
+            )
+        elif _is_tensor(saved) and saved.dtype != destination.dtype:
+            differences.other_dtype[key] = f"{key}: the saved dtype is {saved.dtype}, expected {destination.dtype}"
+    return differences
 
 
 def _is_tensor(value: Any) -> bool:

@@ -142,8 +142,8 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _can_share_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `module.to(...)` sets `data`; a gradient is replaced where its dtype or device changes."""
     tensor, value = args
-    alike = tensor.dtype == value.dtype and tensor.device == value.device
-    return bool(func(tensor, value)) and (alike or isinstance(tensor, nn.Parameter))
+    is_same_kind = tensor.dtype == value.dtype and tensor.device == value.device
+    return bool(func(tensor, value)) and (is_same_kind or isinstance(tensor, nn.Parameter))
 
 
 RULES: dict[str, Rule] = {

@@ -152,8 +152,8 @@ def _is_tensor_list(value: object) -> bool:
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A scaler's division of gradients: all ranks find the same infinities."""
-    grads, found_inf, *rest = args
-    result = func(grads, found_inf, *rest, **kwargs)
+    grads, found_inf, *options = args
+    result = func(grads, found_inf, *options, **kwargs)
     for shard in _one_per_group(grads):
         found_inf.copy_(reductions.reduce_over_ranks(found_inf, shard, lambda values: values.amax(0), "unscale"))
     return result

@@ -91,8 +91,8 @@ def _is_pointwise_on(
             return tensors.setdefault(kind.number, torch.empty(size, dtype=kind.dtype, device="meta"))
         if isinstance(kind, type):
             return kind(1)
-        of, value = kind
-        return of(map(probe, value)) if of in (list, tuple) else value
+        dtype, value = kind
+        return dtype(map(probe, value)) if dtype in (list, tuple) else value
 
     try:
         probes, named_probes = [probe(kind) for kind in args], {key: probe(kind) for key, kind in kwargs}
@@ -103,7 +103,7 @@ def _is_pointwise_on(
     results = [result] if isinstance(result, Tensor) else result
     if not isinstance(results, list | tuple) or not results:
         return False
-    has_shape = all(isinstance(each, Tensor) and each.shape == shape for each in results)
+    has_shape = all(isinstance(result, Tensor) and result.shape == shape for result in results)
     return has_shape and all(map(_computes_elements, record.operators))
 
 
@@ -128,7 +128,9 @@ def is_pointwise_list(name: str) -> bool:
     packet = getattr(torch.ops.aten, name.removeprefix("_foreach_").removesuffix("_"), None)
     overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     on_tensors = [
-        each for each in overloads if each._overloadname in ("default", "Tensor", "Scalar", "Tensor_Scalar", "self")
+        overload
+        for overload in overloads
+        if overload._overloadname in ("default", "Tensor", "Scalar", "Tensor_Scalar", "self")
     ]
-    on_tensors = [each for each in on_tensors if str(each._schema.arguments[0].type) == "Tensor"]
+    on_tensors = [overload for overload in on_tensors if str(overload._schema.arguments[0].type) == "Tensor"]
     return bool(on_tensors) and all(map(_computes_elements, on_tensors))

@@ -61,18 +61,18 @@ def _reduction(bound: Callable[..., Any]) -> Rule:
             refuse_call(func, args, kwargs)
         if arguments.pop("out", None) is not None:
             refuse(func, record_of(tensor), "out= is not supported")
-        dims, rest = _numbers(args[1:])
-        if any(isinstance(value, Tensor) for value in rest):
+        dims, other_args = _numbers(args[1:])
+        if any(isinstance(value, Tensor) for value in other_args):
             return on_elements(func, args, kwargs)
-        what = title_of(func)
+        name = title_of(func)
         sharded = Sharded(tensor, record_of(tensor))
         if not sharded.shard.numel:
             return func(tensor.new_empty(sharded.shard.shape), *args[1:], **kwargs)
         try:
-            return bound(sharded, *([dims] if dims else []), *rest, what=what, **arguments)
+            return bound(sharded, *([dims] if dims else []), *other_args, what=name, **arguments)
         except TypeError as error:
             raise ShardedTensorError(
-                f"{what} of {sharded.shard.title}: these arguments are not supported on a divided tensor ({error}). "
+                f"{name} of {sharded.shard.title}: these arguments are not supported on a divided tensor ({error}). "
                 "Write tensor.full_tensor() on all ranks first"
             ) from error
 

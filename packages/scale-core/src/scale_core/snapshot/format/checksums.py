@@ -64,10 +64,10 @@ def ranges_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
     >>> ranges_of([0, 1, 2, 5])
     [(0, 3), (5, 6)]
     """
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for block in blocks:
-        if found and found[-1][1] == block:
-            found[-1] = (found[-1][0], block + 1)
+        if ranges and ranges[-1][1] == block:
+            ranges[-1] = (ranges[-1][0], block + 1)
         else:
-            found.append((block, block + 1))
-    return found
+            ranges.append((block, block + 1))
+    return ranges

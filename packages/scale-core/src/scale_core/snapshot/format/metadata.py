@@ -85,23 +85,27 @@ class Manifest:
 
     @cached_property
     def _chunks_by_file(self) -> Mapping[str, list[tuple[str, SavedChunk]]]:
-        found: dict[str, list[tuple[str, SavedChunk]]] = {name: [] for name in self.files}
+        chunks_of_files: dict[str, list[tuple[str, SavedChunk]]] = {name: [] for name in self.files}
         for key, chunks in self.chunks.items():
-            for at in chunks:
-                found[at.file].append((key, at))
-        return found
+            for saved_chunk in chunks:
+                chunks_of_files[saved_chunk.file].append((key, saved_chunk))
+        return chunks_of_files
 
     def labels_in(self, file: str) -> set[tuple[int, str]]:
         """The byte at which each chunk of a file begins, and the name that it has there."""
-        return {(at.begin, label_of(key, at.chunk)) for key, at in self._chunks_by_file[file]}
+        return {
+            (saved_chunk.begin, label_of(key, saved_chunk.chunk)) for key, saved_chunk in self._chunks_by_file[file]
+        }
 
     def tensors_within(self, file: str, begin: int, end: int) -> Iterator[str]:
         """The tensors that have data in these bytes of a file."""
         for key, chunks in self.chunks.items():
             size = self.tensors[key].dtype.itemsize
             if any(
-                at.file == file and at.begin < end and begin < at.begin + math.prod(at.chunk.sizes) * size
-                for at in chunks
+                saved_chunk.file == file
+                and saved_chunk.begin < end
+                and begin < saved_chunk.begin + math.prod(saved_chunk.chunk.sizes) * size
+                for saved_chunk in chunks
             ):
                 yield key
 
@@ -114,13 +118,14 @@ def label_of(key: str, chunk: Chunk) -> str:
 def check_manifest(manifest: Manifest) -> None:
     """Checks that each tensor has all its elements, once each, within the files; a ValueError names what has not."""
     for key, saved in manifest.tensors.items():
-        for at in manifest.chunks[key]:
-            end = at.begin + math.prod(at.chunk.sizes) * saved.dtype.itemsize
-            if end > manifest.files[at.file].num_bytes:
+        for saved_chunk in manifest.chunks[key]:
+            end = saved_chunk.begin + math.prod(saved_chunk.chunk.sizes) * saved.dtype.itemsize
+            if end > manifest.files[saved_chunk.file].num_bytes:
                 raise ValueError(
-                    f"{key}: needs {at.file} up to byte {end}, which has {manifest.files[at.file].num_bytes}"
+                    f"{key}: needs {saved_chunk.file} up to byte {end}, which has "
+                    f"{manifest.files[saved_chunk.file].num_bytes}"
                 )
-        check_coverage(key, saved.shape, [at.chunk for at in manifest.chunks[key]])
+        check_coverage(key, saved.shape, [saved_chunk.chunk for saved_chunk in manifest.chunks[key]])
     for name, file in manifest.files.items():
         expected = num_blocks(file.num_bytes, manifest.block_bytes)
         if len(file.checksums) != expected:
@@ -144,8 +149,13 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
                 "shape": list(saved.shape),
                 # offsets, sizes, the number of the file, the byte at which the data begins
                 "chunks": [
-                    [list(at.chunk.offsets), list(at.chunk.sizes), names[at.file], at.begin]
-                    for at in manifest.chunks[key]
+                    [
+                        list(saved_chunk.chunk.offsets),
+                        list(saved_chunk.chunk.sizes),
+                        names[saved_chunk.file],
+                        saved_chunk.begin,
+                    ]
+                    for saved_chunk in manifest.chunks[key]
                 ],
             }
             for key, saved in manifest.tensors.items()
@@ -153,16 +163,16 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         "values": dict(manifest.values),
         "extra": manifest.extra,
     }
-    rest = json.dumps(document, allow_nan=False)[1:].encode() + b"\n"
-    first = _first_line(VERSION, checksum(_first_line(VERSION, ""), rest))
-    if len(first) + len(rest) > LIMIT_BYTES:
+    encoded = json.dumps(document, allow_nan=False)[1:].encode() + b"\n"
+    first = _first_line(VERSION, checksum(_first_line(VERSION, ""), encoded))
+    if len(first) + len(encoded) > LIMIT_BYTES:
         raise ValueError(
-            f"the manifest has {len(first) + len(rest):,} bytes, and {LIMIT_BYTES:,} are the limit: "
+            f"the manifest has {len(first) + len(encoded):,} bytes, and {LIMIT_BYTES:,} are the limit: "
             "put large values into tensors"
         )
     with (directory / FILE).open("xb") as file:
         file.write(first)
-        file.write(rest)
+        file.write(encoded)
         file.flush()
         os.fsync(file.fileno())
 
@@ -219,16 +229,16 @@ def _read_document(path: Path, progress: Callable[[int], None], retry_seconds: f
 
 def _checked_document(directory: Path, data: bytes) -> bytes:
     """The JSON in a manifest, when checksum and version are right."""
-    found = _FIRST_LINE.match(data)
-    if found is None:
+    match = _FIRST_LINE.match(data)
+    if match is None:
         if data.startswith(_UNPUBLISHED):
             raise SnapshotError(
                 f"{directory} is of format version 1, which was never released; this scale-core reads version "
                 f"{VERSION}: write it anew with the program that wrote it"
             )
         raise DamagedSnapshotError(f"{directory / FILE} is damaged: its first line is not that of a manifest")
-    version = int(found[1])
-    if checksum(_first_line(version, ""), memoryview(data)[found.end() :]) != found[2].decode():
+    version = int(match[1])
+    if checksum(_first_line(version, ""), memoryview(data)[match.end() :]) != match[2].decode():
         raise DamagedSnapshotError(f"{directory / FILE} is damaged: its checksum differs")
     if version > VERSION:
         raise NewerSnapshotError(
@@ -245,11 +255,11 @@ def _load_json(data: bytes) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{name!r} stands twice in one object")
-    return found
+    return unique
 
 
 def _finite(text: str) -> float:
@@ -307,15 +317,15 @@ def check_files(
     for name, file in manifest.files.items():
         path = directory / name
         try:
-            found = retry(path.lstat, path, progress, retry_seconds)
+            file_stat = retry(path.lstat, path, progress, retry_seconds)
         except OSError as error:
             if not is_damage(error):
                 raise
             raise DamagedSnapshotError(f"{path} is missing: {error.strerror}") from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(file_stat.st_mode):
             raise DamagedSnapshotError(f"{path} is a link or no file: put the file itself there")
-        if found.st_size != file.num_bytes:
-            raise DamagedSnapshotError(f"{path} has {found.st_size} bytes, {file.num_bytes} were written")
+        if file_stat.st_size != file.num_bytes:
+            raise DamagedSnapshotError(f"{path} has {file_stat.st_size} bytes, {file.num_bytes} were written")
 
 
 def _natural(value: Any) -> int:

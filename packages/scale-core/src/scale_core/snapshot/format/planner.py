@@ -39,8 +39,8 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        held = self.state_dict[index.fqn]
-        return held.__get_tensor_shard__(index) if isinstance(held, LocalShard) else super().lookup_object(index)
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, LocalShard) else super().lookup_object(index)
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class GlobalPlan:
         """Computed alike on every rank, so that no plan has to be sent back."""
         tensors: dict[str, SavedTensor] = {}
         values: dict[str, JSON] = {}
-        for rank, (plan, mine) in enumerate(owned):
+        for rank, (plan, local_items) in enumerate(owned):
             for item in plan.items:
                 _check_equal(
                     item.index.fqn, tensors.setdefault(item.index.fqn, _saved_tensor(item)), _saved_tensor(item), rank
                 )
-            for key, value in mine.items():
+            for key, value in local_items.items():
                 _check_equal(key, _json_text(key, values.setdefault(key, value)), _json_text(key, value), rank)
         if both := sorted(tensors.keys() & values.keys()):
             raise ValueError(f"{both[0]} is a tensor on some ranks and a value on others: save the same on all of them")
@@ -122,11 +122,13 @@ class GlobalPlan:
 def _by_first_holders(plans: list[SavePlan]) -> list[SavePlan]:
     """Leaves each full tensor to the lowest rank that has it, as those of one rank belong together."""
     # Buffers may differ between ranks that train the same model, such as the running mean and variance of a batch norm.
-    taken: set[str] = set()
+    taken_keys: set[str] = set()
     first: list[SavePlan] = []
     for plan in plans:
-        items = [item for item in plan.items if item.type is not WriteItemType.TENSOR or item.index.fqn not in taken]
-        taken.update(item.index.fqn for item in items if item.type is WriteItemType.TENSOR)
+        items = [
+            item for item in plan.items if item.type is not WriteItemType.TENSOR or item.index.fqn not in taken_keys
+        ]
+        taken_keys.update(item.index.fqn for item in items if item.type is WriteItemType.TENSOR)
         first.append(replace(plan, items=items))
     return first
 
@@ -227,10 +229,10 @@ def plan_reads(manifest: SavedChunks, target: State) -> list[Read]:
         ValueError: A tensor can't be written to: it has no memory, or several elements share theirs.
     """
     reads: list[Read] = []
-    for key, place in target.items():
+    for key, destination in target.items():
         if key in manifest.tensors:
-            _check_has_memory(key, place)
-            for chunk, piece in _pieces_held(place).items():
+            _check_has_memory(key, destination)
+            for chunk, piece in _pieces_held(destination).items():
                 reads += _reads_of(key, chunk, piece, manifest)
     return reads
 
@@ -239,16 +241,25 @@ def _reads_of(key: str, held: Chunk, piece: Tensor, manifest: SavedChunks) -> li
     """Of each saved chunk of a tensor the part that is in the chunk `held`, whose elements are `piece`."""
     reads: list[Read] = []
     filled: list[Chunk] = []
-    for at in manifest.chunks[key]:
-        common = _intersection(at.chunk, held)
+    for saved_chunk in manifest.chunks[key]:
+        common = _intersection(saved_chunk.chunk, held)
         if common is not None:
             into = piece
             filled.append(_relative(common, held))
             if common != held:
                 for dim, (offset, length) in enumerate(zip(*filled[-1], strict=True)):
                     into = into.narrow(dim, offset, length)
-            part = _relative(common, at.chunk)
-            reads.append(Read(at.file, at.begin, at.chunk.sizes, part, manifest.tensors[key].dtype, into))
+            part = _relative(common, saved_chunk.chunk)
+            reads.append(
+                Read(
+                    saved_chunk.file,
+                    saved_chunk.begin,
+                    saved_chunk.chunk.sizes,
+                    part,
+                    manifest.tensors[key].dtype,
+                    into,
+                )
+            )
     check_coverage(f"reading {key}", held.sizes, filled)
     return reads
 
@@ -273,8 +284,10 @@ def _relative(chunk: Chunk, outer: Chunk) -> Chunk:
 def _check_has_memory(key: str, place: Tensor) -> None:
     if place.is_meta:
         raise ValueError(f"{key} is on the meta device, where there is no memory to load into: call to_empty before")
-    held = place.tensor if isinstance(place, LocalShard) else place
-    if held.numel() and any(size > 1 and not stride for size, stride in zip(held.shape, held.stride(), strict=True)):
+    tensor = place.tensor if isinstance(place, LocalShard) else place
+    if tensor.numel() and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         raise ValueError(
             f"{key}: its elements share memory, as `expand` makes them, so they can't be loaded one by one: build it "
             "with .clone()"

@@ -78,16 +78,16 @@ class Read:
 
 def blocks_of(reads: Iterable[Read], block_bytes: int) -> dict[str, list[tuple[int, int]]]:
     """The blocks of each file in which the reads are, as ranges `[first, last)` in order."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    blocks: dict[str, list[tuple[int, int]]] = {}
     for read in sorted(reads, key=lambda read: (read.file, read.span)):
         begin, end = read.span
         first, last = begin // block_bytes, -(-end // block_bytes)
-        ranges = found.setdefault(read.file, [])
+        ranges = blocks.setdefault(read.file, [])
         if ranges and first <= ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
         else:
             ranges.append((first, last))
-    return found
+    return blocks
 
 
 def read_tensors(path: Path, reads: Iterable[Read], progress: Callable[[int], None] = lambda num_bytes: None) -> None:

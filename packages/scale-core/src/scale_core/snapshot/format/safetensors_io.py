@@ -167,21 +167,21 @@ class StoredTensor(NamedTuple):
 def read_entries(file: StoredFile) -> list[StoredTensor]:
     """The tensors of a file; a ValueError says why it is no complete safetensors file."""
     start, header = _read_header(file)
-    found = []
-    for name, at in header.items():
+    entries = []
+    for name, location in header.items():
         if name == "__metadata__":
             continue
-        if (word := at["dtype"]) not in DTYPES:
+        if (word := location["dtype"]) not in DTYPES:
             raise ValueError(f"{name} has the dtype {word}, expected one of {', '.join(DTYPES)}")
-        entry, (begin, end) = TensorEntry(name, DTYPES[word], tuple(at["shape"])), at["data_offsets"]
+        entry, (begin, end) = TensorEntry(name, DTYPES[word], tuple(location["shape"])), location["data_offsets"]
         if end - begin != entry.num_bytes or not 0 <= begin <= end:
             raise ValueError(
                 f"{name} of shape {entry.shape} in {word} needs {entry.num_bytes} bytes, got {end - begin}"
             )
         if start + end > file.num_bytes:
             raise ValueError(f"it is cut: {name} ends at byte {start + end}, and the file has {file.num_bytes}")
-        found.append(StoredTensor(entry, start + begin))
-    return found
+        entries.append(StoredTensor(entry, start + begin))
+    return entries
 
 
 def read_metadata(file: StoredFile) -> dict[str, str]:

@@ -38,9 +38,9 @@ def verify_snapshot(path: str | Path, progress: Callable[[int], None] = lambda n
     """
     path = Path(path)
     manifest = read_manifest(path)
-    found = find_damage(path, manifest, all_blocks(manifest), progress)
-    if found:
-        raise DamagedSnapshotError(describe_damage(path, found))
+    damage = find_damage(path, manifest, all_blocks(manifest), progress)
+    if damage:
+        raise DamagedSnapshotError(describe_damage(path, damage))
     return manifest
 
 
@@ -53,7 +53,7 @@ def find_damage(
     path: Path, manifest: Manifest, blocks: BlockRanges, progress: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
     """Verifies these blocks and returns what is wrong with them, in words."""
-    found = []
+    damages = []
     for name, ranges in blocks.items():
         try:
             damage = _damage_of(path, name, manifest, list(ranges), progress)
@@ -62,8 +62,8 @@ def find_damage(
                 raise
             damage = f"{name} can't be read: {type(error).__name__}: {error}"
         if damage:
-            found.append(damage)
-    return found
+            damages.append(damage)
+    return damages
 
 
 def describe_damage(path: Path, found: list[str]) -> str:
@@ -90,9 +90,9 @@ def _damage_of(
         return refusal and f"{name} {refusal}"
     places = [(a * manifest.block_bytes, min(b * manifest.block_bytes, num_bytes)) for a, b in ranges_of(bad)]
     keys = list(dict.fromkeys(key for begin, end in places for key in manifest.tensors_within(name, begin, end)))
-    held = ", ".join(keys[:_NAMED]) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
+    contents = ", ".join(keys[:_NAMED]) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
     bytes_text = ", ".join(f"{begin} to {end}" for begin, end in places[:_NAMED])
-    return f"the checksum of {name} differs in bytes {bytes_text} ({held or 'its header'})" + (
+    return f"the checksum of {name} differs in bytes {bytes_text} ({contents or 'its header'})" + (
         refusal and f"; it {refusal}"
     )
 
@@ -110,9 +110,9 @@ def _checksums(file: StoredFile, begin: int, end: int, block_bytes: int) -> list
 def _identity_refusal(file: StoredFile, name: str, manifest: Manifest) -> str:
     """Why this is no file of this save, whatever its checksums are; "" if it is one."""
     try:
-        found = read_metadata(file).get("save")
-        if found != manifest.save:
-            return f"is of another save: it has the identity {found}, and the manifest {manifest.save}"
+        save_id = read_metadata(file).get("save")
+        if save_id != manifest.save:
+            return f"is of another save: it has the identity {save_id}, and the manifest {manifest.save}"
         chunks = {(tensor.begin, tensor.entry.name) for tensor in read_entries(file)}
     except (ValueError, KeyError, TypeError) as error:
         return f"is {error}"
@@ -134,14 +134,14 @@ class RankReads:
 
 def blocks_to_verify(manifest: Manifest, reads: Sequence[RankReads], rank: int) -> dict[str, list[tuple[int, int]]]:
     """A rank's share, so that each host verifies what its ranks read, once, and all together what nobody reads."""
-    neighbors = [other for other, theirs in enumerate(reads) if theirs.host == reads[rank].host]
+    neighbors = [other for other, other_reads in enumerate(reads) if other_reads.host == reads[rank].host]
     read_here = _union([reads[other].blocks for other in neighbors])
-    here = _share(read_here, neighbors.index(rank), len(neighbors))
-    read = _union([theirs.blocks for theirs in reads])
+    local_blocks = _share(read_here, neighbors.index(rank), len(neighbors))
+    read = _union([rank_reads.blocks for rank_reads in reads])
     unread = {name: _gaps(read.get(name, []), len(file.checksums)) for name, file in manifest.files.items()}
-    rest = _share(unread, rank, len(reads))
-    names = dict.fromkeys([*here, *rest])
-    return {name: sorted([*here.get(name, ()), *rest.get(name, ())]) for name in names}
+    unread_blocks = _share(unread, rank, len(reads))
+    names = dict.fromkeys([*local_blocks, *unread_blocks])
+    return {name: sorted([*local_blocks.get(name, ()), *unread_blocks.get(name, ())]) for name in names}
 
 
 def _union(reads: Sequence[BlockRanges]) -> dict[str, list[tuple[int, int]]]:
@@ -171,12 +171,12 @@ def _share(blocks: Mapping[str, Sequence[tuple[int, int]]], index: int, count: i
     """The part with this index, of `count` with equal numbers of blocks."""
     total = sum(last - first for ranges in blocks.values() for first, last in ranges)
     begin, end = total * index // count, total * (index + 1) // count
-    mine: dict[str, list[tuple[int, int]]] = {}
+    local_blocks: dict[str, list[tuple[int, int]]] = {}
     before = 0
     for name, ranges in sorted(blocks.items()):
         for first, last in ranges:
             low, high = max(begin - before, 0), min(end - before, last - first)
             if low < high:
-                mine.setdefault(name, []).append((first + low, first + high))
+                local_blocks.setdefault(name, []).append((first + low, first + high))
             before += last - first
-    return mine
+    return local_blocks
