@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scale_core.device.streams import (
-    CudaStream,
+    DeviceStream,
     InlineExecutor,
     Stream,
     copy_into,
@@ -96,7 +96,7 @@ def test_memory_for_copies_from_cuda_is_pinned_and_its_worker_is_a_thread() -> N
 @pytest.mark.gpu
 def test_a_side_stream_on_cuda_has_every_verb() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    assert isinstance(stream_for(device), CudaStream)
+    assert isinstance(stream_for(device), DeviceStream)
     assert use_every_verb(device)[-1].item() == 2 * ((1 << 16) - 1)
 
 

@@ -123,7 +123,7 @@ class _OldNcclWork(_Interrupting):
 
 def test_an_operation_on_a_device_is_canceled_without_a_limit() -> None:
     work = _OldNcclWork()
-    on_device: Any = SimpleNamespace(is_cuda=True)
+    on_device: Any = SimpleNamespace(device=torch.device("cuda", 0))
     CollectiveWork("reduce_scatter", [(None, work)], on_device).cancel()
     assert work.num_waits == 1
 

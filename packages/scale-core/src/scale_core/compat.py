@@ -183,8 +183,13 @@ def accelerator() -> torch.device | None:
     """The current accelerator, or its stand-in in a simulation; None where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    stand_in = getattr(torch, STAND_IN, None)
-    return torch.device(STAND_IN, 0) if stand_in is not None and stand_in.is_available() else None
+    return stand_in()
+
+
+def stand_in() -> torch.device | None:
+    """The device that stands in for an accelerator in the simulation that runs now; None outside of one."""
+    module = getattr(torch, STAND_IN, None)
+    return torch.device(STAND_IN, 0) if module is not None and module.is_available() else None
 
 
 def is_fake_group(group: dist.ProcessGroup) -> bool:
@@ -394,7 +399,10 @@ def values_of(tensor: Tensor, *, simulated: list[float]) -> list[float]:
     """The values of a tensor [n] as numbers: the one place where a step waits for the device."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    values: list[float] = list(simulated) if isinstance(tensor, FakeTensor) else tensor.tolist()
+    if isinstance(tensor, FakeTensor):
+        tensor.cpu()  # The host waits for it here, too.
+        return list(simulated)
+    values: list[float] = tensor.tolist()
     return values
 
 
@@ -424,6 +432,36 @@ def watching_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> I
         yield
     finally:
         storage_type.resize_ = original
+
+
+@contextmanager
+def watching_waits(callback: Callable[[dist.Work], None]) -> Iterator[None]:
+    """Calls `callback(work)` after each wait for a handle of torch's "fake" process group."""
+    kind: Any = cast(Any, torch._C)._distributed_c10d.FakeWork
+    names = ("wait", "synchronize", "block_current_stream")
+    originals = {name: getattr(kind, name) for name in names}
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(work, *args, **kwargs)
+            callback(work)
+            return result
+
+        return wait
+
+    for name in names:
+        setattr(kind, name, watched(originals[name]))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(kind, name, originals[name])
+
+
+def work_of(handle: Any) -> dist.Work:
+    """The handle that a program gets for what a collective operator has returned as its handle."""
+    work: dist.Work = cast(Any, dist.Work).unbox(handle)
+    return work
 
 
 def storage_use_counts(storages: Iterable[torch.UntypedStorage]) -> list[int]:

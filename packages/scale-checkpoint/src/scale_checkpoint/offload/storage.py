@@ -24,7 +24,16 @@ import torch
 from torch import Tensor
 
 from scale_checkpoint.live_memory import not_counted
-from scale_core.device.streams import InlineExecutor, StreamEvent, copy_into, host_memory, stream_for, worker_for
+from scale_core.device.streams import (
+    InlineExecutor,
+    StreamEvent,
+    copy_into,
+    current_stream,
+    has_streams,
+    host_memory,
+    stream_for,
+    worker_for,
+)
 
 Target: TypeAlias = Literal["host"] | os.PathLike[str]
 """Where to: the memory of the host, or a folder by its path."""
@@ -45,7 +54,7 @@ class CopyStreams:
         self._to_host, self._to_device = stream_for(device), stream_for(device)
         self.writer, self.reader = (InlineExecutor() if self.is_cpu else worker_for(device) for _ in range(2))
         # How much is worth fetching before it is needed, beside the one storage that comes next.
-        self.prefetch_bytes = 1 << 27 if device.type == "cuda" else 0
+        self.prefetch_bytes = 1 << 27 if has_streams(device) else 0
 
     def to_host(self, source: Tensor) -> tuple[Tensor, StreamEvent]:
         """Starts to copy `source`, uint8 [n], to the host; it must stay as it is until the event."""
@@ -66,7 +75,7 @@ class CopyStreams:
 
     def wait(self, event: StreamEvent) -> None:
         """Makes the device go on only after an event."""
-        event.wait(torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None)
+        event.wait(current_stream(self.device))
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Returns memory of the host, uint8 [num_bytes], for copies from and to the device."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from scale_core import compat
 from scale_core.comm.fork import ForkCount, forked_error
+from scale_core.device.streams import has_streams
 from scale_core.errors import TransferError
 
 LIMIT_VARIABLE = "SCALE_LIMIT_SECONDS"
@@ -191,7 +192,7 @@ class CollectiveWork:
 
 def _is_on_device(result: Tensor | None) -> bool:
     """Whether the transfer is ordered by streams, and not waited for on the host."""
-    return result is not None and result.is_cuda
+    return result is not None and result.device.type != "cpu" and has_streams(result.device)
 
 
 class _FailedWork:

@@ -1,7 +1,8 @@
-"""Streams and events with the same methods on CPU and CUDA.
+"""Streams and events with the same methods on devices with streams and on the host.
 
 On CUDA a copy can run beside the computation; on CPU all work is done when a call returns. No other file asks which
-device it is on: it takes a stream here and uses it.
+device it is on: it takes a stream here and uses it. The simulated accelerator has streams, too, so that a simulation
+runs the code that CUDA would run, and finds the waits that it lacks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from scale_core import compat
 
 T = TypeVar("T")
 
@@ -57,29 +60,43 @@ class Stream:
         """Makes the caller's stream wait for all work of this stream so far."""
 
 
-class CudaStream(Stream):
-    """A side stream of one CUDA device."""
+class DeviceStream(Stream):
+    """A side stream of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
 
     def run(self, *, after_caller: bool = True) -> AbstractContextManager[object]:
         if after_caller:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        context: AbstractContextManager[object] = self._module.stream(self._stream)
+        return context
 
     def record(self) -> StreamEvent:
         event: StreamEvent = self._stream.record_event()
         return event
 
     def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._module.current_stream(self._device).wait_stream(self._stream)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether what a device computes is ordered by streams, and a call may return before it is done."""
+    return device.type in ("cuda", compat.STAND_IN)
 
 
 def stream_for(device: torch.device) -> Stream:
     """Returns a new side stream of `device`."""
-    return CudaStream(device) if device.type == "cuda" else Stream()
+    return DeviceStream(device) if has_streams(device) else Stream()
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that takes what is computed on a device now, such as a `torch.cuda.Stream`; None on the host."""
+    if has_streams(device):
+        return torch.get_device_module(device).current_stream(device)
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 class InlineExecutor(Executor):
@@ -97,6 +114,9 @@ class InlineExecutor(Executor):
 
 def worker_for(device: torch.device) -> Executor:
     """Returns the executor of the host's share of the work while a device computes, in order."""
+    if (simulated := compat.stand_in()) is not None:
+        worker: Executor = torch.get_device_module(simulated).worker()
+        return worker
     beside = device.type == "cuda" or torch.cuda.is_initialized()
     return ThreadPoolExecutor(1, "scale_core worker") if beside else InlineExecutor()
 
@@ -108,17 +128,20 @@ def on_host(tensor: Tensor) -> bool:
 
 def host_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns host memory [num_elements] for copies from and to `device`, pinned where they can be asynchronous."""
-    return torch.empty(num_elements, dtype=dtype, device=_HOST, pin_memory=device.type == "cuda")
+    return torch.empty(num_elements, dtype=dtype, device=_HOST, pin_memory=has_streams(device))
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copies in the order of the current stream; on CUDA it is asynchronous if the host side is pinned."""
-    target.copy_(source, non_blocking=target.is_cuda or source.is_cuda)
+    """Copies in the order of the current stream; with streams it is asynchronous if the host side is pinned."""
+    target.copy_(source, non_blocking=has_streams(target.device) or has_streams(source.device))
 
 
 def tensor_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
     """Returns numbers on a device; on CUDA the host does not wait for their copy, as it would in `torch.tensor`."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    if device.type != "cuda":  # A tensor without memory, as in a simulation, can be pinned by an operator alone.
+        tensor = torch.tensor(values, dtype=dtype)
+        return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def copy_over(tensor: Tensor, device: torch.device, stream: Stream) -> Tensor:
@@ -138,13 +161,13 @@ def copy_over(tensor: Tensor, device: torch.device, stream: Stream) -> Tensor:
 
 def copy_to(tensor: Tensor, device: torch.device, stream: Stream) -> Tensor:
     """Starts a copy of `tensor` to `device` on `stream`; it is complete after `stream.record().synchronize()`."""
-    # The host side is pinned where the source is on CUDA, so that the copy does not stop the computation. The caller
-    # may forget `tensor`, but not write to it until then. A tensor that is on `device` already is cloned: the result is
-    # never shared.
+    # The host side is pinned where the source's device has streams, so that the copy does not stop the computation. The
+    # caller may forget `tensor`, but not write to it until then. A tensor that is on `device` already is cloned: the
+    # result is never shared.
     with stream.run():
-        pin = tensor.device.type == "cuda" and device.type == "cpu"
+        pin = has_streams(tensor.device) and device == _HOST
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pin)
         target.copy_(tensor, non_blocking=pin)
-        if tensor.is_cuda:  # Its memory is not reused before this stream has read it.
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if has_streams(tensor.device):  # Its memory is not reused before this stream has read it.
+            tensor.record_stream(current_stream(tensor.device))
         return target

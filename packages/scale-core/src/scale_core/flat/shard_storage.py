@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scale_core import compat
 from scale_core.comm.group import Group
-from scale_core.device.streams import Stream, StreamEvent, copy_into
+from scale_core.device.streams import Stream, StreamEvent, copy_into, has_streams
 from scale_core.flat.layout import FlatLayout, alignment_of
 from scale_core.hooks.autograd import mark_without_autograd_hooks
 from scale_core.parameters import copy_attributes
@@ -226,7 +226,7 @@ class FlatShard:
     @property
     def _pins(self) -> bool:
         """Whether the shard is pinned, so that its copies run beside the computation."""
-        return self._moves and self.compute_device.type == "cuda" and self.devices.pin_memory
+        return self._moves and has_streams(self.compute_device) and self.devices.pin_memory
 
 
 # A shard on the host is copied to the device on a stream of its own, beside the computation and beside the host; it may

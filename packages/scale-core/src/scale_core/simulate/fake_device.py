@@ -13,25 +13,34 @@ is given the fused ones.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from scale_core import compat
+from scale_core.simulate import device_streams
 
 _UNNAMED = "privateuseone"  # torch's name for the type until it is registered
 
 # The error that was on its way out of a backward pass: one at most, since it is on its way to the same handler.
 _taken_out: BaseException | None = None
+_BACKWARD_THREAD = "simulated backward"
 _DO_NOTHING = functools.partial(int)
 
 
 @contextmanager
-def available() -> Iterator[torch.device]:
-    """A context in which the simulated device is this process's accelerator."""
+def available(backward_thread: bool = False) -> Iterator[torch.device]:
+    """A context in which the simulated device is this process's accelerator.
+
+    `backward_thread`: Each backward pass runs in a thread of its own.
+    """
     global _taken_out
     compat.require_simulation()
     _register()
@@ -42,7 +51,9 @@ def available() -> Iterator[torch.device]:
     attention = torch.library.Library("aten", "IMPL")
     attention.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     _module.is_there = True
-    cast(Any, torch.autograd)._engine_run_backward = functools.partial(_run_backward, run_backward)
+    cast(Any, torch.autograd)._engine_run_backward = functools.partial(
+        _run_backward, functools.partial(_run_in_thread, run_backward) if backward_thread else run_backward
+    )
     try:
         yield torch.device(compat.STAND_IN, 0)
     finally:
@@ -53,33 +64,15 @@ def available() -> Iterator[torch.device]:
         _taken_out = None
 
 
-class _NoStream:
-    """A stream and an event of a device whose work is done when the call returns."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> _NoStream:
-        return self
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
 class _Module:
     """The module `torch.sim`: the counterpart of `torch.cuda`."""
 
-    Stream = Event = _NoStream
+    Stream, Event = device_streams.SimulatedStream, device_streams.SimulatedEvent
+    current_stream = staticmethod(device_streams.current_stream)
+    default_stream = staticmethod(device_streams.default_stream)
+    stream = staticmethod(device_streams.on_stream)
+    set_stream = staticmethod(device_streams.set_stream)
+    worker = device_streams.SimulatedWorker
 
     def __init__(self) -> None:
         self.is_there = False
@@ -99,13 +92,9 @@ class _Module:
 
     def set_device(self, device: Any) -> None: ...
 
-    def synchronize(self, device: Any = None) -> None: ...
-
-    def current_stream(self, device: Any = None) -> _NoStream:
-        return _NoStream()
-
-    def stream(self, stream: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+    def synchronize(self, device: Any = None) -> None:
+        if (order := device_streams.StreamOrder.active) is not None:
+            order.synchronize()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
@@ -167,6 +156,7 @@ def _register() -> None:
     torch._register_device_module(compat.STAND_IN, _module)
     parts.register_python_privateuseone_hook(Hooks())
     parts.register_python_privateuseone_device_guard(Guard())
+    device_streams.prepare()
 
 
 def _take_out_error() -> None:
@@ -191,6 +181,33 @@ def _run_backward(run: Any, *args: Any, **kwargs: Any) -> Any:
         if error is None:
             raise
     raise error
+
+
+def _run_in_thread(run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a backward pass in a thread of its own, with what the engine of autograd takes along into its threads."""
+    if threading.current_thread().name == _BACKWARD_THREAD:  # A pass inside of a pass stays in its thread.
+        return run(*args, **kwargs)
+    modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+    saving = compat.saved_tensor_hooks(False)
+    outcome: Future[Any] = Future()
+
+    def target() -> None:
+        with ExitStack() as stack:
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if isinstance(saving, tuple):
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*saving))
+            for mode in modes:
+                stack.enter_context(mode)
+            stack.enter_context(device_streams.in_backward_thread())
+            try:
+                outcome.set_result(run(*args, **kwargs))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+    thread = threading.Thread(target=target, name=_BACKWARD_THREAD)
+    thread.start()
+    thread.join()
+    return outcome.result()
 
 
 def _attention(

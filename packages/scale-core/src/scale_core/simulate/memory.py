@@ -38,6 +38,7 @@ class MemoryBlock:
     number: int  # In the order in which storages were seen first
     made_by: str  # The operator that made it, and when, such as "aten::mm in backward"
     num_bytes: int = 0  # Its size now
+    pinned: bool = False  # Of the host, and ready for asynchronous copies
     released: bool = False  # Its memory was given back while tensors still refer to it
     watch: weakref.ref[torch.UntypedStorage] | None = None  # Tells of its end
 

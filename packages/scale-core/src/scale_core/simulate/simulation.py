@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from scale_core import compat
 from scale_core.errors import ScaleError
 from scale_core.flat.buffer import live_buffers
 from scale_core.simulate import fake_device as stand_in
+from scale_core.simulate.device_streams import StreamOrder
 from scale_core.simulate.memory import Evidence, Memory, MemoryBlock, MemoryTracker
+from scale_core.simulate.races import Race, RaceChecker, RaceError
 from scale_core.simulate.traffic import Collective, read_collective
 from scale_core.tree import tensors_in
 
@@ -57,6 +59,8 @@ _NEED_NO_MEMORY = frozenset(
     )
 )
 
+_ANSWERED_HERE = frozenset(("aten::is_set_to", "aten::is_pinned", "aten::_pin_memory", "aten::record_stream"))
+
 # What scale_core.flat.buffer calls its buffers, and what they are here.
 _FLAT_KINDS = {"shard": "parameters", "gathered": "gathered", "gradient": "reduction"}
 
@@ -83,6 +87,7 @@ class Simulation(Memory):
         world_size: The number of ranks of the world.
         device: Where the model computes: the host, or the stand-in for an accelerator.
         collectives: The collectives so far, in order.
+        races: The races so far, where the simulation looks for them (`races=`).
     """
 
     def __init__(self, rank: int, world_size: int, check: bool, device: torch.device) -> None:
@@ -98,6 +103,11 @@ class Simulation(Memory):
         self._stepping = 0
         self._aside = 0
         self._fake_mode = compat.active_fake_mode()
+        self._checker: RaceChecker | None = None
+
+    @property
+    def races(self) -> list[Race]:
+        return [] if self._checker is None else list(self._checker.races)
 
     def on(self, device: torch.device | str) -> Memory:
         """Returns the memory of the host, "cpu", or of `device`.
@@ -186,14 +196,16 @@ class Simulation(Memory):
         name = operator.name()
         if self._aside or name.startswith("prim::") or compat.active_fake_mode() is not self._fake_mode:
             return operator(*args, **kwargs)
-        if name == "aten::is_set_to":  # Of fake tensors torch does not know it.
-            return _is_set_to(*args)
+        if name in _ANSWERED_HERE:
+            return self._answer(name, *args)
         phase = self._phase()
         self._look_at_inputs(operator, (*args, *kwargs.values()), _GUESSES[phase])
         sends = name.startswith(("c10d::", "_c10d_functional::"))
         if sends:
             collective = read_collective(name, args, rank=self.rank, phase=phase, check=self._check)
             if collective is None:
+                if self._checker is not None:
+                    self._checker.wait_functional(args[0])
                 # torch's own stand-in for a wait makes a new tensor, which the real one does not.
                 return args[0]
             self.collectives.append(collective)
@@ -201,10 +213,32 @@ class Simulation(Memory):
         with compat.without_fake_cache() if name.startswith("aten::set_.source_Storage") else nullcontext():
             result = operator(*args, **kwargs)
         for tensor in _plain_tensors(result):
-            self._observe(tensor, _GUESSES[phase], f"{name} in {phase}")
+            block = self._observe(tensor, _GUESSES[phase], f"{name} in {phase}")
+            if tensor.device.type == "cpu" and (kwargs.get("pin_memory") or _brings_to_host(name, args, kwargs)):
+                block.pinned = True
         if sends:
             self._claim_buffers(name, args, result)
+        if self._checker is not None:
+            self._checker.run(operator, args, kwargs, result, needs=name not in _NEED_NO_MEMORY)
         return result
+
+    def _answer(self, name: str, tensor: Tensor, *args: Any) -> Any:
+        """What is asked of a tensor that torch does not know of fake ones."""
+        if name == "aten::is_set_to":
+            return _is_set_to(tensor, *args)
+        if name == "aten::is_pinned":
+            return self._is_pinned(tensor)
+        if name == "aten::_pin_memory":
+            with _OperatorMode(self):
+                return torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device, pin_memory=True
+                ).copy_(tensor)
+        if self._checker is not None:
+            self._checker.record_stream(tensor, *args)
+        return None
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and self._observe(tensor, "temporaries").pinned
 
     def _look_at_inputs(self, operator: Any, arguments: Iterable[Any], guess: str) -> None:
         uses_memory = self._check and not operator.is_view and operator.name() not in _NEED_NO_MEMORY
@@ -243,6 +277,8 @@ class Simulation(Memory):
         known = (tracker for tracker in self._memories.values() if tracker.knows(storage))
         tracker = next(known, None) or self._tracker_of(storage.device.type)
         tracker.resized(storage, bytes_before, _GUESSES[self._phase()])
+        if self._checker is not None:
+            self._checker.resized(storage, bytes_before, is_on_host=tracker is self._memories["cpu"])
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._claim(module._parameters.values(), "parameters", Evidence.MODULE)
@@ -262,7 +298,14 @@ class Simulation(Memory):
 
 @contextmanager
 def simulate(
-    rank: int = 0, world_size: int = 1, *, fake: bool = True, check: bool = True, device: str = "cpu"
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    fake: bool = True,
+    check: bool = True,
+    device: str = "cpu",
+    races: bool | Literal["collect"] = False,
+    backward_thread: bool = False,
 ) -> Iterator[Simulation]:
     """Inside, this process is one rank of a world of which no other rank exists.
 
@@ -286,13 +329,17 @@ def simulate(
         device: Where the model computes. "cpu" is the host, and all is in one memory. "sim" stands in for an
             accelerator, which has a memory of its own: tensors come there by `device="sim"`, as they would by
             `device="cuda"`. The process keeps this device type, but has no such accelerator outside.
+        races: On "sim", raise where two streams, collectives or host threads use the same memory and nothing puts the
+            two uses in an order. With "collect" nothing is raised; `Simulation.races` has all that was found.
+        backward_thread: On "sim", run each backward pass in a thread of its own, as torch does on an accelerator.
 
     Raises:
-        ValueError: The rank is none of the world's, or there is no such device; real tensors on the stand-in. Inside:
-            buffers that do not fit a collective.
+        ValueError: The rank is none of the world's, or there is no such device; real tensors on the stand-in; races on
+            the host. Inside: buffers that do not fit a collective.
         RuntimeError: There is a default process group already, or torch is not of the version that this needs. For
             the stand-in: there is a real accelerator, whose place it would take.
         UseAfterReleaseError: Inside: an operation was given released memory.
+        RaceError: Inside, or at the end: two uses of the same memory have no order.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank from 0 to {world_size - 1} in a world of {world_size}, got rank {rank}")
@@ -303,12 +350,32 @@ def simulate(
             f"simulate: '{device}' is no real device, so its tensors can't be real: leave fake=False out, "
             "or simulate on device='cpu'"
         )
+    if device == "cpu" and (races or backward_thread):
+        raise ValueError(
+            f"simulate: the host has no streams to order: write simulate(..., device='{compat.STAND_IN}', races=True)"
+        )
     with ExitStack() as stack:
-        here = torch.device("cpu") if device == "cpu" else stack.enter_context(stand_in.available())
+        here = torch.device("cpu") if device == "cpu" else stack.enter_context(stand_in.available(backward_thread))
         stack.enter_context(compat.fake_default_group(rank, world_size, device))
         if fake:
             stack.enter_context(compat.fake_tensors())
-        yield stack.enter_context(track_memory(Simulation(rank, world_size, check, here)))
+        simulation = Simulation(rank, world_size, check, here)
+        if races:
+            stack.enter_context(_looking_for_races(simulation, raises=races is True))
+        yield stack.enter_context(track_memory(simulation))
+
+
+@contextmanager
+def _looking_for_races(simulation: Simulation, raises: bool) -> Iterator[None]:
+    order = StreamOrder()
+    simulation._checker = checker = RaceChecker(order, simulation._is_pinned, raises)
+    with order.activated(), compat.watching_waits(checker.wait):
+        try:
+            yield
+        finally:
+            checker.close()
+        if raises and checker.races:  # One that nobody could raise, or that a hook has kept to itself.
+            raise RaceError(checker.races[0])
 
 
 @contextmanager
@@ -337,6 +404,11 @@ class _OperatorMode(TorchDispatchMode):
         if any(map(compat.is_wrapper, types)):
             return NotImplemented  # a wrapper such as DTensor: its own operators on plain tensors come by afterwards
         return self._simulation._run(func, args, kwargs or {})
+
+
+def _brings_to_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator is `tensor.to("cpu", non_blocking=True)` of a device, whose result torch pins."""
+    return name == "aten::_to_copy" and bool(kwargs.get("non_blocking")) and args[0].device.type != "cpu"
 
 
 def _is_set_to(tensor: Tensor, other: Tensor) -> bool:

@@ -66,11 +66,17 @@ def read_collective(name: str, args: Sequence[Any], *, rank: int, phase: str, ch
         return None
     if name not in _READERS:
         raise NotImplementedError(f"{name} sends something, but it is not known how much: simulate without it")
-    op, group_index, read = _READERS[name]
-    group = passed_group(compat.group_of_operation(args[group_index]))
+    op, _, read = _READERS[name]
+    group = passed_group(group_of_call(name, args))
     ranks = tuple(dist.get_process_group_ranks(group))
     call = _Call(op, args, ranks, ranks.index(rank), check)
     return Collective(op, read(call), ranks, phase, tag=args[3] if name in _TAGGED else 0)
+
+
+def group_of_call(name: str, args: Sequence[Any]) -> dist.ProcessGroup:
+    """The process group of a call of a collective operator."""
+    _, group_index, _ = _READERS[name]
+    return compat.group_of_operation(args[group_index])
 
 
 def _gather_or_scatter(call: _Call, wholes: int, parts: int) -> int:

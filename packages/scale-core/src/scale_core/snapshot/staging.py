@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scale_core import compat
 from scale_core.device import buffer_pool
+from scale_core.device.streams import current_stream, has_streams
 from scale_core.state.local_shard import LocalShard
 
 _ALIGNMENT = 16  # bytes: the largest element
@@ -22,7 +24,9 @@ _kept: Tensor | None = None  # The block of the last copy, uint8
 def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
     """Returns a flat state whose tensors are copies, valid until the next call; values are given back as they are."""
     tensors = {key: tensor for key, value in state.items() if (tensor := _elements(value)) is not None}
-    block = _block(sum(map(_room, tensors.values())), pinned=any(tensor.is_cuda for tensor in tensors.values()))
+    block = _block(
+        sum(map(_room, tensors.values())), pinned=any(has_streams(tensor.device) for tensor in tensors.values())
+    )
     copies, position = dict(state), 0
     for key, tensor in tensors.items():
         host_tensor = block[position : position + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -30,7 +34,7 @@ def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
         copies[key] = _with_elements(state[key], host_tensor)
         position += _room(tensor)
     for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
-        torch.accelerator.current_stream(device).synchronize()
+        current_stream(device).synchronize()
     return copies
 
 
@@ -58,6 +62,8 @@ def _room(tensor: Tensor) -> int:
 
 def _block(num_bytes: int, *, pinned: bool) -> Tensor:
     global _kept
+    if compat.active_fake_mode() is not None:  # Of a simulation: nothing of it is kept.
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     if _kept is not None and (_kept.numel() < num_bytes or (pinned and not _kept.is_pinned())):
         _kept = None  # Before there is another one.
     if _kept is None:

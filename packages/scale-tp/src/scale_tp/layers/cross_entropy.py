@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import untraced
+from scale_core.device.streams import has_streams
 from scale_tp.comm import accumulation_dtype, all_gather_along, to_accumulation_dtype
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.split import Split, check_size
@@ -209,7 +210,7 @@ def check_not_gathered(by_rank: Tensor, width: int, group: Group) -> None:
         f"of {width} words, as from a layer that gathers its output: build it with gather_output=False (in a plan, "
         "'colwise'), or take torch.nn.functional.cross_entropy; where they are parts, pass vocabulary_size"
     )
-    if by_rank.is_cuda:  # To look at the answer would wait for the device.
+    if has_streams(by_rank.device):  # To look at the answer would wait for the device.
         torch._assert_async(differ, message)
     elif not bool(differ):
         raise ValueError(message)

@@ -1,0 +1,160 @@
+"""Happens-before: which of two accesses of the same memory comes first, by vector clocks.
+
+Work on a stream, on a communicator or in a host thread runs in order; two of them run side by side until one waits for
+the other. So each has a clock that counts its operations, and remembers how far it has seen the clock of every other
+one (Mattern, 1989). An access comes before an operation if the clock of the operation's timeline has seen it. Two
+accesses of the same bytes of which neither has seen the other are a race, if one of them writes (as in FastTrack,
+Flanagan and Freund, 2009). Nothing here knows torch.
+
+A copy on a side stream that nobody waits for, and then the missing wait:
+
+    >>> main, side = Timeline("main stream"), Timeline("side stream")
+    >>> memory = AccessHistory()
+    >>> memory.add(side.access(0, 64, writes=True, operation="copy"))
+    []
+    >>> (race,) = memory.add(main.access(0, 64, operation="read"))
+    >>> race.operation, race.timeline.name
+    ('copy', 'side stream')
+    >>> main.wait(side.now())
+    >>> memory.add(main.access(0, 64, operation="read"))
+    []
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Clock: TypeAlias = "Mapping[Timeline, int]"
+"""How many operations of each timeline have been seen."""
+
+TimelineKind: TypeAlias = Literal["stream", "communicator", "thread"]
+
+Frames: TypeAlias = tuple[tuple[str, int], ...]
+"""Lines of code, (file, line number) each, the innermost first."""
+
+
+class Timeline:
+    """Operations that run in order: those of a stream, a communicator or a host thread.
+
+    Attributes:
+        name: For messages.
+        kind: What it is, for messages, too.
+        clock: How far it has seen the others, and itself.
+    """
+
+    def __init__(self, name: str, kind: TimelineKind = "stream") -> None:
+        self.name = name
+        self.kind: TimelineKind = kind
+        self.clock: dict[Timeline, int] = {self: 0}
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def now(self) -> dict[Timeline, int]:
+        """Its clock as it is now: an event, recorded after all operations so far."""
+        return dict(self.clock)
+
+    def wait(self, clock: Clock) -> None:
+        """Its later operations come after all that `clock` has seen.
+
+        >>> main, side, host = Timeline("main"), Timeline("side"), Timeline("host")
+        >>> copy = side.access(0, 8, writes=True)
+        >>> main.wait(side.now())
+        >>> host.wait(main.now())  # Through main, host has seen side as well.
+        >>> host.has_seen(copy)
+        True
+        """
+        for timeline, count in clock.items():
+            if self.clock.get(timeline, 0) < count:
+                self.clock[timeline] = count
+
+    def access(
+        self, start: int, stop: int, *, writes: bool = False, operation: str = "", frames: Frames = ()
+    ) -> Access:
+        """An access by its next operation, to bytes [start, stop)."""
+        self.clock[self] += 1
+        return Access(self, self.clock[self], start, stop, writes, operation, frames)
+
+    def has_seen(self, access: Access) -> bool:
+        """Whether an access comes before what is next here."""
+        return self.clock.get(access.timeline, 0) >= access.count
+
+
+@dataclass(slots=True, eq=False)
+class Access:
+    """A read or write of a range of bytes by one operation."""
+
+    timeline: Timeline
+    count: int  # The operation's number in its timeline
+    start: int  # In bytes from the start of the storage
+    stop: int
+    writes: bool
+    operation: str  # Such as "aten::copy_"
+    frames: Frames
+
+    def overlaps(self, other: Access) -> bool:
+        """Whether both are of the same bytes; an empty range overlaps none.
+
+        >>> stream = Timeline("stream")
+        >>> first, second, empty = stream.access(0, 8), stream.access(8, 16), stream.access(4, 4)
+        >>> first.overlaps(second), first.overlaps(empty), first.overlaps(stream.access(7, 9))
+        (False, False, True)
+        """
+        return max(self.start, other.start) < min(self.stop, other.stop)
+
+    def covers(self, other: Access) -> bool:
+        """Whether it has all bytes of another one."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+@dataclass(slots=True)
+class AccessHistory:
+    """The accesses of one storage that a later access could still race with."""
+
+    accesses: list[Access] = field(default_factory=list)
+
+    def add(self, new: Access) -> list[Access]:
+        """Adds an access; returns those that it races with.
+
+        >>> one, two = Timeline("one"), Timeline("two")
+        >>> memory = AccessHistory()
+        >>> memory.add(one.access(0, 8)) + memory.add(two.access(0, 8))  # Two reads.
+        []
+        >>> len(memory.add(one.access(0, 4, writes=True)))  # A write, and what two reads.
+        1
+        >>> memory.add(two.access(4, 8, writes=True))[0].writes  # What one reads; it has written to other bytes.
+        False
+        """
+        races: list[Access] = []
+        kept: list[Access] = []
+        for old in self.accesses:
+            is_seen = new.timeline.has_seen(old)
+            if not is_seen and (old.writes or new.writes) and old.overlaps(new):
+                races.append(old)
+            # Whoever has seen the new one has then seen the old one: the new one stands for both.
+            if not (is_seen and new.covers(old) and (new.writes or not old.writes)):
+                kept.append(old)
+        if new.start < new.stop:
+            kept.append(new)
+        self.accesses = kept
+        return races
+
+    def unseen(self, *clocks: Clock) -> list[Access]:
+        """The accesses that none of these clocks has seen: memory that is released at these times is still in use.
+
+        >>> main, side = Timeline("main"), Timeline("side")
+        >>> memory = AccessHistory()
+        >>> memory.add(side.access(0, 8))
+        []
+        >>> len(memory.unseen(main.now())), memory.unseen(main.now(), side.now())
+        (1, [])
+        """
+        return [
+            access for access in self.accesses if all(clock.get(access.timeline, 0) < access.count for clock in clocks)
+        ]
+
+    def clear(self) -> None:
+        """Forgets them: the memory is another one from now on."""
+        self.accesses.clear()
