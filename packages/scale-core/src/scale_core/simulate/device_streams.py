@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -108,16 +109,17 @@ class SimulatedStream(torch.Stream):
     def wait_event(self, event: Any) -> None:
         event.wait(self)
 
-    def record_event(self, event: Any = None) -> SimulatedEvent:
+    def record_event(self, event: Any = None) -> Any:
         event = SimulatedEvent() if event is None else event
         event.record(self)
-        return cast(SimulatedEvent, event)
+        return event
 
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        return self.record_event().query()
+        has_ended: bool = self.record_event().query()
+        return has_ended
 
 
 class SimulatedEvent:
@@ -259,11 +261,11 @@ def in_backward_thread() -> Iterator[None]:
 def frames() -> Frames:
     """The lines of code that have led here, the innermost first: not those of torch and of the simulation."""
     found: list[tuple[str, int]] = []
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < _MAX_FRAMES:
         if _is_shown(name := frame.f_code.co_filename):
             found.append((name, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(found)
 
 

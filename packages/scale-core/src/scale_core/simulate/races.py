@@ -430,11 +430,11 @@ def _accesses(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one after its last."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset()) * tensor.itemsize
     if not tensor.numel():
         return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
+    return start, start + (int(last) + 1) * tensor.itemsize
 
 
 def _tensors(argument: Any) -> Iterator[Tensor]:

@@ -1,0 +1,180 @@
+"""No way to train a sharded model has a race: three steps of each on simulated streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.optim import AdamW, Optimizer
+
+import scale_core
+from scale_core.comm.group import group_of
+from scale_core.flat.buffer import DevicePolicy, FlatBuffer
+from scale_core.flat.layout import FlatLayout
+from scale_core.simulate import Simulation, simulate
+from scale_fsdp import CommunicationPolicy, FSDPModule, OffloadOptimizer, ShardedEMA, fully_shard
+
+pytestmark = [
+    pytest.mark.simulation,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator"),
+]
+
+WIDTH, LAYERS, STEPS = 32, 3, 3
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+INT8 = CommunicationPolicy(gather="int8", reduce="int8")
+ON_HOST: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(), "compute_device": "sim"}
+
+
+@pytest.fixture
+def simulation() -> Iterator[Simulation]:
+    with simulate(world_size=4, device="sim", races=True) as simulation:
+        yield simulation
+
+
+def sharded(device: str = "sim", **options: Any) -> nn.Module:
+    with torch.device(device):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    for layer in model:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def adamw(params: Iterable[Tensor], **options: Any) -> Optimizer:
+    return AdamW(params, lr=1e-3, foreach=True, **options)
+
+
+def on_host(params: Iterable[Tensor], **options: Any) -> Optimizer:
+    return OffloadOptimizer(AdamW, params, lr=1e-3, foreach=False, **options)
+
+
+def train(
+    model: nn.Module, optimizer: Callable[[Iterable[Tensor]], Optimizer] = adamw, after: Callable[[], object] = id
+) -> None:
+    steps = optimizer(model.parameters())
+    for _ in range(STEPS):
+        model(torch.randn(2, WIDTH, device="sim")).sum().backward()
+        steps.step()
+        steps.zero_grad()
+        if after is not id:
+            after()
+
+
+def mesh_of(simulation: Simulation) -> DeviceMesh:
+    with simulation.aside():
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+CASES: dict[str, Callable[[Simulation], None]] = {
+    "plain": lambda _: train(sharded()),
+    "bf16": lambda _: train(sharded(mp_policy=BF16)),
+    "kept after the forward": lambda _: train(sharded(reshard_after_forward=False)),
+    "two ranks after the forward": lambda _: train(sharded(reshard_after_forward=2)),
+    "one flat parameter": lambda _: train(sharded(flatten_parameters=True)),
+    "hybrid": lambda simulation: train(sharded(mesh=mesh_of(simulation))),
+    "int8": lambda _: train(sharded(communication=INT8)),
+    "int8, hybrid": lambda simulation: train(sharded(communication=INT8, mesh=mesh_of(simulation))),
+    "finite gradients": lambda _: train(sharded(error_if_nonfinite=True)),
+    "shards on the host": lambda _: train(sharded("cpu", **ON_HOST)),
+    "shards on the host, bf16": lambda _: train(sharded("cpu", mp_policy=BF16, **ON_HOST)),
+    "shards on the host, hybrid": lambda simulation: train(sharded("cpu", mesh=mesh_of(simulation), **ON_HOST)),
+    "shards on the host, int8": lambda _: train(sharded("cpu", communication=INT8, **ON_HOST)),
+    "shards on the host, not pinned": lambda _: train(
+        sharded("cpu", compute_device="sim", offload_policy=CPUOffloadPolicy(pin_memory=False))
+    ),
+    "optimizer on the host": lambda _: train(sharded(), on_host),
+    "half an optimizer on the host": lambda _: train(sharded(mp_policy=BF16), partial(on_host, host_fraction=0.5)),
+    "optimizer on the host, early step": lambda _: train(sharded(), partial(on_host, overlap_step=True)),
+    "optimizer on the host, late copies": lambda _: train(sharded(), partial(on_host, overlap_copies=False)),
+    "optimizer on the host, hybrid": lambda simulation: train(sharded(mesh=mesh_of(simulation)), on_host),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_have_no_race(case: str, simulation: Simulation) -> None:
+    CASES[case](simulation)
+
+
+@pytest.mark.parametrize("case", ["plain", "shards on the host, bf16", "optimizer on the host, early step"])
+def test_a_backward_in_a_thread_of_its_own_has_no_race(case: str) -> None:
+    with simulate(world_size=4, device="sim", races=True, backward_thread=True) as simulation:
+        CASES[case](simulation)
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}, ON_HOST], ids=["plain", "bf16", "shards on the host"])
+def test_accumulation_has_no_race(options: dict[str, Any], simulation: Simulation) -> None:
+    model = sharded("cpu" if "compute_device" in options else "sim", **options)
+    assert isinstance(model, FSDPModule)
+    optimizer = adamw(model.parameters())
+    for _ in range(STEPS):
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            model(torch.randn(2, WIDTH, device="sim")).sum().backward()
+        scale_core.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
+def test_evaluation_and_full_parameters_have_no_race(options: dict[str, Any], simulation: Simulation) -> None:
+    model = sharded("cpu" if options else "sim", **options)
+    assert isinstance(model, FSDPModule)
+
+    def look() -> None:
+        with torch.no_grad():
+            model(torch.randn(2, WIDTH, device="sim"))
+        model.unshard()
+        model.reshard()
+        model.state_dict()
+
+    train(model, after=look)
+
+
+def test_an_average_of_weights_has_no_race(simulation: Simulation) -> None:
+    model = sharded()
+    average = ShardedEMA(model, decay=0.9)
+
+    def look() -> None:
+        average.update()
+        with average.swapped():
+            model(torch.randn(2, WIDTH, device="sim"))
+
+    train(model, after=look)
+
+
+class CastWeight:
+    """fp8 as torchao computes with it."""
+
+    dtype = torch.float8_e4m3fn
+
+    def scale(self, amax: Tensor) -> Tensor:
+        return 448.0 / amax.clamp(min=1e-12)
+
+    def cast(self, values: Tensor, scale: Tensor, out: Tensor) -> None:
+        out.copy_((values * scale).clamp(-448, 448).to(self.dtype).view(torch.uint8))
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("copies_shard", [False, True])
+def test_a_gather_in_fp8_has_no_race(offloads: bool, copies_shard: bool, simulation: Simulation) -> None:
+    group = group_of()
+    weight = torch.randn(WIDTH, WIDTH, device="cpu" if offloads else "sim")
+    layout = FlatLayout.plan(["weight"], [(WIDTH, WIDTH)], group.size)
+    devices = DevicePolicy(torch.device("cpu"), torch.device("sim", 0)) if offloads else DevicePolicy()
+    weights: Any = [CastWeight()]
+    buffer = FlatBuffer(["weight"], [weight], layout, group, devices=devices, float8=weights)
+    for _ in range(STEPS):
+        buffer.gather(tag=1 << 21, copies_shard=copies_shard)
+        if copies_shard:
+            buffer.shard.zero_()
+        buffer.wait_gathered(10.0)
+        buffer.full.float().sum()
+        buffer.release()
+        buffer.wait_sent()
+        buffer.shard.zero_()
