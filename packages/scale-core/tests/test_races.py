@@ -100,6 +100,8 @@ def end_of_a_tensor_that_a_side_stream_reads(ordered: bool) -> None:
         if ordered:
             x.record_stream(side)
     del x
+    ones()
+    side.synchronize()
 
 
 def release_of_memory_that_a_side_stream_reads(ordered: bool) -> None:
@@ -109,6 +111,7 @@ def release_of_memory_that_a_side_stream_reads(ordered: bool) -> None:
     if ordered:
         accelerator().current_stream().wait_stream(side)
     x.untyped_storage().resize_(0)
+    ones()
     side.synchronize()
 
 
@@ -152,6 +155,7 @@ def input_of_a_collective_that_is_released(ordered: bool) -> None:
     if ordered:
         work.wait()
     x.untyped_storage().resize_(0)
+    ones()
     work.wait()
 
 
@@ -242,6 +246,18 @@ def test_a_missing_wait_is_found_and_a_wait_is_enough(program: Callable[[bool], 
 
 
 # Programs without a race.
+
+
+def release_to_a_stream_that_waits_before_it_allocates() -> None:
+    side = accelerator().Stream()
+    with accelerator().stream(side):
+        x = ones()
+    accelerator().current_stream().wait_stream(side)
+    x.mul_(2)
+    del x
+    side.wait_stream(accelerator().current_stream())
+    with accelerator().stream(side):
+        ones()
 
 
 def disjoint_views() -> None:
@@ -338,6 +354,7 @@ def a_state_that_is_copied_for_a_snapshot() -> None:
 @pytest.mark.parametrize(
     "program",
     [
+        release_to_a_stream_that_waits_before_it_allocates,
         disjoint_views,
         two_reads,
         waits_through_another_stream,

@@ -436,9 +436,9 @@ def watching_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> I
 
 @contextmanager
 def watching_waits(callback: Callable[[dist.Work], None]) -> Iterator[None]:
-    """Calls `callback(work)` after each wait for a handle of torch's "fake" process group."""
+    """Calls `callback(work)` after each wait for a handle of torch's "fake" process group, or for its future."""
     kind: Any = cast(Any, torch._C)._distributed_c10d.FakeWork
-    names = ("wait", "synchronize", "block_current_stream")
+    names = ("wait", "synchronize", "block_current_stream", "get_future")
     originals = {name: getattr(kind, name) for name in names}
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -449,13 +449,13 @@ def watching_waits(callback: Callable[[dist.Work], None]) -> Iterator[None]:
 
         return wait
 
-    for name in names:
-        setattr(kind, name, watched(originals[name]))
+    for name, original in originals.items():
+        setattr(kind, name, watched(original))
     try:
         yield
     finally:
-        for name in names:
-            setattr(kind, name, originals[name])
+        for name, original in originals.items():
+            setattr(kind, name, original)
 
 
 def work_of(handle: Any) -> dist.Work:

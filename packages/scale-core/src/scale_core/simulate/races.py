@@ -6,14 +6,14 @@ ranges of storages. The rules are CUDA's and NCCL's:
 - The host launches: what a stream does next comes after all that the launching thread has seen, not the other way.
 - A collective runs on its communicator's stream, after the current stream; a wait merges it into the stream that waits.
 - Memory belongs to the stream that allocated it. New memory may have been another tensor's on that stream, so nobody
-  else may use it earlier; and it may be given away at its release, unless that stream, or the host, has seen all uses,
-  or `record_stream` has named the others.
+  else may use it earlier. What was released is given to that stream's next allocations, which must come after all uses
+  of it, unless `record_stream` has named the streams that use it.
 - A collective keeps its tensors alive until it is waited for, though not the memory that `resize_(0)` gives back.
 - Copies between host and device are asynchronous where they are `non_blocking` and the host's memory is pinned;
   otherwise the host waits for them. Pinned memory that dies is kept until its copies have ended.
 
-Bytes between those of a strided view count as its own. The reducer of DistributedDataParallel waits in C++, which
-nobody sees: what the engine of autograd has started is taken to be waited for at the end of the backward pass.
+Bytes between those of a strided view count as its own. C++ that waits for collectives by itself, as the reducer of
+DistributedDataParallel does, is not seen: these, and those whose future a program takes, count as waited for at once.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ _WRITTEN_AND_READ = {
 }
 
 
-# Of torch, the files that call C++ which waits before it returns, and the one that calls the engine of autograd.
-_WAITS_IN_CPP = ("torch/nn/parallel/distributed.py", "torch/distributed/utils.py")
-_ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
+# Of torch, the files that call C++ which starts collectives and waits for them; among them the engine of autograd.
+_WAIT_IN_CPP = ("torch/nn/parallel/distributed.py", "torch/distributed/utils.py", "torch/autograd/graph.py")
 _MOST_TRANSFERS = 256  # Then handles that nobody has any more are dropped.
 _HERE = str(Path(__file__).parent)
 
@@ -68,7 +67,7 @@ class Race(NamedTuple):
 
     Attributes:
         earlier: The access that was launched first: the operator, the stream, and the line of code.
-        later: The other one; or the release of memory that the first may still use.
+        later: The other one; or the release, and the next allocation, of memory that the first may still use.
         memory: The bytes, and where they were allocated.
         missing: The wait that would give them an order.
     """
@@ -120,6 +119,15 @@ class _Transfer(NamedTuple):
     work: dist.Work | None = None  # Kept, so that its identity stays its own
 
 
+class _Freed(NamedTuple):
+    """A use of memory that was released, and that its stream had not seen by then."""
+
+    last_use: Access
+    how: str
+    frames: Frames
+    origin: str
+
+
 class RaceChecker:
     """Finds the races of one simulation.
 
@@ -139,8 +147,8 @@ class RaceChecker:
         self._known: set[tuple[object, ...]] = set()
         self._transfers: dict[int, _Transfer] = {}  # by the identity of the handle
         self._functional: dict[int, _Transfer] = {}  # by the identity of the result's storage
+        self._free: dict[Timeline, list[_Freed]] = {}  # by the stream that allocated it
         self._waited: dict[Timeline, int] = {}  # How many of a communicator's operations were waited for
-        self._of_engine: list[_Transfer] = []  # Those of this backward pass
         self._unraised: RaceError | None = None
         self._is_closed = False
 
@@ -204,12 +212,6 @@ class RaceChecker:
         if (transfer := self._functional.pop(id(tensor.untyped_storage()), None)) is not None:
             self._wait(transfer)
 
-    def end_backward(self) -> None:
-        """Adds the waits for what the engine of autograd has started."""
-        transfers, self._of_engine = self._of_engine, []
-        for transfer in transfers:
-            self._wait(transfer)
-
     def raise_found(self) -> None:
         """Raises what was found where nothing could be raised, as at the end of a tensor."""
         if self._unraised is not None and self._raises:
@@ -241,6 +243,7 @@ class RaceChecker:
         memory = self._memories.get(id(storage)) or self._watch(storage, is_on_host)
         memory.owner = self._order.thread if is_on_host else self._order.stream()
         memory.made, memory.recorded = lines, set()
+        self._reuse(memory.owner, name, lines)
         memory.add(memory.owner.access(0, storage.nbytes(), writes=True, operation=name, frames=lines))
 
     def _access(self, timeline: Timeline, tensor: Tensor, writes: bool, name: str, lines: Frames) -> None:
@@ -281,11 +284,8 @@ class RaceChecker:
                     self._access(communicator, tensor, writes, name, lines)
         work = compat.work_of(result[-1] if isinstance(result, list | tuple) else result)
         transfer = self._transfers[id(work)] = _Transfer(communicator, communicator.now(), is_on_host, work)
-        caller_file = _python_caller()
-        if caller_file.endswith(_WAITS_IN_CPP):
+        if _python_caller().endswith(_WAIT_IN_CPP):
             self._wait(transfer)
-        elif caller_file.endswith(_ENGINE):
-            self._of_engine.append(transfer)
         if len(self._transfers) > _MOST_TRANSFERS:
             self._forget_transfers()
 
@@ -341,7 +341,13 @@ class RaceChecker:
             user = access.timeline
             is_kept = user.kind == "communicator" and access.count > self._waited.get(user, 0) and not is_resize
             if user is not memory.owner and user not in memory.recorded and not is_kept:
-                self._report_release(access, memory, how, lines)
+                self._free.setdefault(memory.owner, []).append(_Freed(access, how, lines, self._origin(memory)))
+
+    def _reuse(self, owner: Timeline, name: str, lines: Frames) -> None:
+        """Gives memory that was released to what its stream allocates now."""
+        for freed in self._free.pop(owner, ()):
+            if not owner.has_seen(freed.last_use):
+                self._report_reuse(owner, freed, name, lines)
 
     def _report(self, first: Access, second: Access, memory: _Memory) -> None:
         place, name = text_of(second.frames[:1]), second.timeline.name
@@ -369,15 +375,16 @@ class RaceChecker:
             ),
         )
 
-    def _report_release(self, access: Access, memory: _Memory, how: str, lines: Frames) -> None:
+    def _report_reuse(self, owner: Timeline, freed: _Freed, name: str, lines: Frames) -> None:
+        use, user = freed.last_use, freed.last_use.timeline.name
         self._found(
-            (access.operation, access.frames, how, lines),
+            (use.operation, use.frames, freed.how, freed.frames),
             Race(
-                _text(access),
-                f"released by {how}: {text_of(lines)}",
-                f"{access.stop - access.start} bytes, {self._origin(memory)}",
-                f"Before the release, make {memory.owner.name} wait for {access.timeline.name}, or call "
-                "tensor.record_stream(stream) with the stream that uses it.",
+                _text(use),
+                f"released by {freed.how}: {text_of(freed.frames)}; {owner.name} may give it to {name}: {text_of(lines)}",
+                f"{use.stop - use.start} bytes, {freed.origin}",
+                f"Before the release, make {owner.name} wait for {user}, or call tensor.record_stream(stream) with the "
+                "stream that uses it.",
             ),
         )
 

@@ -83,10 +83,14 @@ def _gather_or_scatter(call: _Call, wholes: int, parts: int) -> int:
     """All-gather and reduce-scatter; `wholes` and `parts` are the indices of these arguments."""
     whole_lists = [call.args[wholes]] if isinstance(call.args[wholes], Tensor) else call.args[wholes]
     for whole, part in zip(whole_lists, _tensors(call.args[parts]), strict=True):
-        tensors = _tensors(whole)  # One tensor, or one per rank.
+        tensors = _tensors(whole)  # One tensor, or one per rank, of any sizes.
         sizes = [tensor.numel() for tensor in tensors]
-        expected = [call.world * part.numel()] if len(sizes) == 1 else [part.numel()] * call.world
-        call.expect(sizes == expected, f"{expected} elements beside a part of {tuple(part.shape)}", str(sizes))
+        if len(sizes) == 1:
+            fits, expected = sizes[0] == call.world * part.numel(), str([call.world * part.numel()])
+        else:
+            fits = len(sizes) == call.world and sizes[call.place] == part.numel()
+            expected = f"{call.world} tensors, of {part.numel()}"
+        call.expect(fits, f"{expected} elements beside a part of {tuple(part.shape)}", str(sizes))
         dtypes = {tensor.dtype for tensor in (*tensors, part)}
         call.expect(len(dtypes) == 1, "one dtype", " and ".join(sorted(map(str, dtypes))))
         for tensor in (*tensors, part):
