@@ -381,7 +381,8 @@ class RaceChecker:
             (use.operation, use.frames, freed.how, freed.frames),
             Race(
                 _text(use),
-                f"released by {freed.how}: {text_of(freed.frames)}; {owner.name} may give it to {name}: {text_of(lines)}",
+                f"released by {freed.how}: {text_of(freed.frames)}; "
+                f"{owner.name} may give it to {name}: {text_of(lines)}",
                 f"{use.stop - use.start} bytes, {freed.origin}",
                 f"Before the release, make {owner.name} wait for {user}, or call tensor.record_stream(stream) with the "
                 "stream that uses it.",
