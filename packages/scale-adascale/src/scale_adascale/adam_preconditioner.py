@@ -24,6 +24,7 @@ from scale_adascale.squared_norms import part_of
 from scale_core import compat
 from scale_core.comm.collectives import all_reduce, torch_group
 from scale_core.comm.group import Group
+from scale_core.device.streams import tensor_on
 from scale_core.shard import Placement, shard_of
 
 _ADAPTIVE = (Adam, AdamW)
@@ -127,8 +128,7 @@ class SecondMoments:
         if all(self._is_alike):  # Every rank has all of them, and adds up nothing.
             of_full = [weight * data.size for weight in of_full]
         self._full_weights, self._part_weights = (
-            torch.tensor(weights_of_group, dtype=torch.float64, device=device)
-            for weights_of_group in (of_full, of_parts)
+            tensor_on(device, weights_of_group, torch.float64) for weights_of_group in (of_full, of_parts)
         )
 
     def local_means(self) -> Tensor:
@@ -142,7 +142,7 @@ class SecondMoments:
         if self._data.size > 1 and not all(self._is_alike):
             means = self._all_reduce(means, self._data)
         for group, indices in self._split.items():
-            index = torch.tensor(indices, device=self._device)
+            index = tensor_on(self._device, indices)
             means[index] = self._all_reduce(means[index], group)
         return self.divisors_of(means)
 

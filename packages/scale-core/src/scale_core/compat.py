@@ -333,6 +333,12 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def forget_value(tensor: Tensor) -> None:
+    """Makes a fake tensor forget the value that torch knows of it, as of `torch.tensor(1)`, and computes with."""
+    if is_fake(tensor):
+        cast(Any, tensor).constant = None
+
+
 def can_swap_memory() -> bool:
     """Whether this torch can move memory from one storage to another; 2.8 can't."""
     return hasattr(torch.UntypedStorage, "_swap_data_ptr_")

@@ -34,6 +34,7 @@ from scale_adascale.adam_preconditioner import MomentShard, SecondMoments
 from scale_adascale.measurement.gradient_checks import fingerprint
 from scale_adascale.measurement.local_grad_norms import NormAccumulator
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.device.streams import tensor_on
 from scale_core.hooks.autograd import lacks_autograd_hooks
 from scale_core.hooks.microbatch_grads import pipeline_ranks
 from scale_core.hooks.source_grads import source_group
@@ -239,9 +240,9 @@ def param_info_of(optimizer: Optimizer, data: Group, model: Group) -> ParamInfo:
         is_shared=is_shared,
         portions=_portions([holder.numel() for holder in holders], is_shared, data),
         device=device,
-        group_index=torch.tensor([index for index, group in enumerate(groups) for _ in group["params"]], device=device),
-        local_weights=torch.tensor([weight.local for weight in weights], dtype=torch.float64, device=device),
-        total_weights=torch.tensor(totals, dtype=torch.float64, device=device),
+        group_index=tensor_on(device, [index for index, group in enumerate(groups) for _ in group["params"]]),
+        local_weights=tensor_on(device, [weight.local for weight in weights], torch.float64),
+        total_weights=tensor_on(device, totals, torch.float64),
         fingerprint=fingerprint(params),
         moments=SecondMoments(optimizer, moment_shards, data, splits, device),
     )
