@@ -51,8 +51,13 @@ def group_for(device: torch.device, group: Group, *, limit_seconds: float | None
     Raises:
         TransferError: A rank did not come.
     """
+    return control_group(group, limit_seconds=limit_seconds) if peer_to_peer(group, device) else torch_group(group)
+
+
+def control_group(group: Group, *, limit_seconds: float | None = None) -> dist.ProcessGroup:
+    """Returns the gloo group that moves messages with tags; as `group_for` the host, if its tensors go there too."""
     process_group = torch_group(group)
-    if not peer_to_peer(group, device) or group.state.is_host_group:
+    if group.state.is_host_group or group.backend == "fake":
         return process_group
     if group.state.host_twin is None:
         group.state.host_twin = _make_twin(process_group, group, limit_seconds or process_limit())
@@ -95,7 +100,7 @@ HOST = torch.device("cpu")
 
 def peer_to_peer(group: Group, device: torch.device) -> bool:
     """Whether collectives are made of tagged messages: on the host, over gloo."""
-    return device.type == HOST.type and group.backend != "fake"
+    return device.type == HOST.type and group.backend != "fake" and not group.state.moves_host_tensors
 
 
 def peers(group: Group) -> list[int]:
@@ -108,7 +113,7 @@ def post_messages(
 ) -> list[tuple[int | None, Work]]:
     """Posts all receives, then all sends, one message per rank; empty tensors are neither sent nor received."""
     # Gloo holds a message back until its receive is posted: two ranks that both wait for a send first would hang.
-    host = group_for(HOST, group)
+    host = control_group(group)
     works = [start_work(peer, partial(host.recv, [part], peer, tag)) for peer, part in targets.items() if part.numel()]
     works += [start_work(peer, partial(host.send, [part], peer, tag)) for peer, part in sources.items() if part.numel()]
     return works
@@ -406,7 +411,7 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
     limit_seconds = process_limit() if limit_seconds is None else limit_seconds
     if fault_points.active is not None:
         fault_points.active("exchange", "")
-    group_for(HOST, group, limit_seconds=limit_seconds)
+    control_group(group, limit_seconds=limit_seconds)
     # Row i is the record of rank + i.
     known = torch.tensor(record, dtype=torch.int64, device=HOST).repeat(group.size, 1)
     have = 1

@@ -34,6 +34,8 @@ class GroupState:
         is_of_parent: This process was forked when the group was there, and shares its connections with that process.
         host_twin: The gloo group of the same ranks that moves data on the host; None until it is needed.
         is_host_group: The group moves data on the host itself, and needs no twin.
+        moves_host_tensors: The backend moves tensors on the host itself, by the order of calls and without tags. Its
+            collectives are then used there as NCCL's are on CUDA, and the twin moves control messages only.
         twin_of: Of a twin, the group that it belongs to.
         compared_calls: Fingerprints of the calls that were equal on all its ranks; see `check_same_call`.
         optimizer_steps: The count of steps on shards of these ranks, one object for all groups of the same ranks: a
@@ -45,6 +47,7 @@ class GroupState:
         self.is_of_parent = False
         self.host_twin: dist.ProcessGroup | None = None
         self.is_host_group = False
+        self.moves_host_tensors = False
         self.twin_of: ReferenceType[dist.ProcessGroup] | None = None
         self.compared_calls: set[int] = set()
         self.optimizer_steps = StepCount()

@@ -32,6 +32,7 @@ from scale_core import fault_points
 from scale_core.errors import ScaleError
 from scale_core.launch.parent import die_with_parent
 from scale_core.launch.rendezvous import open_store, prefixed
+from scale_core.testing.async_gloo import rank_backend
 
 # What a survivor of another rank's end reads; such an error is a consequence, never the cause.
 _LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "has closed the connection")
@@ -119,7 +120,7 @@ def _set_up(task: RankTask, rank: int) -> Any:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = open_store("127.0.0.1", task.port, serve=False, timeout=task.timeout)
     dist.init_process_group(
-        task.backend,
+        rank_backend(task.backend),
         store=prefixed("group", store),
         rank=rank,
         world_size=task.num_ranks,

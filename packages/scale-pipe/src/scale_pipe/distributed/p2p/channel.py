@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from scale_core import fault_points
-from scale_core.comm.collectives import HOST, group_for, torch_group
+from scale_core.comm.collectives import HOST, control_group, torch_group
 from scale_core.comm.group import Group
 from scale_core.comm.work import Work, start_work, wait_for
 from scale_core.errors import TransferError
@@ -190,12 +190,13 @@ class P2PChannel:
     def set_device(self, device: torch.device) -> None:
         """Sets the device where this rank computes; the known metadata stays."""
         self.device = device
-        self.matches_by_order = self._on_device = device.type != HOST.type and self._group.backend == "nccl"
+        by_backend = self._group.state.moves_host_tensors if device.type == HOST.type else self._group.backend == "nccl"
+        self.matches_by_order = self._on_device = by_backend
 
     @cached_property
     def _host(self) -> Any:
         """The process group that moves host memory."""
-        return group_for(HOST, self._group)
+        return control_group(self._group)
 
     def num_bytes(self, slot: Slot) -> int:
         """Bytes of the last payload in a slot; 0 before the first."""
