@@ -276,8 +276,13 @@ class Contract:
         self.history.begin(kind, new_step)
         self._checking = self.history.num_completed < _CHECKED_PASSES
 
-    def record(self, event: Event) -> None:
+    def record(self, event: Event, *, compares_all: bool = False) -> None:
         """Records an event before this rank runs it, and compares it with the other ranks' where events are compared.
+
+        Args:
+            event: The phase of a unit.
+            compares_all: Compare all events since the last comparison, whatever the pass, because the result of this
+                one can't be taken back.
 
         Raises:
             ContractError: Another rank is about to run another event.
@@ -290,7 +295,9 @@ class Contract:
         self._flight_recorder.events.append(ran)
         self._unchecked_events.append(ran)
         self._checking = self._checking or not self.history.matches_last_order
-        if self._checking:
+        if compares_all:
+            self._compare(event, self._fingerprint())
+        elif self._checking:
             self._compare(event, fingerprint_of(*event))
 
     def sync_point(self, event: Event, *, always: bool = False) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 from scale_core.consistency.all_ranks import all_gather_failures, format_abort, format_traceback
 from scale_core.consistency.execution_order import END, Event, Pass
 from scale_core.errors import ScaleDistributedError, StepError
-from scale_core.hooks.autograd import is_consumed_in_backward
+from scale_core.hooks.autograd import has_reduced_grad_hooks, is_consumed_in_backward
 from scale_fsdp.runtime.unit import GATHERING_PHASES, UnitContext
 
 SKIPPED_BACKWARD = (
@@ -95,6 +95,20 @@ def _replay_all(root: UnitContext, rest: list[Pass], error: BaseException) -> li
     return all_gather_failures(error, contract)
 
 
+def precedes_update(root: UnitContext, event: Event) -> bool:
+    """Whether an event is the first reduction of a pass in which an optimizer consumes gradients.
+
+    All ranks compare there what they did so far: at the end of the pass parameters have changed. All of them reduce the
+    same units with the same optimizer, so they are here together.
+    """
+    if event.phase != "reduction" or not has_reduced_grad_hooks():
+        return False
+    if any(earlier.phase == "reduction" for earlier in root.contract.history.current.events):
+        return False
+    params = (param for unit in root.units for buffer in unit.buffers for param in buffer.sharded_params)
+    return any(is_consumed_in_backward(param) for param in params)
+
+
 def raise_aborted(root: UnitContext, error: BaseException | None) -> NoReturn:
     """Raises at the end of a cycle of passes in which a rank has failed; `error` is this rank's own, or None."""
     if error is not None and root.contract.is_single_rank:
@@ -135,7 +149,7 @@ def _replay(root: UnitContext, left: Pass, last: Event | None) -> None:
             _finish_event(root, last, keep_part=between)
         last = event
         if event != END:
-            root.contract.record(event)
+            root.contract.record(event, compares_all=precedes_update(root, event))
     if last is not None:
         _finish_event(root, last, keep_part=between)
 

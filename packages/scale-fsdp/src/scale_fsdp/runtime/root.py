@@ -50,6 +50,7 @@ from scale_fsdp.runtime.recovery import (
     abort_message,
     abort_on_all_ranks,
     can_abort,
+    precedes_update,
     raise_aborted,
     take_part_in_backward,
 )
@@ -191,8 +192,9 @@ class Root(UnitContext):
 
     def record(self, phase: str, unit: Unit) -> None:
         """A unit is about to do something in which all ranks take part; looks up what the last pass gathered next."""
+        event = Event(phase, unit.name)
         try:
-            self.contract.record(Event(phase, unit.name))
+            self.contract.record(event, compares_all=precedes_update(self, event))
         except StepError as error:
             self.failure = error  # In a backward pass, autograd reports it to nobody.
             raise
