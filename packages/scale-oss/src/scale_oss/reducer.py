@@ -365,6 +365,7 @@ class Reducer:
         statuses = self._compare(schedule, local_status)
         if any(status.failed for status in statuses):
             raise StepError(self._abort_message(all_gather_failures(None, self.contract)), step=self.contract.step)
+        self.contract.compare_calls()
         unmatched = [status.num_unmatched for status in statuses]
         if len(set(unmatched)) > 1:
             raise StepError(
@@ -487,7 +488,7 @@ class Reducer:
     def _cancel_reductions(self) -> None:
         """Drops the pass and its results."""
         self.schedule = None
-        self.contract.history.reset()
+        self.contract.forget_passes()
         for bucket in self.buckets:
             bucket.reduction.cancel()
 

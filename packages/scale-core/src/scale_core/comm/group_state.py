@@ -5,6 +5,7 @@ torch's process groups take no attributes, so the records are in a table.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+_KEPT_CALLS = 1_000
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
@@ -26,6 +28,24 @@ class StepCount:
     number = 0
 
 
+class CallLog:
+    """Calls in a group that have to be alike on all its ranks, since the ranks last compared them.
+
+    Attributes:
+        fingerprint: Of all of them, in order.
+        last: The last ones as text, to name the first difference.
+    """
+
+    def __init__(self) -> None:
+        self.fingerprint = 0
+        self.last: deque[str] = deque(maxlen=_KEPT_CALLS)
+
+    def clear(self) -> None:
+        """Forgets them: the ranks have compared them, or have aborted the step."""
+        self.fingerprint = 0
+        self.last.clear()
+
+
 class GroupState:
     """The record of a process group; each `Group` of it has it as `group.state`.
 
@@ -38,6 +58,7 @@ class GroupState:
             collectives are then used there as NCCL's are on CUDA, and the twin moves control messages only.
         twin_of: Of a twin, the group that it belongs to.
         compared_calls: Fingerprints of the calls that were equal on all its ranks; see `check_same_call`.
+        calls: What `check_same_call` was called for since the ranks last compared that.
         optimizer_steps: The count of steps on shards of these ranks, one object for all groups of the same ranks: a
             model may have units on several, and an optimizer shards of some of them on one rank alone.
     """
@@ -50,6 +71,7 @@ class GroupState:
         self.moves_host_tensors = False
         self.twin_of: ReferenceType[dist.ProcessGroup] | None = None
         self.compared_calls: set[int] = set()
+        self.calls = CallLog()
         self.optimizer_steps = StepCount()
         self._of_packages: dict[type[Any], Any] = {}
 

@@ -9,7 +9,8 @@ compares them with the other ranks':
    collective (`record`); later events are kept apart by the tags of their messages;
 3. at the end of every pass, a fingerprint of all its events (`end_checked`), and of the steps that optimizers have
    taken since the last one (`optimizer_steps`);
-4. when a wait fails, through the flight recorder in the rendezvous store, since the group may be dead (`waiting`).
+4. at the end of every pass, the calls of layers that are parallel over some of these ranks (`compare_calls`);
+5. when a wait fails, through the flight recorder in the rendezvous store, since the group may be dead (`waiting`).
 
 A rank that fails in a pass in which each event is compared says so at the next comparison (`abort`).
 """
@@ -44,6 +45,7 @@ from scale_core.consistency.optimizer_steps import (
     describe_difference,
     have_diverged,
 )
+from scale_core.consistency.same_call import calls_that_differ, forget_calls
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError, recovery_hint
 
 _CHECKED_PASSES = 2
@@ -68,6 +70,11 @@ _SAME_ORDER = (
 SAME_TRAINED = (
     "Freeze and unfreeze parameters on all ranks alike: param.requires_grad_(...) must not depend on the rank, nor on "
     "its data"
+)
+
+_SAME_CALLS = (
+    "Each of them moves data between these ranks. NCCL matches data by the order of calls only, so results may be "
+    "wrong since then. Make the same calls on all of these ranks, in the same order, with inputs of the same shape"
 )
 
 _ON_ONE_RANK = (
@@ -353,6 +360,21 @@ class Contract:
                 rows = exchange(record, self.group, limit_seconds=self.limit_seconds)
             self._check_steps([row[0] for row in rows])
 
+    def compare_calls(self) -> None:
+        """Compares the calls in context, expert and tensor parallel groups of these ranks since the last comparison.
+
+        Called after `end_checked` where no rank has failed: one that has failed did not make them all.
+
+        Raises:
+            ContractError: On the ranks of a group in which they differ; names the first one that does, by rank.
+        """
+        if not self.is_single_rank:
+            with self.waiting("the comparison of calls"):
+                difference = calls_that_differ(self.group.ranks, self.limit_seconds)
+            if difference:
+                message = f"step {self.step}: the ranks made different calls: {difference}. {_SAME_CALLS}"
+                raise self._fail(ContractError(message, step=self.step, rank=self.group.rank))
+
     def _check_steps(self, statuses: Sequence[int]) -> None:
         """Raises where ranks have taken different steps on one parameter, or on their parts after equal ones."""
         if are_different(statuses):
@@ -427,6 +449,12 @@ class Contract:
                 f"step {self.step}: raised {type(error).__name__}: {reason[:_LONGEST_REASON]}"
             )
             self._flight_recorder.publish(goes_on=True)
+
+    def forget_passes(self) -> None:
+        """Drops the passes since the last comparison, and the calls in them: they were aborted, or have no backward."""
+        self.history.reset()
+        if not self.is_single_rank:
+            forget_calls(self.group.ranks)
 
     def mark_late_failure(self) -> None:
         """Makes the next comparison fail: this rank failed after the others had been told that all is well."""

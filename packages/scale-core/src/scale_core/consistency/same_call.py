@@ -1,17 +1,27 @@
-"""One comparison of a call between ranks: shapes, dtypes and options that have to be the same on all of them."""
+"""Comparison of calls between ranks: shapes, dtypes and options that have to be the same on all of them.
+
+A call is compared before its messages when it comes for the first time. Later calls are compared at the end of a pass.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from scale_core import compat
 from scale_core.comm.collectives import exchange, exchange_text
-from scale_core.comm.group import Group
+from scale_core.comm.group import Group, group_of
+from scale_core.comm.group_state import group_state
 from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
 
 
 def check_same_call(what: str, signature: str, group: Group, *, each_time: bool = False) -> int:
     """Returns the message tag of a call whose signature (shapes, dtypes, options) has to be the same on all ranks.
 
-    A call that was compared once costs nothing later. Its messages carry the same tag, so that ranks which differ later
-    time out and never read each other's data.
+    A call that was compared once costs no message later. Over gloo its messages carry the tag, so that ranks which
+    differ later time out and never read each other's data. NCCL has no tags, so the contract of the model around it
+    compares at the end of each pass all calls since the last one (`calls_that_differ`).
 
     Args:
         what: What is called.
@@ -33,4 +43,46 @@ def check_same_call(what: str, signature: str, group: Group, *, each_time: bool 
             by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise ValueError(f"the ranks are about to do different things: {by_rank}: call it alike on all of them")
         known.add(own)
+    if not each_time:
+        calls = group.state.calls
+        calls.fingerprint = fingerprint_of(calls.fingerprint, own)
+        calls.last.append(f"{what}: {signature}")
     return tag
+
+
+def forget_calls(ranks: Sequence[int]) -> None:
+    """Forgets the calls in all groups of these ranks (global numbers): the step was aborted, so they need not agree."""
+    for group in _groups_with_calls(ranks):
+        group.state.calls.clear()
+
+
+def calls_that_differ(ranks: Sequence[int], limit_seconds: float) -> str:
+    """Returns the first call in which ranks differ since they last compared, by rank; "" where there is none.
+
+    Each group that has made calls compares its own, because others may have inputs of other sizes.
+
+    Args:
+        ranks: Global numbers; groups that have a rank outside of them are left out. They all call this together.
+        limit_seconds: How long to wait for a rank.
+
+    Raises:
+        TransferError: A rank did not come.
+    """
+    difference = ""
+    for group in _groups_with_calls(ranks):
+        fingerprint = group.state.calls.fingerprint
+        if len({row[0] for row in exchange([fingerprint], group, limit_seconds=limit_seconds)}) > 1:
+            text = json.dumps(list(group.state.calls.last))
+            texts = exchange_text(text, group, limit_seconds=limit_seconds)
+            rows = zip_longest(*map(json.loads, texts), fillvalue="no further call")
+            calls = next((row for row in rows if len(set(row)) > 1), ("calls before the last 1,000",) * group.size)
+            titles = [f"rank {rank}: {call}" for rank, call in zip(group.ranks, calls, strict=True)]
+            difference = difference or "; ".join(titles)
+        group.state.calls.clear()
+    return difference
+
+
+def _groups_with_calls(ranks: Sequence[int]) -> list[Group]:
+    """The groups of some of these ranks that have compared a call, in one order on all ranks."""
+    groups = [group_of(group) for group in compat.process_groups() if group_state(group).compared_calls]
+    return sorted((group for group in groups if {*group.ranks} <= {*ranks}), key=lambda group: group.ranks)

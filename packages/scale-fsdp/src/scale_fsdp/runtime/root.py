@@ -186,7 +186,7 @@ class Root(UnitContext):
                 unit.pending_backwards = count
 
     def _forget_pass(self) -> None:
-        self.contract.history.reset()
+        self.contract.forget_passes()
         for unit in self.units:
             unit.discard()
 
@@ -529,7 +529,7 @@ class Root(UnitContext):
         finally:
             if not on_all_ranks:  # The others find it when their wait times out.
                 self.contract.report_failure(error)
-            self.contract.history.reset()
+            self.contract.forget_passes()
             if self.nonfinite is not None:
                 self.nonfinite.reset()
             self.shared_error, self.starting_gathers = None, []
@@ -574,4 +574,5 @@ class Root(UnitContext):
         statuses = [PassStatus(*row) for row in rows]
         if any(status.failed for status in statuses):
             raise_aborted(self, fault)
+        self.contract.compare_calls()
         return statuses
