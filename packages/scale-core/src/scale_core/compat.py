@@ -124,11 +124,34 @@ def _device_types(group: dist.ProcessGroup) -> list[str]:
     return [torch.device(device).type for device in cast(Any, group)._device_types]
 
 
+_WATCHDOG_MARGIN = timedelta(minutes=5)
+
+
 def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of the group's own operations."""
-    backend = cast(Any, group)._get_backend(cast(Any, group)._device_types[0])
-    limit: timedelta = backend.options._timeout
+    """The longest wait of the host in a group: that of its backends, or less where one of them is NCCL.
+
+    NCCL's limit counts from the call, and a minute after it NCCL ends the process. The host waits for less, so that its
+    error, which names the rank that is missing, comes first: five minutes less, or half where the limit is shorter.
+    """
+    limits = [(backend.name(), backend.options._timeout) for backend in _backends(group)]
+    return min(max(limit - _WATCHDOG_MARGIN, limit / 2) if name == "nccl" else limit for name, limit in limits)
+
+
+def new_group_limit(group: dist.ProcessGroup) -> timedelta:
+    """The timeout for a new group whose `time_limit` is to be that of this one."""
+    limit: timedelta = max(backend.options._timeout for backend in _backends(group))
     return limit
+
+
+def extend_nccl_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Sets NCCL's limit in a group to five minutes above `limit`, that of the host; other backends stay as they are."""
+    for backend in _backends(group):
+        if backend.name() == "nccl":
+            backend._set_default_timeout(limit + _WATCHDOG_MARGIN)
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    return [cast(Any, group)._get_backend(device) for device in cast(Any, group)._device_types]
 
 
 def default_store() -> Store | None:

@@ -18,7 +18,7 @@ from scale_core.arguments import checked_arguments
 from scale_core.comm.fork import forked_error
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.comm.work import limit_of
-from scale_core.compat import process_groups, time_limit
+from scale_core.compat import new_group_limit, process_groups
 from scale_tp.split import check_size
 
 # The ranks are arange(world).reshape(data, pipeline, context, model), so those that divide a layer are next to each
@@ -108,7 +108,7 @@ def initialize_model_parallel(
     )
     timeout = None if limit_seconds is None else timedelta(seconds=limit_of(None, limit_seconds))
     if timeout is None and everybody.process_group is not None and everybody.backend != "fake":
-        timeout = time_limit(everybody.process_group)  # torch's own is half an hour, whatever the default group's is.
+        timeout = new_group_limit(everybody.process_group)  # torch's own is half an hour for any group.
     backends = {"model": model_parallel_backend, "context": cp_backend, "pipeline": pipeline_backend}
     backends |= {"data": ddp_backend, DATA_CONTEXT: ddp_backend}
     # Axes may have groups of the same ranks, as those of one rank alone: these are made once.

@@ -487,4 +487,4 @@ def new_group_limit(group: Group) -> timedelta | None:
     """The timeout for a part of a group: the group's own, where torch would take half an hour."""
     if group.process_group is None or group.backend == "fake":
         return None
-    return compat.time_limit(group.process_group)
+    return compat.new_group_limit(group.process_group)

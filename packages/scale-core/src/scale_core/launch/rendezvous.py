@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import process_limit
@@ -61,7 +62,8 @@ def init_distributed(
         device: "cpu" or "cuda"; by default that of `launch_local`, or else CUDA where it is available. On CUDA the
             rank's device is made the current: that of its local rank, or the only one that it sees.
         limit_seconds: For the ranks to meet and for every collective after it; None is the environment variable
-            `SCALE_LIMIT_SECONDS`, or 300.
+            `SCALE_LIMIT_SECONDS`, or 300. NCCL's own limit is five minutes more: after it NCCL ends the process, and
+            the error that names the missing rank has to come first.
         config: What has to be the same on all ranks, as anything that JSON knows: options, sizes, a model's name.
 
     Raises:
@@ -99,6 +101,7 @@ def init_distributed(
         )
     except (RuntimeError, dist.DistError) as error:  # A rank has ended since it answered, or its address is no good.
         raise _error(f"the {place.world_size} ranks met, but could not connect to each other") from error
+    compat.extend_nccl_limit(compat.process_groups()[0], timedelta(seconds=limit))
     return group_of()
 
 
