@@ -3,6 +3,7 @@
 `pytest --hypothesis-seed=7` tries cases of Hypothesis that other runs have not tried.
 """
 
+import os
 import random
 import re
 import sys
@@ -37,10 +38,14 @@ def _seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is no CUDA device, and `simulation` where torch can't be simulated.
+    """Skips tests marked `gpu` without a CUDA device, `simulation` without its torch, and `gloo` over another backend.
 
     torch is asked only if there is such a test.
     """
+    if os.environ.get("SCALE_TEST_BACKEND", "gloo") != "gloo":
+        for item in items:
+            for marker in item.iter_markers("gloo"):
+                _skip([item], f"only over gloo: {marker.args[0]}")
     on_gpu, simulated = ([item for item in items if item.get_closest_marker(name)] for name in ("gpu", "simulation"))
     if on_gpu:
         import torch
