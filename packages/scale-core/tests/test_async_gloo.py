@@ -14,7 +14,8 @@ from scale_core import all_reduce, compat
 from scale_core.comm.collectives import HOST, exchange, group_for
 from scale_core.comm.group import group_of
 from scale_core.testing import RankError, run_ranks
-from scale_core.testing.async_gloo import BACKEND, BACKEND_VARIABLE, EXIT_VARIABLE, UnorderedAccessError
+from scale_core.testing.async_gloo import BACKEND, BACKEND_VARIABLE
+from scale_core.testing.communicator import EXIT_VARIABLE, UnorderedAccessError
 
 MINUTE = timedelta(minutes=1)
 
