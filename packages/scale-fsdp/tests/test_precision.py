@@ -11,7 +11,13 @@ from torch import nn
 
 from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from scale_fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_modules,
+    name_policy,
+)
 from scale_fsdp.api import UnitPrecision
 from scale_fsdp.runtime.unit import unit_of
 
@@ -162,6 +168,19 @@ def train_between_units_of_other_dtypes() -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_unit_in_full_precision_may_stand_between_others(world):
     assert not any(run_ranks(train_between_units_of_other_dtypes, world))
+
+
+def test_the_output_dtype_of_a_model_is_not_that_of_its_blocks():
+    block = nn.Sequential(nn.Linear(3, 3), nn.GELU())
+    model = nn.Sequential(nn.Embedding(5, 3), block, nn.LayerNorm(3), nn.Linear(3, 2))
+    policy = MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)
+    fully_shard_modules(model, name_policy("1"), mp_policy=policy)
+    handed_on = []
+    block.register_forward_hook(lambda *call: handed_on.append(call[-1].dtype))
+    out = model(torch.tensor([[0, 4]]))
+    out.sum().backward()
+    assert (out.dtype, handed_on) == (FP32, [BF16])
+    assert {param.grad.dtype for param in model.parameters()} == {FP32}
 
 
 def test_units_that_return_another_dtype_may_stand_one_after_another():

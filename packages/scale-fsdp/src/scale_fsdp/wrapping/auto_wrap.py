@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -225,7 +226,9 @@ def fully_shard_modules(
         policy: Which modules become units of their own.
         progress: Called after each unit with the number of units done, that of all, and the unit's name, "" for
             `module` itself.
-        kwargs: Arguments of `fully_shard` for every unit; a module's `wrapper_config` overrides them.
+        kwargs: Arguments of `fully_shard` for every unit; a module's `wrapper_config` overrides them. The
+            `output_dtype` of an `mp_policy` applies to `module` only, because its blocks hand tensors to its other
+            parameters, which are gathered in `param_dtype`.
 
     Returns:
         `module` itself.
@@ -242,8 +245,9 @@ def fully_shard_modules(
         [info for info in split_owned_and_shared(list(managed_params(module)))[0] if info.param not in left]
     )
     _check_initializable([module], units, kwargs)
+    inner_kwargs = _without_output_dtype(kwargs)
     for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
-        fully_shard(unit, **{**kwargs, **_wrapper_config(unit)})
+        fully_shard(unit, **{**(inner_kwargs if name else kwargs), **_wrapper_config(unit)})
         if progress is not None:
             progress(done, len(units), name)
     return module
@@ -264,6 +268,17 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Modu
         skip_empty: Leave out those that have no parameters of their own.
     """
     return [unit.module for unit in units_in(mod) if unit.buffers or not skip_empty]
+
+
+def _without_output_dtype(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the arguments for units inside the model.
+
+    Blocks that returned fp32 would hand it to parameters of the root, which are gathered in bf16.
+    """
+    policy = kwargs.get("mp_policy")
+    if getattr(policy, "output_dtype", None) is None or not is_dataclass(policy) or isinstance(policy, type):
+        return kwargs
+    return {**kwargs, "mp_policy": replace(policy, output_dtype=None)}
 
 
 def _check_initializable(parts: Sequence[nn.Module], units: Sequence[nn.Module], kwargs: Mapping[str, Any]) -> None:
