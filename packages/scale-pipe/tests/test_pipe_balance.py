@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import scale_pipe.partition.balance as balance_module
+from scale_core import Group
+from scale_core.testing import run_ranks
 from scale_pipe import (
     Costs,
     balance_by_makespan,
@@ -80,6 +83,26 @@ def test_the_timeout_is_of_the_wall_clock_and_the_quickest_run_counts(monkeypatc
     costs = profile_stages([Slows(0.0, clock)], torch.rand(1), seconds=10.0)
     assert costs.forward == (2.0,)
     assert runs == [0.0, 1.0, 2.0, 3.0, 4.0], "after two runs 3 + 4 + 5 seconds are more than 10"
+
+
+def balances_of_a_rank() -> list[list[int]]:
+    """Each rank measures other times: rank 0 finds the first layer slow, rank 1 the last."""
+    slow = torch.distributed.get_rank() * 5
+    times = [StageTimes(9.0 if number == slow else 1.0, 0.0, 0.0) for number in range(6)]
+    module, sample = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))), torch.ones(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balance_module, "layer_times", lambda *_: times)
+        return [
+            balance_by_time(2, module, sample),
+            balance_by_makespan(2, module, sample, 4),
+            balance_by_time(2, module, sample, process_group=Group()),
+        ]
+
+
+def test_ranks_that_measure_different_times_get_one_balance() -> None:
+    first, second = run_ranks(balances_of_a_rank, 2)
+    assert first[:2] == second[:2] == [[3, 3], [3, 3]]
+    assert (first[2], second[2]) == ([1, 5], [5, 1]), "by itself a rank uses its own times"
 
 
 def test_memory_is_balanced_exactly() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from scale_core.arguments import checked_arguments
+from scale_core.comm.collectives import exchange_text
+from scale_core.comm.group import GroupLike, group_of
 from scale_pipe.integers import check_positive
 from scale_pipe.microbatch import check_chunks, scatter_each
 from scale_pipe.partition.block_partition import block_partition
@@ -29,12 +32,19 @@ _SOLVER_VISITS = 30_000
 
 @checked_arguments(own="partitions")
 def balance_by_time(
-    partitions: int, module: nn.Sequential, sample: Any, *, seconds: float = 1.0, device: Device = None
+    partitions: int,
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    seconds: float = 1.0,
+    device: Device = None,
+    process_group: GroupLike = None,
 ) -> list[int]:
     """Balances the times of forward and backward: the slowest partition is as fast as can be.
 
     The fastest run of each layer counts, by the wall clock, so that time in which it waits counts as well; on the CPU
-    with one thread.
+    with one thread. All ranks of the process group call it, and get the same balance, because the fastest run on any
+    of them counts.
 
         >>> import torch
         >>> from scale_pipe import balance_by_time
@@ -48,16 +58,19 @@ def balance_by_time(
         sample: One micro-batch, as the first layer takes it, on any device.
         seconds: Wall clock to spend, after each layer has run twice; more are steadier.
         device: Where to measure; None for the module's device.
+        process_group: The ranks that measure together; None for all. One rank measures by itself with `Group()` of
+            `scale_core`.
 
     Returns:
-        The number of layers of each partition, as `Pipe` and `DistributedPipe` take it.
+        The number of layers of each partition, as `Pipe` and `DistributedPipe` take it, the same on all ranks.
 
     Raises:
         TypeError: The module is no `nn.Sequential`, or has a forward of its own; partitions is no integer.
         ValueError: There are fewer layers than partitions, or none; a layer is in the module twice.
     """
     partitions = _check_partitions(partitions, module)
-    return block_partition([sum(times) for times in layer_times(module, sample, seconds, device)], partitions)
+    times = _least_times(layer_times(module, sample, seconds, device), process_group)
+    return block_partition([sum(layer) for layer in times], partitions)
 
 
 @checked_arguments(own="partitions")
@@ -106,6 +119,7 @@ def balance_by_makespan(
     link: float = 0.0,
     seconds: float = 1.0,
     device: Device = None,
+    process_group: GroupLike = None,
 ) -> list[int]:
     """Balances the time of a whole step of a schedule, as the simulator gives it.
 
@@ -122,6 +136,7 @@ def balance_by_makespan(
         link: Seconds of a transfer between two ranks.
         seconds: Wall clock to spend.
         device: Where to measure.
+        process_group: As in `balance_by_time`.
 
     Raises:
         TypeError: As in `balance_by_time`.
@@ -136,7 +151,7 @@ def balance_by_makespan(
             f"but partitions is {partitions}"
         )
     num_ranks = partitions // example.num_stages
-    times = layer_times(module, sample, seconds, device)
+    times = _least_times(layer_times(module, sample, seconds, device), process_group)
     if schedule.lower() == SOLVE:
         return best_balance(
             times,
@@ -194,6 +209,15 @@ def _costs(times: Sequence[StageTimes], balance: Sequence[int], link: float) -> 
         start += number
     forward, input_gradient, weight_gradient = zip(*sums, strict=True)
     return Costs.measured(forward, input_gradient, weight_gradient, link)
+
+
+def _least_times(times: Sequence[StageTimes], process_group: GroupLike) -> list[StageTimes]:
+    """Returns for each layer the least times of all ranks, whose clocks never agree; all ranks call it."""
+    group = group_of(process_group)
+    if group.size == 1:
+        return list(times)
+    times_by_rank = [json.loads(text) for text in exchange_text(json.dumps(times), group)]
+    return [StageTimes(*map(min, zip(*layers, strict=True))) for layers in zip(*times_by_rank, strict=True)]
 
 
 def _check_partitions(partitions: int, module: nn.Sequential) -> int:

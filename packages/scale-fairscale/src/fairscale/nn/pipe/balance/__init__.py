@@ -10,6 +10,7 @@ from torch import nn
 import scale_pipe
 from fairscale._warnings import warn_argument
 from fairscale.nn.pipe.balance import blockpartition
+from scale_core import Group
 
 __all__ = ["balance_by_size", "balance_by_time", "blockpartition"]
 
@@ -43,9 +44,9 @@ def balance_by_time(
         )
     if any(param.grad is not None for param in module.parameters()):
         raise ValueError("some parameter already has gradient: module.zero_grad() before it is measured")
-    return scale_pipe.balance_by_time(
-        partitions, module, sample, seconds=1.0 if timeout is None else timeout, device=device
-    )
+    seconds = 1.0 if timeout is None else timeout
+    alone = Group()  # FairScale's pipelines run in one process, and ranks beside it need not call this.
+    return scale_pipe.balance_by_time(partitions, module, sample, seconds=seconds, device=device, process_group=alone)
 
 
 def balance_by_size(
