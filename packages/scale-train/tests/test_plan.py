@@ -514,6 +514,22 @@ def test_a_model_of_ones_own_and_one_of_transformers_are_planned(
     assert [each["reason"] for each in found["strategies"]] == [""] * len(found["strategies"])
 
 
+@pytest.mark.parametrize("only", ["fsdp", "fsdp-offload", "tensor-parallel"])
+def test_a_config_of_transformers_gets_a_command_that_trains_it(tmp_path: Path, only: str) -> None:
+    folder = tmp_path / "a llama"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 512}')
+    options = PlanOptions(config=folder, only=(only,), ranks=(4,), batch=8, sequence=64)
+    for strategy in strategies(options, num_layers=None):
+        command = strategy.command(options, None)
+        assert command is not None
+        parsed = parse(shlex.split(command)[1:])
+        assert isinstance(parsed, Options)
+        assert (parsed.model.model, parsed.parallel) == (folder, strategy.parallel_options("bf16"))
+        python = "\n".join(strategy.python("bf16", policy="scale_fsdp.no_split_policy(model)"))
+        assert ("no_split_policy(model)" in python) == ("fully_shard_modules" in python) and "Block" not in python
+
+
 def test_what_cannot_be_planned_is_one_line_and_code_two(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert sys.modules[__name__].no_module() == 3

@@ -21,6 +21,7 @@ from scale_train.huggingface.model import transformers_config
 from scale_train.model import GPT, Block, ExpertGroups, ModelConfig
 from scale_train.options import ModelOptions, Options
 from scale_train.plan.options import PlanOptions
+from scale_train.plan.strategies import NAMED_BLOCKS
 from scale_train.resolve import model_config
 from scale_train.training.parallelize import ATTENTION_RULE, stage_boundaries, tensor_plan
 
@@ -46,6 +47,7 @@ class PlannedModel:
         tensor_plan: How tensor parallelism divides it; None is the plan that a model of transformers carries.
         attention_rules: What tensor parallelism has to know of its attention.
         size: The name by which `scale-train lm` knows it; None for other models.
+        policy: What to write for its blocks in Python.
         build_over: Makes it with experts, which these ranks divide and route together; None where it has none.
     """
 
@@ -55,6 +57,7 @@ class PlannedModel:
     tensor_plan: Plan | None
     attention_rules: tuple[AttentionRule, ...] = ()
     size: str | None = None
+    policy: str = NAMED_BLOCKS
     build_over: Callable[[ExpertGroups], Built] | None = None
 
     def cuts(self, model: nn.Module, num_stages: int) -> list[str] | None:
@@ -136,7 +139,7 @@ def _from_transformers(path: Path) -> PlannedModel:
         model: nn.Module = make(config, dtype=torch.float32)
         return Built(model.train(), loss)
 
-    return PlannedModel(f"{kind} of {file}", build, no_split_policy, None)
+    return PlannedModel(f"{kind} of {file}", build, no_split_policy, None, policy="scale_fsdp.no_split_policy(model)")
 
 
 def _returned_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -160,7 +163,7 @@ def _from_factory(name: str) -> PlannedModel:
             raise InputError(f"--factory {name}: expected a torch.nn.Module, got {type(model).__name__}")
         return Built(model, loss)
 
-    return PlannedModel(name, build, _listed_blocks, None)
+    return PlannedModel(name, build, _listed_blocks, None, policy="scale_fsdp.class_policy(Block)")
 
 
 def _listed_blocks(model: nn.Module) -> Policy:

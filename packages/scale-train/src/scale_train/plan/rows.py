@@ -51,7 +51,7 @@ def judge(planned: PlannedModel, found: Estimate, options: PlanOptions) -> PlanR
         seconds,
         cost,
         command,
-        strategy.python(options.precision, with_experts=options.experts > 0),
+        strategy.python(options.precision, with_experts=options.experts > 0, policy=planned.policy),
     )
 
 

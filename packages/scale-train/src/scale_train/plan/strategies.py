@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,6 +16,9 @@ Parallel = Literal[
 ]
 Checkpointing = Literal["none", "selective", "all"]
 """What is recomputed in the backward pass, in the words of `scale-train lm --checkpoint-activations`."""
+
+NAMED_BLOCKS = "scale_fsdp.class_policy('Block')"
+"""Which modules of a model by name are sharded one by one."""
 
 MAX_MODEL_RANKS = 8
 """Tensor and pipeline parallelism stay inside a machine of so many devices."""
@@ -109,9 +113,12 @@ class Strategy:
 
     def command(self, options: PlanOptions, size: str | None) -> str | None:
         """What to type; None where `scale-train lm` has no such model."""
-        if size is None:
+        if options.config is not None:
+            words = ["scale-train lm", f"--model {shlex.quote(str(options.config))}"]
+        elif size is not None:
+            words = ["scale-train lm", f"--size {size}"]
+        else:
             return None
-        words = ["scale-train lm", f"--size {size}"]
         for flag, value in (("--layers", options.layers), ("--width", options.width), ("--heads", options.heads)):
             words += [f"{flag} {value}"] if value is not None else []
         words += [f"--experts {options.experts} --top-k {options.top_k}"] if options.experts else []
@@ -141,9 +148,9 @@ class Strategy:
         words += ["--offload-activations"] if self.offload else []
         return " ".join(words)
 
-    def python(self, precision: str, *, with_experts: bool = False) -> list[str]:
-        """What to write around a model, with experts or without, line by line."""
-        lines = self._techniques(precision)
+    def python(self, precision: str, *, with_experts: bool = False, policy: str = NAMED_BLOCKS) -> list[str]:
+        """What to write around a model, with experts or without, line by line; `policy` names its blocks."""
+        lines = [line.replace(NAMED_BLOCKS, policy) for line in self._techniques(precision)]
         axes = {name: size for name, size in self.expert_axes.items() if size > 1 or name == "expert"}
         divides = next((name for name in ("model", "tensor") if name in axes), "")
         if with_experts and (self.expert_ranks > 1 or divides):
@@ -194,7 +201,7 @@ class Strategy:
         ]
         step = f"loss = pipe.step(tokens, targets{', loss_fn=scaler.scale' * (precision == 'fp16')})"
         if self.shards_stages:
-            units = ", ".join(["stage", "scale_fsdp.class_policy(Block)", "mesh=mesh['data']", *_policy(precision)])
+            units = ", ".join(["stage", NAMED_BLOCKS, "mesh=mesh['data']", *_policy(precision)])
             lines += self._sharded_experts(precision)
             lines += [f"for stage in pipe.stages.values(): scale_fsdp.fully_shard_modules({units})"]
         else:
@@ -214,7 +221,7 @@ class Strategy:
         # Where ranks divide sequences, the data axis has those of the context axis in it.
         mesh = ["mesh=mesh['data']"] * (self.model_ranks * self.context_ranks > 1)
         offload = ["offload_policy=CPUOffloadPolicy()"] * (self.parallel == "fsdp-offload")
-        units = ", ".join(["model", "scale_fsdp.class_policy(Block)", *mesh, *_policy(precision), *offload])
+        units = ", ".join(["model", NAMED_BLOCKS, *mesh, *_policy(precision), *offload])
         lines += [f"scale_fsdp.fully_shard_modules({units})", _ADAMW, *_scaler(precision)]
         if self.context_ranks > 1:
             loss = "model(tokens, targets, positions=positions)"
