@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions, train
-from scale_train.cli import main, parse
+from scale_train.cli import COMMANDS, main, parse
 from scale_train.configuration.checks import LIMITS
 from scale_train.configuration.command_line import with_checked_types
 from scale_train.configuration.fields import option_fields
-from scale_train.configuration.help import help_text
+from scale_train.configuration.help import help_text, overview
 from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.reference import reference
 from scale_train.configuration.toml_file import read_toml, to_toml, value_of
 from scale_train.errors import InputError
+from scale_train.plan.help import plan_help_text
+from scale_train.plan.options import PlanOptions
 from scale_train.resolve import MAX_RANKS_PER_CORE  # noqa: F401  torch is loaded here, and not by what is tested
 
 EVERYTHING_CHANGED = Options(
@@ -197,7 +199,12 @@ def test_no_flag_denies_what_its_text_says():
 def test_help_names_every_option_and_neither_it_nor_an_error_loads_torch():
     shown = help_text(80)
     assert all(f"  {flag}" in shown for flag in option_fields())
-    assert max(map(len, shown.splitlines())) <= 80
+    of_plan = plan_help_text(80)
+    assert all(f"  --{each.name.replace('_', '-')} " in of_plan for each in fields(PlanOptions))
+    of_all = overview(COMMANDS.items(), 80)
+    assert all(f"\n  {name} " in of_all for name in COMMANDS)
+    for page in (shown, of_plan, of_all):
+        assert max(map(len, page.splitlines())) <= 80 and "None" not in page
     program = (
         "import sys; from scale_train.cli import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
     )
@@ -220,7 +227,7 @@ def test_a_printed_file_has_every_key():
 @pytest.mark.skipif(not REFERENCE.exists(), reason="the page is in the repository alone")
 def test_the_reference_is_made_from_the_dataclasses():
     told = "python -m scale_train.configuration.reference > docs/configuration.md"
-    assert REFERENCE.read_text(encoding="utf-8") == reference(), f"write it anew: {told}"
+    assert REFERENCE.read_text(encoding="utf-8") == reference(), f"run {told}"
 
 
 def test_python_trains_by_the_same_names_and_names_what_is_wrong():

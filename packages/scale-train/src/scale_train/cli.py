@@ -13,13 +13,14 @@ from typing import Any
 import tyro
 
 from scale_train.configuration.command_line import PRINT_CONFIG, parse_command_line
-from scale_train.configuration.help import help_text
+from scale_train.configuration.help import help_text, overview
 from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.toml_file import to_toml
 from scale_train.doctor.options import DoctorOptions
 from scale_train.interrupts import leave_on_ctrl_c
 from scale_train.options import Options
 from scale_train.pipe.options import PipeOptions
+from scale_train.plan.help import plan_help_text
 from scale_train.plan.options import PlanOptions
 from scale_train.snapshot.options import SnapshotOptions
 from scale_train.trained_model.options import ExportOptions, PplOptions
@@ -29,24 +30,23 @@ Command = (
     Options | PplOptions | ExportOptions | PlanOptions | DoctorOptions | PipeOptions | SnapshotOptions | WhyOptions
 )
 
-DESCRIPTION = """The training program of scale.
-
-lm        trains a language model on text and reports how well it predicts text that it has not seen.
-ppl       says how well a trained model predicts a text: loss, perplexity, bits per byte.
-export    writes the model of a run as a folder that transformers reads.
-plan      says which way of training a model fits into the memory of a machine, and what each costs.
-doctor    says whether training on several ranks works on this machine, and how fast its memory and links are.
-pipe      draws the schedule of a pipeline, planned beside measured.
-snapshot  lists, verifies, compares, converts and prunes checkpoints.
-why       says in one sentence why a training on several ranks ended, from what the ranks left behind."""
+COMMANDS = {
+    "lm": "Train a language model on text, and report how well it predicts text that it has not seen.",
+    "ppl": "Say how well a trained model predicts a text: loss, perplexity, bits per byte.",
+    "export": "Write the model of a run as a folder that transformers reads.",
+    "plan": "Say which parallelism fits the memory of a machine, and what each costs.",
+    "doctor": "Test if training on several ranks works here, and how fast memory and links are.",
+    "pipe": "Draw the schedule of a pipeline, planned and measured.",
+    "snapshot": "List, verify, compare, convert and prune checkpoints.",
+    "why": "Say in one sentence why a run on several ranks ended.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `scale-train` and returns its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    is_lm = words[:1] == ["lm"]
-    if is_lm and {"-h", "--help"} & set(words):
-        print(help_text())
+    if {"-h", "--help"} & set(words) and (page := _help_page(words[0])):
+        print(page)
         return 0
     try:
         options = parse(words)
@@ -62,6 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _command_for(options)(options)
     except KeyboardInterrupt:
         return 130
+
+
+def _help_page(first: str) -> str:
+    """Returns what --help prints after this word; "" for commands whose help tyro prints."""
+    if first in ("-h", "--help"):
+        return overview(COMMANDS.items())
+    return {"lm": help_text, "plan": plan_help_text}.get(first, str)()
 
 
 def parse(arguments: list[str]) -> Command:
@@ -80,7 +87,7 @@ def parse(arguments: list[str]) -> Command:
             "why": WhyOptions,
         },
         prog="scale-train",
-        description=DESCRIPTION,
+        description="The training program of scale.",
         args=arguments,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
     )

@@ -7,186 +7,183 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What is read, and how much of it in a step."""
+    """The text, and the size of a step."""
 
     text: tuple[Path, ...] = ()
-    """Files or folders to learn from (folders in them named test or tests are skipped): text, or JSON lines (.jsonl),
-    each a document; by default the sources of Python's own standard library."""
+    """Files or folders to learn from: text, or JSON lines (.jsonl) with a document per line. Folders named test or
+    tests are skipped. By default it reads the source code of Python's standard library."""
     text_field: str = "text"
-    """Of each object of a JSON-lines file, the field with its text."""
+    """Field with the text in each object of a JSON-lines file."""
     tokenizer: str | None = None
-    """byte, or a tokenizer.json (or its folder), which the library tokenizers reads; by default the one in the folder
-    of --model, or byte."""
+    """byte, or a tokenizer.json (or its folder) for the library tokenizers; by default the tokenizer in the folder of
+    --model, or byte."""
     token_cache: Path | None = None
-    """Folder where tokens are kept for the next run; by default in the user's cache. Bytes are not kept."""
+    """Folder that keeps tokens for the next run; by default in the user's cache. Bytes are not kept."""
     sequence: int = 128
     """Tokens in a sequence."""
     batch: int = 32
-    """Sequences in a step, of all ranks together."""
+    """Sequences in a step, over all ranks."""
     held_out_tokens: int = 65_536
-    """Most tokens of the held-out text that one evaluation reads; 0 for all."""
+    """Number of held-out tokens that one evaluation reads at most (0: all)."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model: a GPT of a size by name, any number of it changed, or a model of transformers."""
+    """A GPT by name, with numbers that you may change, or a model of transformers."""
 
     size: str = "tiny"
-    """tiny, small, gpt3-125m, -350m, -760m, -1.3b, -2.7b, -6.7b, -13b or -175b."""
+    """tiny, small, gpt3-125m, gpt3-350m, gpt3-760m, gpt3-1.3b, gpt3-2.7b, gpt3-6.7b, gpt3-13b or gpt3-175b."""
     layers: int | None = None
-    """Blocks, if not the size's."""
+    """Number of blocks, if it is not that size's."""
     width: int | None = None
-    """Features, if not the size's."""
+    """Number of features, if it is not that size's."""
     heads: int | None = None
-    """Attention heads, if not the size's."""
+    """Number of attention heads, if it is not that size's."""
     untied_embeddings: bool = False
-    """Give the output layer a weight of its own; otherwise it uses the embedding's."""
+    """Give the output layer a separate weight; otherwise it shares the embedding's."""
     dropout: float = 0.0
-    """Part of each residual branch that is zeroed in training."""
+    """Probability to drop an element of a residual branch in training."""
     loss_chunk: int = 0
-    """Tokens whose logits exist at one time; 0 for all."""
+    """Number of tokens whose logits exist at one time (0: all). Saves memory with a large vocabulary."""
     experts: int = 0
-    """Experts in place of the feed-forward layer of each block, each as wide as that; 0 for none."""
+    """Number of experts per block (0: dense). Each is as wide as the feed-forward layer that they replace."""
     top_k: int = 2
-    """With --experts: how many of them a token goes to."""
+    """With --experts: number of experts that each token goes to."""
     shared_experts: int = 0
-    """With --experts: further ones that all tokens go through, as one layer of so many times the width."""
+    """With --experts: number of experts for all tokens, built as one layer of that multiple of the width."""
     capacity_factor: float = 0.0
-    """With --experts: in training each takes at most so many times its even share of the choices in a micro-batch of
-    all ranks, and further ones are dropped; 0 for no limit."""
+    """With --experts: in training, an expert takes at most this multiple of its even share of a micro-batch of all
+    ranks (0: no limit). It drops further tokens."""
     aux_loss_coef: float = 0.01
-    """With --experts: what the load balancing loss is multiplied by. It is added to the gradients, and not to the loss
-    that is reported."""
+    """With --experts: factor of the load balancing loss. It adds to the gradients, but not to the reported loss."""
     model: Path | None = None
-    """In place of --size: config.json of a causal language model of transformers, or its folder, whose weights are
-    loaded if it has some."""
+    """Instead of --size: a causal language model of transformers, by its config.json or its folder. Weights in the
+    folder are loaded."""
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How the work is divided."""
+    """How ranks divide the work."""
 
     ranks: int | None = None
-    """Local ranks to start; by default every GPU, or two ranks on a CPU of several cores. Not under torchrun."""
+    """Number of local ranks to start; by default one per GPU, or two on a CPU of several cores. Not under torchrun."""
     parallel: Literal["fsdp", "sharded-ddp", "oss", "ddp", "pipe", "none"] = "fsdp"
-    """fsdp shards parameters, gradients and optimizer state; sharded-ddp gradients and state; oss the state alone; ddp
-    replicates all of it; pipe puts some of the blocks on each rank; none is one plain process."""
+    """fsdp shards parameters, gradients and optimizer state; sharded-ddp shards gradients and state; oss shards only
+    the state; ddp replicates all; pipe puts some blocks on each rank; none is one plain process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU."""
+    """auto is cuda if there is a GPU, otherwise cpu."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What the model computes in; the optimizer always works in fp32. With fp16 the loss is scaled, and a step whose
-    gradients are not finite is skipped."""
+    """Dtype of the computation; the optimizer always works in fp32. With fp16 the loss is scaled, and a step is skipped
+    if its gradients are not finite."""
     accumulate: int = 1
-    """Micro-batches that a rank's part of the batch is cut into."""
+    """Number of micro-batches of each rank in a step."""
     sync_each_micro_batch: bool = True
-    """With fsdp or sharded-ddp, and --accumulate: reduce gradients after each micro-batch. false keeps unsharded
-    gradients until the last one: fewer bytes sent, more memory."""
+    """With --accumulate, and fsdp or sharded-ddp: reduce gradients after each micro-batch. false reduces only after the
+    last one, which sends fewer bytes but needs more memory."""
     checkpoint_activations: str = field(
         default="none", metadata={"bare": "all", "placeholder": "[all|selective|budget:SIZE|none]"}
     )
-    """Recompute blocks' activations in the backward pass instead of keeping them: all, or selective, which keeps the
-    results of linear layers and attention, or budget:2GiB, which plans what fits into that much memory of a device.
-    Without a word it means all."""
+    """Recompute activations of blocks in the backward pass: all of them, or selective, which keeps results of linear
+    layers and attention, or budget:2GiB, which plans what fits that memory of a device. Without a word it means
+    all."""
     offload_activations: bool = False
-    """Move the activations that blocks keep to the memory of the host until the backward pass."""
+    """Move activations of blocks to host memory until the backward pass."""
     tensor_parallel: int = 1
-    """Ranks that divide the layers of each block between them; --parallel says what the others do. With fsdp or pipe, a
-    rank then makes the whole model before it is divided."""
+    """Number of ranks that divide the layers of each block. --parallel applies between these groups. With fsdp or pipe,
+    each rank builds the full model first."""
     sequence_parallel: bool = False
-    """With --tensor-parallel: between the divided layers each rank has a part of the sequence. Less memory."""
+    """With --tensor-parallel: also divide the sequence between the layers, which saves memory."""
     overlap_pieces: int | None = None
-    """With --tensor-parallel: send what divided layers exchange in so many pieces, beside their matrix products. It
-    is made for links of their own, as between GPUs; where the cores that multiply also send, it gains little."""
+    """With --tensor-parallel: number of pieces in which layers send during their matrix products. This is made for
+    GPUs; on CPUs it gains little, because the same cores compute and send."""
     context_parallel: int = 1
-    """Ranks that divide each sequence between them, where its activations are too large for one; --parallel says what
-    the others do, and averages over all."""
+    """Number of ranks that divide each sequence, if its activations do not fit on one. --parallel averages over all
+    ranks."""
     context_attention: Literal["ring", "ulysses"] = "ring"
-    """With --context-parallel: ring passes keys and values round, ulysses exchanges the sequence for heads."""
+    """With --context-parallel: ring passes keys and values around, ulysses exchanges sequence parts for heads."""
     expert_parallel: int = 1
-    """With --experts: ranks that divide the experts of each block between them; those that have the same ones shard or
-    average them by --parallel. All else is on all ranks, as without experts. With pipe they have the same stage, in
-    pipelines beside each other."""
+    """With --experts: number of ranks that divide the experts of each block. Ranks with the same experts shard or
+    average them, as --parallel says. With pipe these ranks hold the same stage, in parallel pipelines."""
     stages: int | None = None
-    """pipe: parts that the model is cut into; by default what the schedule is made for, on all ranks. With more ranks
-    than those take there are several pipelines beside each other, each with its part of the batch."""
+    """With pipe: number of stages; by default the schedule's number for all ranks. If there are more ranks than these
+    stages need, several pipelines run in parallel, each on its part of the batch."""
     # fmt: off
     schedule: Literal[
         "gpipe", "1f1b", "interleaved_1f1b", "looped_breadth_first",
         "zb_h1", "zb_v", "v_half", "v_min", "dual_pipe_v", "solve",
     ] = "1f1b"
     # fmt: on
-    """pipe: gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v; or solve,
-    which measures a step and finds one for it."""
+    """With pipe: gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v, or
+    solve, which measures a step and finds a schedule for it."""
     chunks: int = 8
-    """pipe: micro-batches that the batch is cut into."""
+    """With pipe: number of micro-batches."""
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
-    """pipe: what pipelines beside each other do with the stage that they share. ddp replicates it; fsdp
-    shards its parameters, gradients and optimizer state among them."""
+    """With several pipelines: ddp replicates each stage; fsdp shards its parameters, gradients and optimizer state."""
     reshard_after_forward: bool = True
-    """fsdp: release each block's parameters between its forward and its backward pass. false keeps them: fewer bytes
-    sent, more memory."""
+    """With fsdp: free the parameters of a block between forward and backward. false keeps them, which sends fewer bytes
+    but needs more memory."""
     cpu_offload: bool = False
-    """fsdp: keep shards, gradients and optimizer state in the memory of the host, where the optimizer steps."""
+    """With fsdp: keep shards, gradients and optimizer state in host memory. The optimizer steps there."""
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """AdamW and its learning rate."""
+    """AdamW, and its schedule."""
 
     steps: int = 400
-    """Steps of the whole training, those before a resume included."""
+    """Number of steps of the full run, including steps before a resume."""
     lr: float = 3e-3
     """Peak learning rate."""
     warmup: int = 20
-    """Steps until the peak; half a cosine follows, down to a tenth."""
+    """Steps until the peak. Then half a cosine goes down to a tenth of it."""
     weight_decay: float = 0.1
-    """Of the matrices; norms and biases have none."""
+    """Weight decay of matrices. Norms and biases have none."""
     clip: float = 1.0
-    """Largest norm of the gradient; 0 for no clipping."""
+    """Largest norm of the gradient (0: no clipping)."""
     optimizer_kernel: Literal["fused", "foreach", "plain"] = "fused"
-    """Which implementation of torch's AdamW. fused is much the fastest, and equal to plain, which updates one
-    parameter at a time, to some 2 units in the last place."""
+    """Implementation of torch's AdamW. fused is by far the fastest. It equals plain, which updates one parameter at a
+    time, within about 2 units in the last place."""
     adascale: bool = False
-    """Take --lr, --warmup and --steps for those of a smaller batch, and as many useful steps of the whole one as these
-    are worth. The smaller batch is a micro-batch of one rank, or with pipe of one pipeline."""
+    """Treat --lr, --warmup and --steps as tuned for a small batch, and run fewer, larger steps. The small batch is a
+    micro-batch of one rank, or with pipe of one pipeline."""
     adascale_scale: float = 0.0
-    """With --adascale: how many times --batch is as large as the smaller batch; 0 is ranks times --accumulate,
-    with pipe pipelines times --chunks."""
+    """With --adascale: --batch divided by the small batch (0: ranks times --accumulate, or with pipe, pipelines times
+    --chunks)."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What is kept and what is shown."""
+    """Checkpoints, evaluation and logging."""
 
     seed: int = 0
-    """Of the initial weights, the order of the data, and dropout."""
+    """Seed of initial weights, data order and dropout."""
     out: Path | None = None
-    """New folder for checkpoints, metrics.jsonl and loss.png; by default scale-runs/lm-N, or that of --resume."""
+    """New folder for checkpoints, metrics.jsonl and loss.png; by default scale-runs/lm-N, or the folder of --resume."""
     resume: Path | None = None
-    """Folder of an earlier run, or one of its checkpoints, to go on from."""
+    """Continue from this run's folder, or from one of its checkpoints."""
     save_every: int = 100
-    """Steps between checkpoints; 0 for one at the end only."""
+    """Steps between checkpoints (0: only at the end)."""
     async_save: bool = False
-    """Write checkpoints in the background while the training goes on; takes memory for a copy of the state. The last
-    one, and the one of an interruption, are waited for."""
+    """Write checkpoints in the background. This needs memory for a copy of the state. The run waits for its last
+    checkpoint, and for the one after an interruption."""
     evaluate_every: int = 100
-    """Steps between evaluations; 0 for one at the end only."""
+    """Steps between evaluations (0: only at the end)."""
     log_every: int = 10
-    """Steps between lines, and between entries of metrics.jsonl."""
+    """Steps between printed lines, and between entries of metrics.jsonl."""
     log_format: Literal["auto", "rich", "plain", "json"] = "auto"
-    """rich is a progress bar, json is one object per line; auto is rich on a terminal and plain elsewhere."""
+    """rich is a progress bar, json is one object per line. auto is rich on a terminal, otherwise plain."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Log to these too, where they are installed: TensorBoard into the run's folder, Weights & Biases by its own
-    settings (WANDB_PROJECT, WANDB_MODE)."""
+    """Also log to these, if they are installed: TensorBoard into the run's folder, Weights & Biases by its settings
+    (WANDB_PROJECT, WANDB_MODE)."""
     peak_flops: float | None = None
-    """Operations in a second that one device reaches at most, for the utilization (MFU) that is logged; by default that
-    of known GPUs, in bf16 and fp16."""
+    """Peak operations per second of one device, for the logged utilization (MFU). By default known for common GPUs, in
+    bf16 and fp16."""
     export: Path | None = None
-    """With --model: new folder for the trained model at the end, as from_pretrained of transformers reads it."""
+    """With --model: new folder for the trained model, in the format of transformers' from_pretrained."""
     prompt: str = ""
-    """What the sample of text at the end continues; by default the start of a file."""
+    """Text that the sample at the end continues; by default the start of a file."""
     sample_length: int = 300
-    """Tokens of that sample; 0 for none."""
+    """Number of tokens of that sample (0: none)."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import scale_train.options
 from scale_train.options import Options
 
 
@@ -86,14 +86,18 @@ class OptionField:
 @cache
 def option_fields() -> Mapping[str, OptionField]:
     """Returns the fields of all tables by flag, in the order of the dataclasses."""
-    fields = {}
-    for group in dataclasses.fields(Options):
-        options: Any = typing.get_type_hints(Options)[group.name]
-        hints, texts = typing.get_type_hints(options), docstrings_of(options)
-        for dataclass_field in dataclasses.fields(options):
-            field = _field_of(group.name, dataclass_field, hints[dataclass_field.name], texts[dataclass_field.name])
-            fields[field.flag] = field
-    return fields
+    tables = typing.get_type_hints(Options)
+    fields = [field for group in dataclasses.fields(Options) for field in fields_of(tables[group.name], group.name)]
+    return {field.flag: field for field in fields}
+
+
+def fields_of(options: Any, table: str) -> list[OptionField]:
+    """Returns the fields of one dataclass of options, in their order."""
+    hints, texts = typing.get_type_hints(options), docstrings_of(options)
+    return [
+        _field_of(table, dataclass_field, hints[dataclass_field.name], texts[dataclass_field.name])
+        for dataclass_field in dataclasses.fields(options)
+    ]
 
 
 def table_help(table: str) -> str:
@@ -126,8 +130,8 @@ def _placeholder(kind: type, choices: tuple[str, ...], is_tuple: bool, default: 
 
 
 def docstrings_of(options: type) -> dict[str, str]:
-    """Returns the text below each field of a dataclass of `options.py`, on one line."""
-    tree = ast.parse(inspect.getsource(scale_train.options))
+    """Returns the text below each field of a dataclass, on one line."""
+    tree = ast.parse(inspect.getsource(sys.modules[options.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == options.__name__)
     texts = {}
     for statement, following in itertools.pairwise(body):

@@ -6,71 +6,89 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "[model] Choose it by --size, --config or --factory.": (
+        *("size", "layers", "width", "heads", "vocabulary", "loss_chunk"),
+        *("experts", "top_k", "expert_parallel", "config", "factory"),
+    ),
+    "[machine] Ranks and memory.": ("ranks", "ranks_per_host", "device_memory", "host_memory", "margin"),
+    "[step] Batch and precision, and the techniques to compare.": (
+        *("batch", "sequence", "precision", "activations", "only"),
+    ),
+    "[time] What the machine reaches. The time of a step follows from these numbers only.": (
+        *("tflops", "link", "host_link", "memory_bandwidth", "host_bandwidth"),
+    ),
+    "[output]": ("jobs", "picture", "json"),
+}
+"""The options as `plan --help` groups them, by title."""
+
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Say which way of training a model fits into the memory of a machine, and what each costs.
+    """Say which parallelism fits the memory of a machine, and what each costs.
 
-    One rank's real training step runs on tensors without memory: nothing is allocated, and no GPU is needed.
+    The real training step of one rank runs on tensors without memory. So nothing is allocated, and you need no GPU.
     """
 
     size: str = "gpt3-1.3b"
-    """A model by name: tiny, small, gpt3-125m, -350m, -760m, -1.3b, -2.7b, -6.7b, -13b or -175b."""
+    """A GPT by name: tiny, small, gpt3-125m, gpt3-350m, gpt3-760m, gpt3-1.3b, gpt3-2.7b, gpt3-6.7b, gpt3-13b or
+    gpt3-175b."""
     layers: int | None = None
-    """Blocks, if not the size's."""
+    """Number of blocks, if it is not that size's."""
     width: int | None = None
-    """Features, if not the size's."""
+    """Number of features, if it is not that size's."""
     heads: int | None = None
-    """Attention heads, if not the size's."""
+    """Number of attention heads, if it is not that size's."""
     vocabulary: int = 256
-    """Different tokens of a model by name; scale-train lm has the 256 bytes."""
+    """Vocabulary size of a GPT by name (256 for byte tokens)."""
     experts: int = 0
-    """Experts of a mixture in place of each feed-forward layer, of a model by name; 0 for none."""
+    """Number of experts per block of a GPT by name (0: dense)."""
     top_k: int = 2
-    """How many experts a token goes to."""
+    """Number of experts that each token goes to."""
     expert_parallel: int = 1
-    """Ranks that divide the experts of a block: fsdp, tensor-parallel, context-parallel and pipe are planned with
-    these as well, beside experts that are not divided."""
+    """Ranks that divide the experts of a block. fsdp, tensor-parallel, context-parallel and pipe are planned with and
+    without divided experts."""
     config: Path | None = None
-    """In place of --size: config.json of a model of transformers, or its folder."""
+    """Plan a model of transformers: its config.json, or its folder."""
     factory: str | None = None
-    """In place of --size: package.module:function, which returns a model or a tuple of a model and its loss: a function
-    of model, batch and sequence. A model by itself is called with tokens and targets, and returns its loss."""
+    """Plan your own model: package.module:function. The function returns a model that is called with tokens and targets
+    and returns its loss, or a tuple of a model and a function of model, tokens and targets."""
     ranks: tuple[int, ...] = (8,)
-    """Devices, of all machines together; several numbers, as 2 4 8, are compared with each other."""
+    """Number of devices on all machines. Several numbers, for example 2 4 8, are compared."""
     ranks_per_host: int | None = None
-    """Devices of one machine, which share the memory of its host; by default all of them, at most 8."""
+    """Number of devices of one machine, which share its host memory; by default all of them, at most 8."""
     device_memory: str = "80GB"
     """Memory of one device."""
     host_memory: str = "1000GB"
     """Memory of one machine."""
     batch: int = 8
-    """Sequences in a step, of all ranks together."""
+    """Sequences in a step, over all ranks."""
     sequence: int = 2048
     """Tokens in a sequence."""
     loss_chunk: int = 0
-    """Tokens whose logits exist at one time, of a model by name; 0 for all."""
+    """Number of tokens whose logits exist at one time, of a GPT by name (0: all)."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """What the model computes in; the optimizer, AdamW, works in fp32. With fp16 the loss is scaled."""
+    """Dtype of the computation. AdamW works in fp32. With fp16 the loss is scaled."""
     activations: tuple[Literal["keep", "selective", "all", "offload"], ...] = ("keep", "selective", "all", "offload")
-    """What is done with activations, each planned: kept, or recomputed, all or but for the results of linear layers and
-    attention; offload moves them to the host beside these, with fsdp, where they do not fit without."""
+    """Ways to treat activations, each planned: keep them; recompute all; recompute all except results of linear layers
+    and attention (selective). With offload, what does not fit is planned again with activations on the host, if fsdp
+    shards."""
     margin: float = 0.1
-    """The part of the device's memory that has to stay free, for its allocator and the transport."""
+    """Share of the device's memory to leave free, for its allocator and the transport."""
     tflops: float = 200.0
-    """For the time of a step: what a device reaches in matrix products, in 10^12 operations in a second."""
+    """10^12 operations per second that a device reaches in matrix products."""
     link: float = 100.0
-    """For the time of a step: GB in a second that a rank sends to others, the slowest link on the way."""
+    """GB per second that a rank sends to others, over the slowest link."""
     host_link: float = 25.0
-    """For the time of a step: GB in a second between a device and its host, in one direction."""
+    """GB per second between a device and its host, in one direction."""
     memory_bandwidth: float = 2000.0
-    """For the time of a step: GB in a second of a device's memory."""
+    """GB per second of a device's memory."""
     host_bandwidth: float = 100.0
-    """For the time of a step: GB in a second of a host's memory, which its ranks share."""
+    """GB per second of a host's memory, which its ranks share."""
     only: tuple[str, ...] = ()
-    """Plan these alone, of: ddp, oss, sharded-ddp, fsdp, fsdp-offload, tensor-parallel, context-parallel, pipe."""
+    """Plan only these: ddp, oss, sharded-ddp, fsdp, fsdp-offload, tensor-parallel, context-parallel, pipe."""
     jobs: int | None = None
-    """Processes that estimate side by side; by default one for each core, at most 8."""
+    """Number of processes that estimate in parallel; by default one per core, at most 8."""
     picture: Path | None = None
     """Draw the peaks by kind into this file, .svg or .png."""
     json: bool = False
