@@ -1,13 +1,20 @@
 """What holds for the tests of every package: the same cases and numbers in every run, a device for some, one import.
 
+A test marked `ranks(n)` runs its body on each of n ranks, as `run_ranks` does: the program of the ranks is the test.
+
 `pytest --hypothesis-seed=7` tries cases of Hypothesis that other runs have not tried.
 """
 
+import inspect
 import os
 import random
 import re
+import reprlib
 import sys
+import traceback
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -35,6 +42,36 @@ def _seeded() -> None:
         sys.modules["torch"].manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs the body of a test marked `ranks` on that number of ranks, or on as many as the argument of that name says."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    from scale_core.testing import run_ranks
+
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    (num_ranks,) = marker.args
+    num_ranks = arguments[num_ranks] if isinstance(num_ranks, str) else num_ranks
+    run_ranks(_run_on_rank, num_ranks, pyfuncitem.function, arguments, **marker.kwargs)
+    return True
+
+
+def _run_on_rank(test: Callable[..., None], arguments: dict[str, Any]) -> None:
+    """Runs a test; a failed assertion gets a note with the variables of the test, as pytest rewrites none on ranks."""
+    try:
+        test(**arguments)
+    except AssertionError as error:
+        frames = [
+            frame
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_code is inspect.unwrap(test).__code__
+        ]
+        variables = [f"{name} = {reprlib.repr(value)}" for frame in frames for name, value in frame.f_locals.items()]
+        error.add_note("\n".join(["the test had:", *variables]))
+        raise
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

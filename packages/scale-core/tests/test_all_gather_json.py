@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pytest
 
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import all_gather_failures, all_gather_json, format_abort, format_traceback
 from scale_core.consistency.contract import Contract
-from scale_core.testing import run_ranks
 
 
 def raised(words: str) -> ValueError:
@@ -17,20 +16,17 @@ def raised(words: str) -> ValueError:
         return error
 
 
-def what_all_say() -> tuple[list[Any], list[str]]:
+@pytest.mark.ranks(3)
+def test_all_ranks_hear_what_each_says_and_why_some_have_failed() -> None:
     contract, rank = Contract(group_of()), group_of().rank
     told = all_gather_json({"rank": rank, "missing": [[rank, 1]] * rank}, contract)
-    return told, all_gather_failures(None if rank == 0 else raised(f"bad batch {rank}"), contract)
-
-
-def test_all_ranks_hear_what_each_says_and_why_some_have_failed() -> None:
-    for told, reasons in run_ranks(what_all_say, 3):
-        assert told == [{"rank": rank, "missing": [[rank, 1]] * rank} for rank in range(3)]
-        assert [reason.splitlines()[-1:] for reason in reasons] == [
-            [],
-            *([f"ValueError: bad batch {r}"] for r in (1, 2)),
-        ]
-        assert "in raised" in reasons[1]  # It has its traceback.
+    told, reasons = told, all_gather_failures(None if rank == 0 else raised(f"bad batch {rank}"), contract)
+    assert told == [{"rank": rank, "missing": [[rank, 1]] * rank} for rank in range(3)]
+    assert [reason.splitlines()[-1:] for reason in reasons] == [
+        [],
+        *([f"ValueError: bad batch {r}"] for r in (1, 2)),
+    ]
+    assert "in raised" in reasons[1]  # It has its traceback.
 
 
 def test_a_world_of_one_says_it_to_itself() -> None:

@@ -128,20 +128,18 @@ def peak_bytes(write: Callable[[], object]) -> int:
     return max(0, peak - before)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @on_local_tensors
-def measure(folder: Path) -> tuple[int, int]:
+@on_local_tensors
+def test_the_copy_needs_no_more_than_a_shard_and_a_tenth(tmp_path: Path) -> None:
+    folder = tmp_path
     save(folder / "warm", 1, {"model": nn.Linear(2, 2)})
     async_save(folder / "warm", 2, {"model": nn.Linear(2, 2)}).wait()
     objects = big_model()
     size = sum(param.nbytes for param in objects["model"].parameters())
-    return size, peak_bytes(lambda: async_save(folder, 1, objects).wait())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@on_local_tensors
-def test_the_copy_needs_no_more_than_a_shard_and_a_tenth(tmp_path: Path) -> None:
-    for size, extra in run_ranks(measure, 2, tmp_path):
-        assert extra <= 1.1 * size + (1 << 20)
+    size, extra = size, peak_bytes(lambda: async_save(folder, 1, objects).wait())
+    assert extra <= 1.1 * size + (1 << 20)
 
 
 # ------------------------------------------------------------------------------------------------------ what fails
@@ -277,8 +275,11 @@ def test_a_program_that_ends_finishes_its_save_or_says_that_it_failed(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ([] if how == "fail" else ["step-00000005"])
 
 
+@pytest.mark.ranks(2)
 @on_local_tensors
-def save_and_destroy_the_group(folder: Path) -> None:
+@on_local_tensors
+def test_a_save_goes_on_when_the_process_group_is_destroyed(tmp_path: Path) -> None:
+    folder = tmp_path
     objects = trained(1)
     at("tensor", lambda: time.sleep(0.02))
     saving = async_save(folder, 1, objects)
@@ -288,11 +289,6 @@ def save_and_destroy_the_group(folder: Path) -> None:
     del saving, objects
     gc.collect()
     assert saves() is None, "the group of the saves has outlived the group that it was made for"
-
-
-@on_local_tensors
-def test_a_save_goes_on_when_the_process_group_is_destroyed(tmp_path: Path) -> None:
-    run_ranks(save_and_destroy_the_group, 2, tmp_path)
 
 
 @on_local_tensors

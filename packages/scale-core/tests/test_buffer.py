@@ -23,15 +23,37 @@ from scale_core.flat.layout import FlatLayout
 from scale_core.quantization.blocks import BlockFormat
 from scale_core.quantization.collectives import WireFormats
 from scale_core.shard import Placement, on_local_tensors, shard_of
-from scale_core.testing import run_ranks
 
 
 def state_of(buffer: FlatBuffer) -> State:
     return buffer.state
 
 
+@pytest.mark.ranks(2)
+def test_a_part_that_is_kept_is_gathered_among_those_that_keep_it() -> None:
+    """What some ranks keep of the full buffer they gather among themselves; without it all ranks give their shards."""
+    group, params = group_of(), whole_params()
+    gathers: list[str] = []
+    few = subgroup_of(group, group.ranks)  # All of them, as a group of its own.
+    layout = FlatLayout.plan(list(SHAPES), [tuple(param.shape) for param in params], group.size)
+    buffer = FlatBuffer(list(SHAPES), params, layout, ShardGroups(group, part=few))
+
+    def recorded(output: Tensor, shard: Tensor, ranks: Group, **kwargs: Any) -> CollectiveWork:
+        gathers.append("part" if ranks is few else "all")
+        return all_gather(output, shard, ranks, **kwargs)
+
+    with mock.patch("scale_core.flat.buffer.all_gather", recorded):
+        for keep_part in (True, False, False):
+            for whole, param in zip(gathered(buffer), params, strict=True):
+                assert torch.equal(whole, param)
+            buffer.release(keep_part=keep_part)
+    assert gathers == ["all", "part", "all"]
+
+
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @on_local_tensors
-def gather_and_release() -> None:
+def test_a_gathered_buffer_holds_all_parameters_and_a_released_one_no_memory(num_ranks: int) -> None:
     group, params = group_of(), whole_params()
     buffer = make(group, params=params)
     storage = buffer.full.untyped_storage()
@@ -53,8 +75,9 @@ def gather_and_release() -> None:
         assert torch.equal(whole, param)
 
 
+@pytest.mark.ranks(2)
 @on_local_tensors
-def marks() -> None:
+def test_exposed_parameters_say_what_they_are_pieces_of() -> None:
     group = group_of()
     buffer = make(group)
     buffer.rename([f"block.{name}" for name in SHAPES], unit="block")
@@ -72,7 +95,9 @@ def marks() -> None:
     assert param.data_ptr() == flat.shard.data_ptr()
 
 
-def half_precision() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_computing_dtype_is_that_of_the_full_buffer_only(num_ranks: int) -> None:
     group, params = group_of(), whole_params()
     buffer = make(group, DtypePolicy(compute=torch.bfloat16), params=params)
     for whole, param in zip(gathered(buffer), params, strict=True):
@@ -84,8 +109,10 @@ def half_precision() -> None:
         assert torch.equal(whole, param)
 
 
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @on_local_tensors
-def flat_parameter() -> None:
+def test_one_flat_parameter_can_stand_for_all(num_ranks: int) -> None:
     group = group_of()
     buffer = make(group, flatten=True)
     backward(buffer, [0, 2], group.rank)
@@ -100,7 +127,8 @@ def flat_parameter() -> None:
     buffer.release()
 
 
-def staleness() -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_shard_that_is_written_to_makes_the_gathered_buffer_stale() -> None:
     """Whatever writes to a shard while its full buffer is gathered is noticed."""
     group, unnoticed = group_of(), []
     optimizers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -129,11 +157,13 @@ def staleness() -> list[str]:
     if not buffer.is_stale():
         unnoticed.append("load")
     buffer.release()
-    return unnoticed
+    assert unnoticed == []
 
 
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @on_local_tensors
-def discarded() -> None:
+def test_after_a_discard_everything_works_again(num_ranks: int) -> None:
     """After an error that all ranks have, the buffer is as before it and the group still works.
 
     Gradients that waited stay, and those of the pass that failed go.
@@ -166,7 +196,8 @@ def discarded() -> None:
     dist.barrier()
 
 
-def mixed_trainable() -> None:
+@pytest.mark.ranks(2)
+def test_frozen_parameters_among_trained_ones_get_no_gradient() -> None:
     group, params = group_of(), whole_params()
     params[1].requires_grad_(False)
     buffer = make(group, params=params)
@@ -181,7 +212,8 @@ def mixed_trainable() -> None:
     assert buffer.unsharded_params[1].requires_grad and buffer.trains
 
 
-def everything_small() -> None:
+@pytest.mark.ranks(3)
+def test_fewer_elements_than_ranks_and_none_at_all() -> None:
     """More ranks than elements, and nothing at all."""
     group = group_of()
     for params in ([nn.Parameter(torch.tensor(3.0))], [nn.Parameter(torch.empty(0, 4))]):
@@ -194,66 +226,6 @@ def everything_small() -> None:
         grad = buffer.sharded_params[0].grad
         assert grad is not None and grad.shape == buffer.sharded_params[0].shape
         buffer.release()
-
-
-def keeps_a_part_among_some() -> None:
-    """What some ranks keep of the full buffer they gather among themselves; without it all ranks give their shards."""
-    group, params = group_of(), whole_params()
-    gathers: list[str] = []
-    few = subgroup_of(group, group.ranks)  # All of them, as a group of its own.
-    layout = FlatLayout.plan(list(SHAPES), [tuple(param.shape) for param in params], group.size)
-    buffer = FlatBuffer(list(SHAPES), params, layout, ShardGroups(group, part=few))
-
-    def recorded(output: Tensor, shard: Tensor, ranks: Group, **kwargs: Any) -> CollectiveWork:
-        gathers.append("part" if ranks is few else "all")
-        return all_gather(output, shard, ranks, **kwargs)
-
-    with mock.patch("scale_core.flat.buffer.all_gather", recorded):
-        for keep_part in (True, False, False):
-            for whole, param in zip(gathered(buffer), params, strict=True):
-                assert torch.equal(whole, param)
-            buffer.release(keep_part=keep_part)
-    assert gathers == ["all", "part", "all"]
-
-
-def test_a_part_that_is_kept_is_gathered_among_those_that_keep_it() -> None:
-    run_ranks(keeps_a_part_among_some, 2)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_gathered_buffer_holds_all_parameters_and_a_released_one_no_memory(num_ranks: int) -> None:
-    run_ranks(gather_and_release, num_ranks)
-
-
-def test_exposed_parameters_say_what_they_are_pieces_of() -> None:
-    run_ranks(marks, 2)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_computing_dtype_is_that_of_the_full_buffer_only(num_ranks: int) -> None:
-    run_ranks(half_precision, num_ranks)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_one_flat_parameter_can_stand_for_all(num_ranks: int) -> None:
-    run_ranks(flat_parameter, num_ranks)
-
-
-def test_a_shard_that_is_written_to_makes_the_gathered_buffer_stale() -> None:
-    assert run_ranks(staleness, 2) == [[], []]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_after_a_discard_everything_works_again(num_ranks: int) -> None:
-    run_ranks(discarded, num_ranks)
-
-
-def test_frozen_parameters_among_trained_ones_get_no_gradient() -> None:
-    run_ranks(mixed_trainable, 2)
-
-
-def test_fewer_elements_than_ranks_and_none_at_all() -> None:
-    run_ranks(everything_small, 3)
 
 
 def test_a_world_of_one_computes_with_the_shard_itself() -> None:
@@ -298,8 +270,9 @@ def test_parameters_that_are_not_contiguous_are_taken_in_row_major_order() -> No
     assert torch.equal(gathered(buffer)[0], param.detach())
 
 
+@pytest.mark.ranks(2)
 @on_local_tensors
-def rehoused() -> None:
+def test_a_buffer_moves_into_another_shard_and_its_parameters_stay_the_same_objects() -> None:
     group = group_of()
     for flatten in (False, True):
         params = whole_params()
@@ -326,10 +299,6 @@ def rehoused() -> None:
         assert shard_of(buffer.sharded_params[0]) != shard
 
 
-def test_a_buffer_moves_into_another_shard_and_its_parameters_stay_the_same_objects() -> None:
-    run_ranks(rehoused, 2)
-
-
 def test_a_buffer_on_meta_has_shapes_and_gets_values_by_moving() -> None:
     params = [nn.Parameter(param.detach().to("meta")) for param in whole_params()]
     buffer = make(Group(), params=params)
@@ -344,8 +313,9 @@ def test_a_buffer_on_meta_has_shapes_and_gets_values_by_moving() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gathered(buffer), whole_params(), strict=True))
 
 
+@pytest.mark.ranks(2)
 @on_local_tensors
-def copied() -> None:
+def test_a_copy_of_a_buffer_holds_the_same_and_shares_nothing() -> None:
     for flatten in (False, True):
         params = whole_params()
         buffer = make(group_of(), DtypePolicy(compute=torch.bfloat16), params=params, flatten=flatten)
@@ -361,10 +331,6 @@ def copied() -> None:
             wholes = gathered(buffer)
             assert all(torch.equal(a, b.bfloat16()) for a, b in zip(wholes, params, strict=True))
             assert not torch.equal(gathered(other)[0], wholes[0])
-
-
-def test_a_copy_of_a_buffer_holds_the_same_and_shares_nothing() -> None:
-    run_ranks(copied, 2)
 
 
 class ScaledWeight:
@@ -385,8 +351,9 @@ class ScaledWeight:
         return (values * scale).clamp(-448, 448).to(self.dtype)
 
 
+@pytest.mark.ranks(2)
 @on_local_tensors
-def gather_in_float8() -> list[str]:
+def test_scales_of_fp8_are_of_what_all_ranks_send_now_and_one_that_is_not_made_keeps_nobody_waiting() -> None:
     """Rank 1 has no element of the weight: only rank 0 writes to its shard, and with `data` that counts no version."""
     group, weight, whole = group_of(), ScaledWeight(), torch.tensor([1.5])
     layout = FlatLayout.plan(["weight"], [(1,)], group.size)
@@ -423,14 +390,12 @@ def gather_in_float8() -> list[str]:
         buffer.wait_gathered(10.0)
         buffer.release()
     compare("after one that failed on rank 1")
-    return wrong
+    assert not wrong
 
 
-def test_scales_of_fp8_are_of_what_all_ranks_send_now_and_one_that_is_not_made_keeps_nobody_waiting() -> None:
-    assert not any(run_ranks(gather_in_float8, 2))
-
-
-def written_while_gathered(kind: str) -> list[float]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "int8", "float8"])
+def test_a_copied_shard_may_be_written_to_while_it_is_gathered(kind: str) -> None:
     """Rank 0 writes to its shard before rank 1 begins; returns what each rank has then."""
     group, weights = group_of(), ScaledWeight()
     layout = FlatLayout.plan(["weight"], [(2,)], group.size)
@@ -443,9 +408,4 @@ def written_while_gathered(kind: str) -> list[float]:
     buffer.sharded_params[0].data.mul_(0.5)
     buffer.wait_gathered(30.0)
     full = buffer.full.float() / (buffer._scales[0] if float8 else 1.0)
-    return [round(value, 4) for value in full.tolist()]
-
-
-@pytest.mark.parametrize("kind", ["plain", "int8", "float8"])
-def test_a_copied_shard_may_be_written_to_while_it_is_gathered(kind: str) -> None:
-    assert run_ranks(written_while_gathered, 2, kind) == [[1.5, 1.5]] * 2
+    assert [round(value, 4) for value in full.tolist()] == [1.5, 1.5]

@@ -17,7 +17,6 @@ from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
 from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.shard import on_local_tensors
-from scale_core.testing import run_ranks
 
 NUMEL = SMALLEST_BYTES // 4
 CPU = torch.device("cpu")
@@ -177,8 +176,33 @@ def test_tensors_of_a_simulation_are_left_to_torch() -> None:
     assert kept() == []
 
 
+@pytest.mark.ranks(2)
 @on_local_tensors
-def take_steps() -> None:
+def test_who_keeps_a_gradient_that_was_told_of_has_its_numbers_later() -> None:
+    group, shape = group_of(), (512, 1024)
+    buffer = FlatBuffer(["weight"], [nn.Parameter(torch.ones(shape))], FlatLayout.plan(["weight"], [shape], 2), group)
+    seen: list[Tensor] = []
+    handle = register_local_grad_hook(lambda params, grads: seen.extend(grads))
+    try:
+        for step in range(3):
+            buffer.gather()
+            buffer.wait_gathered()
+            (buffer.unsharded_params[0] * torch.full(shape, 1.0 + group.rank + step)).sum().backward()
+            buffer.gradient.accumulate(0)
+            buffer.release()
+            buffer.reduce()
+            buffer.commit()
+            (param,) = buffer.sharded_params
+            assert param.grad is not None and param.grad.unique().tolist() == [1.5 + step]
+            param.grad = None
+    finally:
+        handle.remove()
+    assert [grad.unique().tolist() for grad in seen] == [[1.0 + group.rank + step] for step in range(3)]
+
+
+@pytest.mark.ranks(2)
+@on_local_tensors
+def test_steady_steps_gather_into_the_same_memory_and_mix_nothing_up() -> None:
     shapes, names = [(1024, 400), (1024, 200)], ["weight", "bias"]
     group = group_of()
     params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
@@ -202,34 +226,3 @@ def take_steps() -> None:
             param.grad = None
     if compat.can_swap_memory():
         assert len(set(places[3:])) <= MAX_IDLE, "expected steady steps to gather into memory that is there"
-
-
-@on_local_tensors
-def keep_local_gradients() -> None:
-    group, shape = group_of(), (512, 1024)
-    buffer = FlatBuffer(["weight"], [nn.Parameter(torch.ones(shape))], FlatLayout.plan(["weight"], [shape], 2), group)
-    seen: list[Tensor] = []
-    handle = register_local_grad_hook(lambda params, grads: seen.extend(grads))
-    try:
-        for step in range(3):
-            buffer.gather()
-            buffer.wait_gathered()
-            (buffer.unsharded_params[0] * torch.full(shape, 1.0 + group.rank + step)).sum().backward()
-            buffer.gradient.accumulate(0)
-            buffer.release()
-            buffer.reduce()
-            buffer.commit()
-            (param,) = buffer.sharded_params
-            assert param.grad is not None and param.grad.unique().tolist() == [1.5 + step]
-            param.grad = None
-    finally:
-        handle.remove()
-    assert [grad.unique().tolist() for grad in seen] == [[1.0 + group.rank + step] for step in range(3)]
-
-
-def test_who_keeps_a_gradient_that_was_told_of_has_its_numbers_later() -> None:
-    run_ranks(keep_local_gradients, 2)
-
-
-def test_steady_steps_gather_into_the_same_memory_and_mix_nothing_up() -> None:
-    run_ranks(take_steps, 2)

@@ -52,22 +52,6 @@ def cut(name: str, grad: Tensor, group: Group) -> nn.Parameter:
     return piece_of(name, grad, start, stop, Axis(group, Placement.SHARD))
 
 
-@on_local_tensors
-def equals_torch_on_the_whole() -> None:
-    group = group_of()
-    for norm_type in NORM_TYPES:
-        for max_norm in (0.5, 1e6):
-            grads = whole_grads(torch.float64)
-            plain = [with_grad(grad.clone()) for grad in grads.values()]
-            expected = utils.clip_grad_norm_([param for param in plain if param.numel()], max_norm, norm_type)
-            local = [cut(name, grad, group) for name, grad in grads.items()]
-            norm = clip_grad_norm_((param for param in local), max_norm, norm_type)
-            torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-            for param, whole in zip(local, plain, strict=True):
-                assert param.grad is not None and whole.grad is not None
-                torch.testing.assert_close(param.grad, cut("", whole.grad, group).grad, rtol=1e-12, atol=0)
-
-
 def same_on_all_ranks_whatever_they_hold() -> float:
     """Mixed: sharded, replicated, frozen, without a gradient on one rank or on all, in half precision."""
     group, grads = group_of(), whole_grads()
@@ -99,7 +83,45 @@ def doubles_on_one_rank() -> tuple[torch.dtype, float]:
     return norm.dtype, norm.item()
 
 
-def a_mesh_of_two_axes() -> None:
+def not_a_number_on_one_rank(bad: float, where: int) -> list[float]:
+    group = group_of()
+    grad = torch.ones(4)
+    if dist.get_rank() == where:
+        grad[1] = bad
+    param = with_grad(grad)
+    set_shard(
+        param, Shard("weight", (4 * group.size,), 4 * group.rank, 4 * group.rank + 4, (Axis(group, Placement.SHARD),))
+    )
+    return [grad_norm([param], norm_type).item() for norm_type in (2.0, math.inf)]
+
+
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.fault(72)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_local_tensors
+def test_norm_and_clipped_gradients_equal_torch_s_on_the_whole(num_ranks: int) -> None:
+    group = group_of()
+    for norm_type in NORM_TYPES:
+        for max_norm in (0.5, 1e6):
+            grads = whole_grads(torch.float64)
+            plain = [with_grad(grad.clone()) for grad in grads.values()]
+            expected = utils.clip_grad_norm_([param for param in plain if param.numel()], max_norm, norm_type)
+            local = [cut(name, grad, group) for name, grad in grads.items()]
+            norm = clip_grad_norm_((param for param in local), max_norm, norm_type)
+            torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+            for param, whole in zip(local, plain, strict=True):
+                assert param.grad is not None and whole.grad is not None
+                torch.testing.assert_close(param.grad, cut("", whole.grad, group).grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.fault(72)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_every_element_counts_once_whoever_holds_it(num_ranks: int) -> None:
+    assert len(set(run_ranks(same_on_all_ranks_whatever_they_hold, num_ranks))) == 1
+
+
+@pytest.mark.ranks(4)
+def test_over_two_mesh_axes_shards_are_combined_and_replicas_are_not() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     outer, inner = group_of(mesh["outer"]), group_of(mesh["inner"])
     grad = torch.randn(16, generator=torch.Generator().manual_seed(1))
@@ -121,34 +143,6 @@ def a_mesh_of_two_axes() -> None:
     partial = piece_of("partial", grad, 0, 16, Axis(outer, Placement.REPLICATE), Axis(inner, Placement.PARTIAL))
     with pytest.raises(ValueError, match=rf"'partial' is a partial sum over ranks \[{inner.ranks[0]}, .*reduce it"):
         grad_norm([partial])
-
-
-def not_a_number_on_one_rank(bad: float, where: int) -> list[float]:
-    group = group_of()
-    grad = torch.ones(4)
-    if dist.get_rank() == where:
-        grad[1] = bad
-    param = with_grad(grad)
-    set_shard(
-        param, Shard("weight", (4 * group.size,), 4 * group.rank, 4 * group.rank + 4, (Axis(group, Placement.SHARD),))
-    )
-    return [grad_norm([param], norm_type).item() for norm_type in (2.0, math.inf)]
-
-
-@pytest.mark.fault(72)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_norm_and_clipped_gradients_equal_torch_s_on_the_whole(num_ranks: int) -> None:
-    run_ranks(equals_torch_on_the_whole, num_ranks)
-
-
-@pytest.mark.fault(72)
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_every_element_counts_once_whoever_holds_it(num_ranks: int) -> None:
-    assert len(set(run_ranks(same_on_all_ranks_whatever_they_hold, num_ranks))) == 1
-
-
-def test_over_two_mesh_axes_shards_are_combined_and_replicas_are_not() -> None:
-    run_ranks(a_mesh_of_two_axes, 4)
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])

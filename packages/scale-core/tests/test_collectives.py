@@ -25,17 +25,6 @@ def of_rank(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return (numbers * 100).to(dtype) if dtype is not torch.bool else numbers > 0
 
 
-def every_operation() -> None:
-    group = group_of()
-    for dtype in DTYPES:
-        for size in SIZES:
-            parts = [of_rank(rank, size, dtype) for rank in range(group.size)]
-            fulls = [of_rank(rank, size * group.size, dtype) for rank in range(group.size)]
-            check_moves(group, parts, fulls)
-            check_sums(group, fulls)
-            check_reductions(group, parts)
-
-
 def check_moves(group: Group, parts: list[Tensor], fulls: list[Tensor]) -> None:
     size = parts[0].numel()
     output = torch.empty_like(fulls[0])
@@ -93,7 +82,49 @@ def check_reductions(group: Group, parts: list[Tensor]) -> None:
     assert torch.equal(all_reduce(parts[group.rank].clone(), group, op="min").wait(), stacked.amin(dim=0))
 
 
-def refuse_what_does_not_fit() -> None:
+def bytes_written(call: Callable[[], object]) -> int:
+    """Bytes that this process hands to the system, sockets included."""
+    before = written()
+    call()
+    dist.barrier()  # What is still under way in another thread has been written then.
+    return written() - before
+
+
+def written() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["wchar"])
+
+
+def bytes_on_the_wire() -> list[float]:
+    """Bytes sent by a gather and a reduction, in parts of the full buffer."""
+    group = group_of()
+    size = 1 << 16
+    output, part, full = torch.zeros(size * group.size), torch.zeros(size), torch.zeros(size * group.size)
+    bytes_written(lambda: all_gather(output, part, group).wait())  # Connections are made by the first.
+    sent = [
+        bytes_written(lambda: all_gather(output, part, group).wait()),
+        bytes_written(lambda: reduce_scatter(full, group).wait()),
+        bytes_written(lambda: reduce_scatter(full.bfloat16(), group, dtype=torch.float32).wait()) * 2,
+    ]
+    return [count / (4 * size * group.size) for count in sent]
+
+
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_operation_is_right_to_the_bit_and_sums_in_rank_order(num_ranks: int) -> None:
+    group = group_of()
+    for dtype in DTYPES:
+        for size in SIZES:
+            parts = [of_rank(rank, size, dtype) for rank in range(group.size)]
+            fulls = [of_rank(rank, size * group.size, dtype) for rank in range(group.size)]
+            check_moves(group, parts, fulls)
+            check_sums(group, fulls)
+            check_reductions(group, parts)
+
+
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_sizes_that_do_not_fit_are_refused_with_both_values(num_ranks: int) -> None:
     group = group_of()
     three, four = torch.zeros(3), torch.zeros(2 * group.size)
     refusals: list[tuple[str, Callable[[], object]]] = [
@@ -127,43 +158,6 @@ def refuse_what_does_not_fit() -> None:
     for message, call in refusals:
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def bytes_written(call: Callable[[], object]) -> int:
-    """Bytes that this process hands to the system, sockets included."""
-    before = written()
-    call()
-    dist.barrier()  # What is still under way in another thread has been written then.
-    return written() - before
-
-
-def written() -> int:
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["wchar"])
-
-
-def bytes_on_the_wire() -> list[float]:
-    """Bytes sent by a gather and a reduction, in parts of the full buffer."""
-    group = group_of()
-    size = 1 << 16
-    output, part, full = torch.zeros(size * group.size), torch.zeros(size), torch.zeros(size * group.size)
-    bytes_written(lambda: all_gather(output, part, group).wait())  # Connections are made by the first.
-    sent = [
-        bytes_written(lambda: all_gather(output, part, group).wait()),
-        bytes_written(lambda: reduce_scatter(full, group).wait()),
-        bytes_written(lambda: reduce_scatter(full.bfloat16(), group, dtype=torch.float32).wait()) * 2,
-    ]
-    return [count / (4 * size * group.size) for count in sent]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_every_operation_is_right_to_the_bit_and_sums_in_rank_order(num_ranks: int) -> None:
-    run_ranks(every_operation, num_ranks)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_sizes_that_do_not_fit_are_refused_with_both_values(num_ranks: int) -> None:
-    run_ranks(refuse_what_does_not_fit, num_ranks)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

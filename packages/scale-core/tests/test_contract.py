@@ -54,46 +54,11 @@ def caught(call: Callable[[], object]) -> tuple[str, str, int, str]:
     return type(error.value).__name__, str(error.value), error.value.step, error.value.unit
 
 
-def different_models() -> list[tuple[str, str, int, str]]:
-    contract = Contract(group_of(), LIMIT)
-    contract.check_equal("the model", ["a (3, 4)", "b (5,)"])
-    lines = ["a (3, 4)", "b (5,)"] if contract.group.rank != 1 else ["a (3, 4)", "b (6,)", "c ()"]
-    return [
-        caught(lambda: contract.check_equal("the model", lines)),
-        caught(lambda: contract.check_equal("the model", lines[:1] if contract.group.rank != 1 else [])),
-        caught(lambda: contract.check_equal(f"the model of {contract.group.rank == 1}", lines)),
-    ]
-
-
 def differ_in_order_at_step(step: int) -> tuple[str, str, int, str]:
     contract = Contract(group_of(), LIMIT)
     for _ in range(step - 1):
         run_step(contract, "abc")
     return caught(lambda: run_step(contract, "acb" if contract.group.rank == 1 else "abc"))
-
-
-def one_ends_early_at_step(step: int) -> tuple[str, str, int, str]:
-    contract = Contract(group_of(), LIMIT)
-    for _ in range(step - 1):
-        evaluate(contract, "abc")
-    return caught(lambda: evaluate(contract, "ab" if contract.group.rank == 1 else "abc"))
-
-
-def one_skips_a_unit_where_nobody_compares() -> tuple[str, str, int, str]:
-    """What the end's fingerprint is for: the order is only compared there."""
-    contract = Contract(group_of(), LIMIT)
-    for _ in range(3):
-        run_step(contract, "abc")
-    units = "ab" if contract.group.rank == 1 else "abc"
-
-    def unchecked() -> None:
-        contract.begin(BACKWARD, new_step=True)
-        for unit in units:
-            contract.history.add(Event("backward", unit))
-            contract._unchecked_events.append(_RecordedEvent(contract.step, Event("backward", unit)))
-        contract.end_checked()
-
-    return caught(unchecked)
 
 
 def one_does_something_else(what: str) -> tuple[str, str, int, str]:
@@ -104,23 +69,6 @@ def one_does_something_else(what: str) -> tuple[str, str, int, str]:
             return caught(lambda: contract.check_equal("another model", ["x"]))
         return caught(lambda: evaluate(contract, "a"))
     return caught(lambda: run_step(contract, "a"))
-
-
-def all_deviate_alike() -> list[list[int]]:
-    contract = Contract(group_of(), LIMIT)
-    rows: list[list[int]] = []
-    for step, units in enumerate(("abc", "abc", "ac", "abc", "b", "", "cba", "abcabc", "abc", "abc")):
-        run_step(contract, units)
-        evaluate(contract, units[step % 2 :])
-        assert contract.step == 2 * step + 2
-    contract.begin(BACKWARD, new_step=False)
-    rows = contract.end_checked(7, contract.group.rank, -1)
-    # Left in the middle on every rank, as after an exception that everybody catches.
-    contract.begin(FORWARD, new_step=True)
-    contract.record(Event("forward", "a"))
-    contract.report_failure(ValueError("seen by all"))
-    run_step(contract, "abc")
-    return rows
 
 
 def order_is_known_from_the_second_pass() -> list[tuple[bool, list[str]]]:
@@ -186,29 +134,6 @@ def one_raises() -> tuple[str, str, int, str] | None:
     return caught(lambda: run_step(contract, "ab"))
 
 
-def one_waits_in_vain_for_data() -> list[str]:
-    """A transfer fails: each rank says what it did, through the store, and the contract is of no more use."""
-    contract = Contract(group_of(), LIMIT)
-    run_step(contract, "ab")
-
-    def wait() -> None:
-        contract.begin(FORWARD, new_step=True)
-        contract.record(Event("forward", "a"))
-        with contract.waiting(Event("gather", "a")):
-            exchange([0] * (5 + contract.group.rank), contract.group, limit_seconds=1.0)
-
-    messages = [caught(wait)[1]]
-    for again in (
-        lambda: contract.begin(FORWARD, new_step=True),
-        lambda: contract.check_equal("the model", ["x"]),
-        lambda: contract.end_checked(),
-    ):
-        began = time.monotonic()
-        messages.append(caught(again)[1])
-        assert time.monotonic() - began < LIMIT  # Nobody waits again.
-    return messages
-
-
 def one_dies(folder: str) -> None:
     last_words._GRACE_SECONDS = 0.2
     contract = Contract(group_of(), LIMIT)
@@ -223,16 +148,24 @@ def one_dies(folder: str) -> None:
     time.sleep(5)  # Stay, so that nobody else takes this rank's end for the first.
 
 
+@pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_different_models_are_told_apart_before_the_first_pass(num_ranks: int) -> None:
-    for line, shorter, other in run_ranks(different_models, num_ranks):
-        others = "rank 0" if num_ranks == 2 else "ranks 0, 2"
-        assert line[0] == "ContractError"
-        assert line[1].startswith(
-            f"the ranks differ in the model, first at place 2: {others}: b (5,); rank 1: b (6,). Build the same model"
-        )
-        assert f"first at place 1: {others}: a (3, 4); rank 1: nothing more. " in shorter[1]
-        assert "rank 1: the check of the model of True" in other[1]
+    contract = Contract(group_of(), LIMIT)
+    contract.check_equal("the model", ["a (3, 4)", "b (5,)"])
+    lines = ["a (3, 4)", "b (5,)"] if contract.group.rank != 1 else ["a (3, 4)", "b (6,)", "c ()"]
+    line, shorter, other = [
+        caught(lambda: contract.check_equal("the model", lines)),
+        caught(lambda: contract.check_equal("the model", lines[:1] if contract.group.rank != 1 else [])),
+        caught(lambda: contract.check_equal(f"the model of {contract.group.rank == 1}", lines)),
+    ]
+    others = "rank 0" if num_ranks == 2 else "ranks 0, 2"
+    assert line[0] == "ContractError"
+    assert line[1].startswith(
+        f"the ranks differ in the model, first at place 2: {others}: b (5,); rank 1: b (6,). Build the same model"
+    )
+    assert f"first at place 1: {others}: a (3, 4); rank 1: nothing more. " in shorter[1]
+    assert "rank 1: the check of the model of True" in other[1]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -252,18 +185,36 @@ def test_a_later_step_that_leaves_the_recorded_order_is_an_error_on_every_rank()
         assert "unit 'b'" in message and "unit 'c'" in message and "rank 0" in message and "rank 1" in message
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.fault(22)
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_rank_that_runs_fewer_units_is_named_at_once(step: int) -> None:
-    for kind, message, where, _ in run_ranks(one_ends_early_at_step, 3, step):
-        assert (kind, where) == ("ContractError", step)
-        assert "ranks 0, 2: forward of unit 'c'; rank 1: the end of the pass" in message
+    contract = Contract(group_of(), LIMIT)
+    for _ in range(step - 1):
+        evaluate(contract, "abc")
+    kind, message, where, _ = caught(lambda: evaluate(contract, "ab" if contract.group.rank == 1 else "abc"))
+    assert (kind, where) == ("ContractError", step)
+    assert "ranks 0, 2: forward of unit 'c'; rank 1: the end of the pass" in message
 
 
+@pytest.mark.ranks(2)
 def test_the_end_of_a_pass_compares_all_of_it() -> None:
-    for kind, message, where, _ in run_ranks(one_skips_a_unit_where_nobody_compares, 2):
-        assert (kind, where) == ("ContractError", 4)
-        assert "first at place 3: rank 0: step 4: backward of unit 'c'; rank 1: nothing more" in message
+    """What the end's fingerprint is for: the order is only compared there."""
+    contract = Contract(group_of(), LIMIT)
+    for _ in range(3):
+        run_step(contract, "abc")
+    units = "ab" if contract.group.rank == 1 else "abc"
+
+    def unchecked() -> None:
+        contract.begin(BACKWARD, new_step=True)
+        for unit in units:
+            contract.history.add(Event("backward", unit))
+            contract._unchecked_events.append(_RecordedEvent(contract.step, Event("backward", unit)))
+        contract.end_checked()
+
+    kind, message, where, _ = caught(unchecked)
+    assert (kind, where) == ("ContractError", 4)
+    assert "first at place 3: rank 0: step 4: backward of unit 'c'; rank 1: nothing more" in message
 
 
 @pytest.mark.parametrize("what", ["agree", "evaluate"])
@@ -276,9 +227,23 @@ def test_ranks_at_places_of_different_kinds_are_named(what: str) -> None:
         assert mine in message
 
 
+@pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_that_deviate_alike_raise_no_alarm(num_ranks: int) -> None:
-    assert run_ranks(all_deviate_alike, num_ranks) == [[[7, rank, -1] for rank in range(num_ranks)]] * num_ranks
+    contract = Contract(group_of(), LIMIT)
+    rows: list[list[int]] = []
+    for step, units in enumerate(("abc", "abc", "ac", "abc", "b", "", "cba", "abcabc", "abc", "abc")):
+        run_step(contract, units)
+        evaluate(contract, units[step % 2 :])
+        assert contract.step == 2 * step + 2
+    contract.begin(BACKWARD, new_step=False)
+    rows = contract.end_checked(7, contract.group.rank, -1)
+    # Left in the middle on every rank, as after an exception that everybody catches.
+    contract.begin(FORWARD, new_step=True)
+    contract.record(Event("forward", "a"))
+    contract.report_failure(ValueError("seen by all"))
+    run_step(contract, "abc")
+    assert rows == [[7, rank, -1] for rank in range(num_ranks)]
 
 
 def test_from_the_second_pass_on_the_order_is_known_until_it_is_left() -> None:
@@ -292,12 +257,31 @@ def test_the_others_learn_why_a_rank_does_not_come() -> None:
     assert "details" not in message
 
 
+@pytest.mark.ranks(2)
 def test_a_wait_in_vain_is_explained_and_ends_the_contract() -> None:
-    for messages in run_ranks(one_waits_in_vain_for_data, 2):
-        first, *later = messages
-        assert first.startswith("step 2: gather of unit 'a': exchange with rank ")
-        assert "rank 0: " in first and "rank 1: " in first and "failed in" in first
-        assert all("broken since an earlier error" in message for message in later)
+    """A transfer fails: each rank says what it did, through the store, and the contract is of no more use."""
+    contract = Contract(group_of(), LIMIT)
+    run_step(contract, "ab")
+
+    def wait() -> None:
+        contract.begin(FORWARD, new_step=True)
+        contract.record(Event("forward", "a"))
+        with contract.waiting(Event("gather", "a")):
+            exchange([0] * (5 + contract.group.rank), contract.group, limit_seconds=1.0)
+
+    messages = [caught(wait)[1]]
+    for again in (
+        lambda: contract.begin(FORWARD, new_step=True),
+        lambda: contract.check_equal("the model", ["x"]),
+        lambda: contract.end_checked(),
+    ):
+        began = time.monotonic()
+        messages.append(caught(again)[1])
+        assert time.monotonic() - began < LIMIT  # Nobody waits again.
+    first, *later = messages
+    assert first.startswith("step 2: gather of unit 'a': exchange with rank ")
+    assert "rank 0: " in first and "rank 1: " in first and "failed in" in first
+    assert all("broken since an earlier error" in message for message in later)
 
 
 def test_survivors_of_a_dead_rank_are_told_who_left_no_word(tmp_path: Path) -> None:
@@ -310,7 +294,8 @@ def test_survivors_of_a_dead_rank_are_told_who_left_no_word(tmp_path: Path) -> N
         assert "rank 1: no flight record" in message
 
 
-def meet_where_nothing_tells_messages_apart() -> tuple[str, str]:
+@pytest.mark.ranks(2)
+def test_what_all_ranks_do_together_is_compared_where_the_transport_would_mix_it_up() -> None:
     """What a transport without tags would mix up; here its messages go over gloo like any others."""
     group = replace(group_of(), backend="nccl")
     Contract(group).sync_point(Event("full parameters", "a"))
@@ -323,13 +308,9 @@ def meet_where_nothing_tells_messages_apart() -> tuple[str, str]:
         with pytest.raises(ContractError) as caught:
             contract.sync_point(Event("full parameters", "a")) if group.rank == 0 else other(contract)
         messages.append(str(caught.value))
-    return messages[0], messages[1]
-
-
-def test_what_all_ranks_do_together_is_compared_where_the_transport_would_mix_it_up() -> None:
-    for other_unit, other_thing in run_ranks(meet_where_nothing_tells_messages_apart, 2):
-        assert "rank 0: full parameters of unit 'a'; rank 1: full parameters of unit 'b'" in other_unit
-        assert "rank 0: full parameters of unit 'a'; rank 1: forward of unit 'a'" in other_thing
+    other_unit, other_thing = messages[0], messages[1]
+    assert "rank 0: full parameters of unit 'a'; rank 1: full parameters of unit 'b'" in other_unit
+    assert "rank 0: full parameters of unit 'a'; rank 1: forward of unit 'a'" in other_thing
 
 
 def test_alone_there_is_nobody_to_disagree_with() -> None:

@@ -19,7 +19,6 @@ from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Placement, Shard, on_local_tensors
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.simulate import simulate
-from scale_core.testing import run_ranks
 
 SIZE, STEPS = 11, 24
 INF = float("inf")
@@ -199,8 +198,11 @@ def what_ranks_disagree_about() -> None:
     assert scaler.get_scale() == (2 if group.rank == 0 else 4)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.fault(70)
 @on_local_tensors
-def all_of_it() -> None:
+@on_local_tensors
+def test_three_ranks_step_together_or_not_at_all() -> None:
     for check in (
         as_torch_on_one_process,
         gradients_of_every_kind,
@@ -209,12 +211,6 @@ def all_of_it() -> None:
         what_ranks_disagree_about,
     ):
         check()
-
-
-@pytest.mark.fault(70)
-@on_local_tensors
-def test_three_ranks_step_together_or_not_at_all() -> None:
-    run_ranks(all_of_it, 3)
 
 
 @on_local_tensors

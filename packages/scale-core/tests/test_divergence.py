@@ -46,7 +46,8 @@ def test_of_two_ranks_none_is_taken_for_right() -> None:
     assert "each of the ranks 0, 1 has values of its own" in text and ranks == (1,)
 
 
-def running_statistics() -> None:
+@pytest.mark.ranks(2)
+def test_buffers_are_compared_but_for_running_statistics() -> None:
     here = model()
     here.register_buffer("table", torch.arange(10.0))
     here(torch.randn(4, 16) + group_of().rank)
@@ -56,11 +57,8 @@ def running_statistics() -> None:
     assert "'table' [10]" in error_of(check_replicas, here)[0]
 
 
-def test_buffers_are_compared_but_for_running_statistics() -> None:
-    run_ranks(running_statistics, 2)
-
-
-def pieces_of_a_mesh() -> None:
+@pytest.mark.ranks(4)
+def test_pieces_are_compared_with_those_of_the_same_elements() -> None:
     """4 ranks: two copies of a parameter that two ranks share."""
     world = group_of()
     first, second = subgroup_of(world, (0, 1)), subgroup_of(world, (2, 3))
@@ -80,25 +78,15 @@ def pieces_of_a_mesh() -> None:
     check_replicas([("summand", summand)])
 
 
-def test_pieces_are_compared_with_those_of_the_same_elements() -> None:
-    run_ranks(pieces_of_a_mesh, 4)
-
-
-def nothing_in_common() -> None:
+@pytest.mark.ranks(3)
+def test_ranks_may_hold_different_parameters_or_none() -> None:
     rank = group_of().rank
     check_replicas([(f"layer{rank}", torch.full((3,), float(rank)))] if rank else [])
 
 
-def test_ranks_may_hold_different_parameters_or_none() -> None:
-    run_ranks(nothing_in_common, 3)
-
-
-def other_dtype() -> None:
-    error_of(check_replicas, [("weight", torch.zeros(4, dtype=(torch.float16, torch.bfloat16)[group_of().rank]))])
-
-
+@pytest.mark.ranks(2)
 def test_another_dtype_is_another_value() -> None:
-    run_ranks(other_dtype, 2)
+    error_of(check_replicas, [("weight", torch.zeros(4, dtype=(torch.float16, torch.bfloat16)[group_of().rank]))])
 
 
 @pytest.mark.parametrize("numel", [1, 7, 130, 1000, 100_003])

@@ -8,27 +8,10 @@ import torch
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import TransferError
-from scale_core.testing import run_ranks
 
 
-def exchange_records_and_words() -> None:
-    group = group_of()
-    largest, everyone = (1 << 63) - 1, range(group.size)
-    assert exchange([group.rank, -group.rank, largest], group) == [[rank, -rank, largest] for rank in everyone]
-    assert exchange([], group) == [[] for _ in everyone]
-    texts = ["", "größer als 8 Bytes: 🦕", "x" * 1000, "a lone \udcff surrogate"][: group.size]
-    assert exchange_text(texts[group.rank], group) == texts
-    assert exchange_text("", group) == [""] * group.size
-
-
-def differ_in_their_records() -> str:
-    group = group_of()
-    with pytest.raises(TransferError) as caught:
-        exchange([1] if group.rank == 0 else [1, 2, 3], group, limit_seconds=1.0)
-    return str(caught.value)
-
-
-def exchange_under_another_default_device() -> None:
+@pytest.mark.ranks(2)
+def test_the_default_device_does_not_matter() -> None:
     """As around a model that is built without memory: records are for the host, whatever the default is."""
     group = group_of()
     with torch.device("meta"):
@@ -40,18 +23,25 @@ def exchange_under_another_default_device() -> None:
         torch.set_default_device(None)
 
 
-def test_the_default_device_does_not_matter() -> None:
-    run_ranks(exchange_under_another_default_device, 2)
-
-
+@pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_records_and_words_of_all_ranks_arrive_in_order(num_ranks: int) -> None:
-    run_ranks(exchange_records_and_words, num_ranks)
+    group = group_of()
+    largest, everyone = (1 << 63) - 1, range(group.size)
+    assert exchange([group.rank, -group.rank, largest], group) == [[rank, -rank, largest] for rank in everyone]
+    assert exchange([], group) == [[] for _ in everyone]
+    texts = ["", "größer als 8 Bytes: 🦕", "x" * 1000, "a lone \udcff surrogate"][: group.size]
+    assert exchange_text(texts[group.rank], group) == texts
+    assert exchange_text("", group) == [""] * group.size
 
 
+@pytest.mark.ranks(2)
 def test_records_of_different_lengths_are_an_error_and_no_abort() -> None:
-    for message in run_ranks(differ_in_their_records, 2):
-        assert message.startswith("exchange with rank ")
+    group = group_of()
+    with pytest.raises(TransferError) as caught:
+        exchange([1] if group.rank == 0 else [1, 2, 3], group, limit_seconds=1.0)
+    message = str(caught.value)
+    assert message.startswith("exchange with rank ")
 
 
 def test_a_record_of_more_than_a_million_integers_is_refused() -> None:

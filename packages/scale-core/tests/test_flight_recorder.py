@@ -24,17 +24,6 @@ from scale_core.testing import run_ranks
 from scale_core.testing.ranks import scaled_by_load
 
 
-def tell_each_other() -> list[dict[int, str]]:
-    first, second = FlightRecorder(group_of()), FlightRecorder(group_of())
-    rank = dist.get_rank()
-    first.events.append(f"rank {rank} began")
-    first.events.append(f"rank {rank} ended")
-    second.events.append("of another contract")
-    first.publish()
-    second.publish()
-    return [first.dump_all_ranks(), second.dump_all_ranks()]
-
-
 def wait_in_different_things() -> dict[int, str]:
     last_words._GRACE_SECONDS = 0.5
     recorders = FlightRecorder(group_of()), FlightRecorder(group_of())
@@ -51,15 +40,6 @@ def test_a_rank_that_has_failed_in_something_else_says_in_what() -> None:
     first, second = run_ranks(wait_in_different_things, 2)
     assert first[1].startswith("no flight record")
     assert second[0] == "elsewhere: raised an error that is over"
-
-
-def one_says_nothing() -> dict[int, str]:
-    last_words._GRACE_SECONDS = 0.5
-    words = FlightRecorder(group_of())
-    words.events.append("here")
-    if dist.get_rank() == 0:
-        words.publish()
-    return words.dump_all_ranks()
 
 
 def freeze_the_host_of_the_store(port: int) -> dict[int, str] | None:
@@ -97,16 +77,30 @@ def test_a_store_whose_host_is_frozen_is_waited_for_no_longer_than_others() -> N
     assert told[0].startswith("not known: the rendezvous store does not answer; its host")
 
 
+@pytest.mark.ranks(3)
 def test_every_rank_reads_what_all_have_left() -> None:
-    for first, second in run_ranks(tell_each_other, 3):
-        assert first == {rank: f"rank {rank} began; then rank {rank} ended" for rank in range(3)}
-        assert second == dict.fromkeys(range(3), "of another contract")
+    first, second = FlightRecorder(group_of()), FlightRecorder(group_of())
+    rank = dist.get_rank()
+    first.events.append(f"rank {rank} began")
+    first.events.append(f"rank {rank} ended")
+    second.events.append("of another contract")
+    first.publish()
+    second.publish()
+    first, second = [first.dump_all_ranks(), second.dump_all_ranks()]
+    assert first == {rank: f"rank {rank} began; then rank {rank} ended" for rank in range(3)}
+    assert second == dict.fromkeys(range(3), "of another contract")
 
 
+@pytest.mark.ranks(2)
 def test_a_rank_that_left_no_word_is_named_after_a_short_wait() -> None:
-    for words in run_ranks(one_says_nothing, 2):
-        assert words[0] == "here"
-        assert words[1].startswith("no flight record")
+    last_words._GRACE_SECONDS = 0.5
+    words = FlightRecorder(group_of())
+    words.events.append("here")
+    if dist.get_rank() == 0:
+        words.publish()
+    words = words.dump_all_ranks()
+    assert words[0] == "here"
+    assert words[1].startswith("no flight record")
 
 
 def test_unfinished_collectives_on_nccl_are_told_where_torch_recorded_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,9 @@ def test_of_a_scalar_s_shard_the_name_tells_a_count_from_a_state() -> None:
     assert gather_optim_states([state], Contract(Group()), keeps=True) == [values]
 
 
-def make_whole() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parts_of_any_size_become_whole_on_those_that_keep_them(num_ranks: int) -> None:
     group = group_of()
     contract, last = Contract(group), group.size - 1
     matrix, count = torch.arange(6.0).view(2, 3), torch.arange(4, dtype=torch.int64)
@@ -89,11 +91,6 @@ def make_whole() -> None:
     held = ParamSlice("d", nn.Parameter(mine), (2, 5), *parts[group.rank][:2])
     (whole,) = gather_optim_states([ParamState(held, group, parts, HOST, {"sum": mine})], contract, keeps=True)
     assert torch.equal(whole["sum"], columns)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_parts_of_any_size_become_whole_on_those_that_keep_them(num_ranks: int) -> None:
-    run_ranks(make_whole, num_ranks)
 
 
 def differ() -> list[str]:

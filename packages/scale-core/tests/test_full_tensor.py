@@ -11,10 +11,11 @@ from scale_core.comm.group import group_of
 from scale_core.errors import ContractError
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.full_tensor import gather_full_param
-from scale_core.testing import run_ranks
 
 
-def make_whole() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shards_of_any_size_become_whole_in_rank_order(num_ranks: int) -> None:
     group = group_of()
     axes, whole = (Axis(group, Placement.SHARD),), torch.arange(20.0).view(4, 5)
     cuts = [0, 1, 4, 5] if group.size == 3 else [0, 4, 5]
@@ -33,8 +34,3 @@ def make_whole() -> None:
     with pytest.raises(ContractError, match=r"would gather different full parameters, by rank: a[01], a") as raised:
         gather_full_param(part, replace(elements, name=f"a{group.rank}"), group)
     assert "gather the same tensors in the same order, by state_dict() or full_tensor()" in str(raised.value)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_shards_of_any_size_become_whole_in_rank_order(num_ranks: int) -> None:
-    run_ranks(make_whole, num_ranks)

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from scale_core.state.gathered_tensor import Gather, GatheredTensor, converted, plain_tensor
-from scale_core.testing import run_ranks
 
 
 class Half(nn.Module):
@@ -214,7 +213,16 @@ def test_functions_of_a_model_take_it():
     assert owner.num_loads == 0
 
 
-def by_collectives() -> list[str]:
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "broadcast": lambda v: dist.broadcast(v, src=1),
+    "broadcast later": lambda v: dist.broadcast(v, src=1, async_op=True).wait(),
+    "gather of it": lambda v: dist.gather(v, [torch.empty(4, 2)] * 2 if dist.get_rank() == 0 else None),
+}
+
+
+@pytest.mark.ranks(2)
+def test_collectives_write_through():
     wrong, group_rank = [], dist.get_rank()
     for name, collective in COLLECTIVES.items():
         owner, plain = Half(), torch.arange(8.0).view(4, 2) + group_rank
@@ -224,19 +232,7 @@ def by_collectives() -> list[str]:
         collective(tensor)
         if not (torch.equal(owner.shard, plain.view(-1)[:4]) and torch.equal(tensor, plain)):
             wrong.append(f"{name}: {owner.shard}, expected {plain}")
-    return wrong
-
-
-COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
-    "all_reduce": dist.all_reduce,
-    "broadcast": lambda v: dist.broadcast(v, src=1),
-    "broadcast later": lambda v: dist.broadcast(v, src=1, async_op=True).wait(),
-    "gather of it": lambda v: dist.gather(v, [torch.empty(4, 2)] * 2 if dist.get_rank() == 0 else None),
-}
-
-
-def test_collectives_write_through():
-    assert not any(run_ranks(by_collectives, 2))
+    assert not wrong
 
 
 class Logged(Tensor):

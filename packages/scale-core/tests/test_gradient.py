@@ -13,60 +13,6 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
 from scale_core.shard import on_local_tensors
-from scale_core.testing import run_ranks
-
-
-@on_local_tensors
-def gradients_are_held(accumulate: bool) -> None:
-    """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
-    group = group_of()
-    held, packed = (make(group, DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16)) for _ in range(2))
-    assert not held.gradient.holds  # It is small.
-    held.gradient.holds = True
-    for twice in (False, True):
-        for buffer in (held, packed):
-            gathered(buffer)
-            for index in (0, 4, 0) if twice else (1, 2, 3):
-                buffer.unsharded_params[index].grad = local_grad(
-                    group.rank, index, buffer.unsharded_params[index].shape
-                ).bfloat16()
-                if buffer is packed:
-                    buffer.gradient.accumulate(index, wide=accumulate)
-                    continue
-                buffer.gradient.accumulate(index, wide=accumulate)
-                assert buffer.unsharded_params[index].grad is None and buffer.has_gradient
-                assert (buffer.gradient.flat is None) == (not twice)
-            buffer.release()
-        assert held.gradient.missing() == packed.gradient.missing() == ([] if twice else [0, 4])
-        held.gradient.pack(wide=accumulate)
-        assert held.gradient.flat is not None and packed.gradient.flat is not None
-        assert held.gradient.flat.dtype == packed.gradient.flat.dtype
-    for buffer in (held, packed):
-        buffer.reduce(tag=1 << 22)
-        buffer.commit()
-        assert not buffer.has_gradient
-    for mine, expected in zip(held.sharded_params, packed.sharded_params, strict=True):
-        assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)
-
-
-@on_local_tensors
-def a_single_gradient_is_taken_over() -> bool:
-    """One parameter that fills its buffer: autograd's own gradient becomes the flat one."""
-    group = group_of()
-    buffer = make(group, params=[nn.Parameter(torch.ones(4, 3))])
-    gathered(buffer)
-    (buffer.unsharded_params[0] * 2).sum().backward()
-    grad = buffer.unsharded_params[0].grad
-    assert grad is not None
-    buffer.gradient.accumulate(0)
-    assert buffer.gradient.flat is not None
-    taken = buffer.gradient.flat.data_ptr() == grad.data_ptr()
-    del grad
-    buffer.release()
-    buffer.reduce()
-    buffer.commit()
-    assert buffer.sharded_params[0].grad is not None and bool((buffer.sharded_params[0].grad == 2).all())
-    return taken
 
 
 class HalfSquare(torch.autograd.Function):
@@ -82,21 +28,6 @@ class HalfSquare(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         result: Tensor = weight.detach()
         return result
-
-
-@on_local_tensors
-def a_weight_is_its_own_gradient() -> None:
-    group = group_of()
-    weight = torch.arange(12.0).view(4, 3)
-    buffer = make(group, params=[nn.Parameter(weight)])
-    gathered(buffer)
-    HalfSquare.apply(buffer.unsharded_params[0]).backward()
-    buffer.gradient.accumulate(0)
-    buffer.release()
-    buffer.reduce()
-    buffer.commit()
-    grad, shard = buffer.sharded_params[0].grad, buffer.sharded_params[0]
-    assert grad is not None and torch.equal(grad, shard) and grad.data_ptr() != shard.data_ptr()
 
 
 @on_local_tensors
@@ -196,20 +127,79 @@ def test_what_is_withheld_is_zero_until_the_pass_is_revoked() -> None:
     assert buffer.gradient.has_grad() == [0, 4] and buffer.gradient.take(here).any()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("accumulate", [False, True])
 @on_local_tensors
+@on_local_tensors
 def test_held_gradients_become_the_flat_gradient_when_they_are_packed(accumulate: bool) -> None:
-    run_ranks(gradients_are_held, 2, accumulate)
+    """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
+    group = group_of()
+    held, packed = (make(group, DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16)) for _ in range(2))
+    assert not held.gradient.holds  # It is small.
+    held.gradient.holds = True
+    for twice in (False, True):
+        for buffer in (held, packed):
+            gathered(buffer)
+            for index in (0, 4, 0) if twice else (1, 2, 3):
+                buffer.unsharded_params[index].grad = local_grad(
+                    group.rank, index, buffer.unsharded_params[index].shape
+                ).bfloat16()
+                if buffer is packed:
+                    buffer.gradient.accumulate(index, wide=accumulate)
+                    continue
+                buffer.gradient.accumulate(index, wide=accumulate)
+                assert buffer.unsharded_params[index].grad is None and buffer.has_gradient
+                assert (buffer.gradient.flat is None) == (not twice)
+            buffer.release()
+        assert held.gradient.missing() == packed.gradient.missing() == ([] if twice else [0, 4])
+        held.gradient.pack(wide=accumulate)
+        assert held.gradient.flat is not None and packed.gradient.flat is not None
+        assert held.gradient.flat.dtype == packed.gradient.flat.dtype
+    for buffer in (held, packed):
+        buffer.reduce(tag=1 << 22)
+        buffer.commit()
+        assert not buffer.has_gradient
+    for mine, expected in zip(held.sharded_params, packed.sharded_params, strict=True):
+        assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)
 
 
+@pytest.mark.ranks(2)
+@on_local_tensors
 @on_local_tensors
 def test_a_single_gradient_that_fills_the_buffer_is_taken_over_and_not_copied() -> None:
-    assert run_ranks(a_single_gradient_is_taken_over, 2) == [True, True]
+    """One parameter that fills its buffer: autograd's own gradient becomes the flat one."""
+    group = group_of()
+    buffer = make(group, params=[nn.Parameter(torch.ones(4, 3))])
+    gathered(buffer)
+    (buffer.unsharded_params[0] * 2).sum().backward()
+    grad = buffer.unsharded_params[0].grad
+    assert grad is not None
+    buffer.gradient.accumulate(0)
+    assert buffer.gradient.flat is not None
+    taken = buffer.gradient.flat.data_ptr() == grad.data_ptr()
+    del grad
+    buffer.release()
+    buffer.reduce()
+    buffer.commit()
+    assert buffer.sharded_params[0].grad is not None and bool((buffer.sharded_params[0].grad == 2).all())
+    assert taken
 
 
+@pytest.mark.ranks(2)
+@on_local_tensors
 @on_local_tensors
 def test_a_gradient_that_is_the_weight_outlives_the_full_buffer() -> None:
-    run_ranks(a_weight_is_its_own_gradient, 2)
+    group = group_of()
+    weight = torch.arange(12.0).view(4, 3)
+    buffer = make(group, params=[nn.Parameter(weight)])
+    gathered(buffer)
+    HalfSquare.apply(buffer.unsharded_params[0]).backward()
+    buffer.gradient.accumulate(0)
+    buffer.release()
+    buffer.reduce()
+    buffer.commit()
+    grad, shard = buffer.sharded_params[0].grad, buffer.sharded_params[0]
+    assert grad is not None and torch.equal(grad, shard) and grad.data_ptr() != shard.data_ptr()
 
 
 @on_local_tensors

@@ -30,7 +30,40 @@ def describe(group: Group) -> tuple[int, int, str, tuple[int, ...]]:
     return group.rank, group.size, group.backend, group.ranks
 
 
-def every_way_to_name_a_group() -> None:
+@pytest.mark.ranks(2)
+def test_groups_of_the_same_ranks_count_optimizer_steps_together() -> None:
+    both, again, one = (group_of(dist.new_group(ranks)) for ranks in ([0, 1], [0, 1], None))
+    seen_before = dist.new_group([0, 1])
+    assert group_state(seen_before).optimizer_steps is not both.state.optimizer_steps
+    assert group_of(seen_before).state.optimizer_steps is both.state.optimizer_steps
+    assert both.state is not again.state and both.state is group_of(both.process_group).state
+    assert both.state.optimizer_steps is again.state.optimizer_steps is one.state.optimizer_steps
+
+
+def test_without_torch_distributed_the_world_is_one() -> None:
+    group = group_of()
+    assert describe(group) == (0, 1, "none", (0,))
+    assert group.process_group is None
+    assert str(group) == "rank 0 of 1 (none)"
+
+
+def test_an_object_that_knows_its_size_stands_for_a_world_of_one() -> None:
+    assert group_of(StandIn(1)) == Group()
+
+
+def test_an_object_that_claims_more_ranks_than_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got StandIn with 2 ranks.*new_group"):
+        group_of(StandIn(2))
+
+
+@pytest.mark.parametrize("what", [3, "gloo", torch.ones(2)])
+def test_what_is_no_group_is_refused_by_its_type(what: object) -> None:
+    with pytest.raises(TypeError, match=f"got {type(what).__name__}"):
+        group_of(what)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(4)
+def test_groups_meshes_and_subgroups_tell_rank_size_and_members() -> None:
     me = dist.get_rank()
     assert describe(group_of()) == describe(group_of(dist.group.WORLD)) == (me, 4, "gloo", (0, 1, 2, 3))
     group = group_of()
@@ -57,51 +90,9 @@ def every_way_to_name_a_group() -> None:
     assert describe(group_of(alone)) == (0, 1, "gloo", (me,))
 
 
-def steps_are_counted_by_ranks() -> None:
-    both, again, one = (group_of(dist.new_group(ranks)) for ranks in ([0, 1], [0, 1], None))
-    seen_before = dist.new_group([0, 1])
-    assert group_state(seen_before).optimizer_steps is not both.state.optimizer_steps
-    assert group_of(seen_before).state.optimizer_steps is both.state.optimizer_steps
-    assert both.state is not again.state and both.state is group_of(both.process_group).state
-    assert both.state.optimizer_steps is again.state.optimizer_steps is one.state.optimizer_steps
-
-
-def test_groups_of_the_same_ranks_count_optimizer_steps_together() -> None:
-    run_ranks(steps_are_counted_by_ranks, 2)
-
-
-def transport_of_a_group_for_both_devices() -> str:
-    return group_of(dist.new_group(backend="cpu:gloo")).backend
-
-
-def test_without_torch_distributed_the_world_is_one() -> None:
-    group = group_of()
-    assert describe(group) == (0, 1, "none", (0,))
-    assert group.process_group is None
-    assert str(group) == "rank 0 of 1 (none)"
-
-
-def test_an_object_that_knows_its_size_stands_for_a_world_of_one() -> None:
-    assert group_of(StandIn(1)) == Group()
-
-
-def test_an_object_that_claims_more_ranks_than_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got StandIn with 2 ranks.*new_group"):
-        group_of(StandIn(2))
-
-
-@pytest.mark.parametrize("what", [3, "gloo", torch.ones(2)])
-def test_what_is_no_group_is_refused_by_its_type(what: object) -> None:
-    with pytest.raises(TypeError, match=f"got {type(what).__name__}"):
-        group_of(what)  # type: ignore[arg-type]
-
-
-def test_groups_meshes_and_subgroups_tell_rank_size_and_members() -> None:
-    run_ranks(every_way_to_name_a_group, 4)
-
-
+@pytest.mark.ranks(1)
 def test_a_backend_named_per_device_is_told_by_its_transport() -> None:
-    assert run_ranks(transport_of_a_group_for_both_devices, 1) == ["gloo"]
+    assert group_of(dist.new_group(backend="cpu:gloo")).backend == "gloo"
 
 
 def found_again() -> tuple[bytes, bytes]:

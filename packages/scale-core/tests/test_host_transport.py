@@ -79,22 +79,16 @@ def test_a_group_of_devices_alone_moves_what_is_on_the_host_within_the_limit() -
     assert nothing == []
 
 
-def talk_over_a_group_of_our_own() -> None:
+@pytest.mark.ranks(2)
+def test_no_message_of_ours_is_on_the_group_that_was_passed() -> None:
     both = dist.new_group(backend="cpu:gloo,cuda:gloo")
     for group in (group_of(), group_of(both)):
         assert group_for(HOST, group) is group_for(HOST, group) is not group.process_group
         assert group_for(DEVICE, group) is group.process_group
 
 
-def test_no_message_of_ours_is_on_the_group_that_was_passed() -> None:
-    run_ranks(talk_over_a_group_of_our_own, 2)
-
-
-def ask_without_gloo() -> None:
+@pytest.mark.ranks(2, backend="cuda:gloo")
+def test_without_gloo_the_error_says_so() -> None:
     dist.is_gloo_available = lambda: False
     with pytest.raises(RuntimeError, match=r"on the host, and this torch was built without gloo"):
         group_for(HOST, group_of())
-
-
-def test_without_gloo_the_error_says_so() -> None:
-    run_ranks(ask_without_gloo, 2, backend="cuda:gloo")

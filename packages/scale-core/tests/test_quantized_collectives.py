@@ -51,16 +51,6 @@ def average(parts: list[Tensor], block_format: BlockFormat, errors: list[Tensor]
     return means
 
 
-def every_collective() -> None:
-    group = group_of()
-    for name in NAMES:
-        for numel in (1, 21):
-            block_format = BlockFormat(name, 8)
-            check_gather(group, block_format, numel)
-            check_reduce_scatter(group, block_format, numel)
-            check_all_reduce(group, block_format, numel)
-
-
 def check_gather(group: Group, block_format: BlockFormat, numel: int) -> None:
     messages = new_messages(group.size, numel, block_format, torch.device("cpu"))
     shard = of_rank(group.rank, numel)
@@ -119,9 +109,16 @@ def check_all_reduce(group: Group, block_format: BlockFormat, numel: int) -> Non
         assert torch.equal(values, expected.view(-1)[:numel])
 
 
+@pytest.mark.ranks("world")
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_get_what_one_process_computes(world: int) -> None:
-    run_ranks(every_collective, world)
+    group = group_of()
+    for name in NAMES:
+        for numel in (1, 21):
+            block_format = BlockFormat(name, 8)
+            check_gather(group, block_format, numel)
+            check_reduce_scatter(group, block_format, numel)
+            check_all_reduce(group, block_format, numel)
 
 
 def test_the_error_of_a_sum_that_is_not_finite_does_not_wait() -> None:

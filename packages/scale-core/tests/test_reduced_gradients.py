@@ -44,8 +44,16 @@ def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | N
             assert torch.equal(param.grad, expected), (index, param.grad, expected)
 
 
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 @on_local_tensors
-def uneven() -> None:
+def test_gradients_are_averaged_and_what_a_rank_has_not_used_counts_as_zeros(reduce_dtype: torch.dtype | None) -> None:
+    run_ranks(reductions, 3, {1: [0, 2], 2: []}, reduce_dtype)
+
+
+@pytest.mark.ranks(2)
+@on_local_tensors
+@on_local_tensors
+def test_the_gradient_of_a_rank_that_has_run_out_of_data_counts_nothing() -> None:
     """Rank 0 has one batch and rank 1 two, the second of which alone counts; then samples are what counts."""
     group = group_of()
     buffer = make(group)
@@ -64,77 +72,10 @@ def uneven() -> None:
                 param.grad = None
 
 
+@pytest.mark.ranks(2)
 @on_local_tensors
-def accumulation() -> None:
-    """Micro-batches are summed in a dtype that is wide enough, and sent once."""
-    group = group_of()
-    buffer = make(group, DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16))
-    rounded = [local_grad(group.rank, i, tuple(shape)).bfloat16() for i, shape in enumerate(SHAPES.values())]
-    for last in (False, False, True):
-        backward(buffer, [0, 1, 2, 3, 4], group.rank, accumulate=not last)
-        assert buffer.gradient.flat is not None and buffer.gradient.flat.dtype == torch.float32
-    assert buffer.gradient.flat is not None
-    for index, grad in enumerate(rounded):
-        entry = buffer.layout.entries[index]
-        held = buffer.gradient.flat.narrow(0, entry.offset, entry.numel).view(entry.shape)
-        assert torch.equal(held, grad.float() + grad.float() + grad.float())
-    buffer.reduce()
-    buffer.commit()
-    assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in buffer.sharded_params)
-
-
 @on_local_tensors
-def half_precision_parameters_reduced_in_fp32() -> None:
-    group, params = group_of(), whole_params(torch.bfloat16)
-    buffer = make(group, DtypePolicy(reduce=torch.float32), params=params)
-    backward(buffer, [0, 1, 2, 3, 4], group.rank)
-    buffer.reduce()
-    buffer.commit()
-    for index, (param, span) in enumerate(zip(buffer.sharded_params, buffer.spans, strict=True)):
-        total = sum(local_grad(rank, index, params[index].shape).bfloat16().float() for rank in range(group.size))
-        assert isinstance(total, Tensor) and param.grad is not None
-        expected = (total / group.size).bfloat16().reshape(-1)[span.start : span.stop].view(span.shape)
-        assert torch.equal(param.grad, expected)  # Added up in fp32, rounded once.
-
-
-@on_local_tensors
-def late_gradients() -> None:
-    """A gradient that comes while its buffer is being reduced goes into the next reduction, and adds."""
-    group = group_of()
-    buffer = make(group)
-    backward(buffer, [0], group.rank)
-    buffer.reduce(tag=1 << 22)
-    backward(buffer, [1], group.rank)
-    assert buffer.has_gradient
-    buffer.commit()
-    buffer.reduce(tag=1 << 22)
-    buffer.commit()
-    wholes = [average(group.size, i, shape) if i < 2 else torch.zeros(shape) for i, shape in enumerate(SHAPES.values())]
-    for param, expected in zip(buffer.sharded_params, pieces_of(buffer, wholes), strict=True):
-        assert param.grad is not None and torch.equal(param.grad, expected)
-
-
-@on_local_tensors
-def local_gradients_are_reported() -> None:
-    group, heard = group_of(), []
-    buffer = make(group)
-
-    def listen(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        heard.append(([id(param) for param in params], [grad.clone() for grad in grads]))
-
-    handle = register_local_grad_hook(listen)
-    backward(buffer, [0, 4], group.rank)
-    buffer.reduce()
-    handle.remove()
-    buffer.commit()
-    ((params, grads),) = heard
-    assert params == [id(buffer.sharded_params[0]), id(buffer.sharded_params[4])]
-    assert torch.equal(grads[0], local_grad(group.rank, 0, (5, 3)))
-    assert torch.equal(grads[1], local_grad(group.rank, 4, (7,)))
-
-
-@on_local_tensors
-def each_pass_is_reported_alone() -> None:
+def test_each_backward_pass_is_reported_alone() -> None:
     """Of passes whose gradients are summed, those that are not reduced are told of when they have gone well."""
     group = group_of()
     heard: list[list[Tensor]] = []
@@ -169,47 +110,88 @@ def each_pass_is_reported_alone() -> None:
         assert not lacks_autograd_hooks(torch.nn.Parameter(torch.ones(2)))
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-@on_local_tensors
-def test_gradients_are_averaged_and_what_a_rank_has_not_used_counts_as_zeros(reduce_dtype: torch.dtype | None) -> None:
-    run_ranks(reductions, 3, {1: [0, 2], 2: []}, reduce_dtype)
-
-
-@on_local_tensors
-def test_the_gradient_of_a_rank_that_has_run_out_of_data_counts_nothing() -> None:
-    run_ranks(uneven, 2)
-
-
-@on_local_tensors
-def test_each_backward_pass_is_reported_alone() -> None:
-    run_ranks(each_pass_is_reported_alone, 2)
-
-
 @on_local_tensors
 def test_what_nobody_used_gets_zeros() -> None:
     run_ranks(reductions, 2, {0: [1], 1: [1, 4]}, None)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.fault(74)
+@on_local_tensors
 @on_local_tensors
 def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
-    run_ranks(accumulation, 2)
+    """Micro-batches are summed in a dtype that is wide enough, and sent once."""
+    group = group_of()
+    buffer = make(group, DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16))
+    rounded = [local_grad(group.rank, i, tuple(shape)).bfloat16() for i, shape in enumerate(SHAPES.values())]
+    for last in (False, False, True):
+        backward(buffer, [0, 1, 2, 3, 4], group.rank, accumulate=not last)
+        assert buffer.gradient.flat is not None and buffer.gradient.flat.dtype == torch.float32
+    assert buffer.gradient.flat is not None
+    for index, grad in enumerate(rounded):
+        entry = buffer.layout.entries[index]
+        held = buffer.gradient.flat.narrow(0, entry.offset, entry.numel).view(entry.shape)
+        assert torch.equal(held, grad.float() + grad.float() + grad.float())
+    buffer.reduce()
+    buffer.commit()
+    assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in buffer.sharded_params)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.fault(74)
 @on_local_tensors
+@on_local_tensors
 def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
-    run_ranks(half_precision_parameters_reduced_in_fp32, 3)
+    group, params = group_of(), whole_params(torch.bfloat16)
+    buffer = make(group, DtypePolicy(reduce=torch.float32), params=params)
+    backward(buffer, [0, 1, 2, 3, 4], group.rank)
+    buffer.reduce()
+    buffer.commit()
+    for index, (param, span) in enumerate(zip(buffer.sharded_params, buffer.spans, strict=True)):
+        total = sum(local_grad(rank, index, params[index].shape).bfloat16().float() for rank in range(group.size))
+        assert isinstance(total, Tensor) and param.grad is not None
+        expected = (total / group.size).bfloat16().reshape(-1)[span.start : span.stop].view(span.shape)
+        assert torch.equal(param.grad, expected)  # Added up in fp32, rounded once.
 
 
+@pytest.mark.ranks(2)
+@on_local_tensors
 @on_local_tensors
 def test_a_late_gradient_is_added_by_the_next_reduction() -> None:
-    run_ranks(late_gradients, 2)
+    """A gradient that comes while its buffer is being reduced goes into the next reduction, and adds."""
+    group = group_of()
+    buffer = make(group)
+    backward(buffer, [0], group.rank)
+    buffer.reduce(tag=1 << 22)
+    backward(buffer, [1], group.rank)
+    assert buffer.has_gradient
+    buffer.commit()
+    buffer.reduce(tag=1 << 22)
+    buffer.commit()
+    wholes = [average(group.size, i, shape) if i < 2 else torch.zeros(shape) for i, shape in enumerate(SHAPES.values())]
+    for param, expected in zip(buffer.sharded_params, pieces_of(buffer, wholes), strict=True):
+        assert param.grad is not None and torch.equal(param.grad, expected)
 
 
+@pytest.mark.ranks(2)
+@on_local_tensors
 @on_local_tensors
 def test_local_gradients_are_reported_whole_and_unreduced() -> None:
-    run_ranks(local_gradients_are_reported, 2)
+    group, heard = group_of(), []
+    buffer = make(group)
+
+    def listen(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        heard.append(([id(param) for param in params], [grad.clone() for grad in grads]))
+
+    handle = register_local_grad_hook(listen)
+    backward(buffer, [0, 4], group.rank)
+    buffer.reduce()
+    handle.remove()
+    buffer.commit()
+    ((params, grads),) = heard
+    assert params == [id(buffer.sharded_params[0]), id(buffer.sharded_params[4])]
+    assert torch.equal(grads[0], local_grad(group.rank, 0, (5, 3)))
+    assert torch.equal(grads[1], local_grad(group.rank, 4, (7,)))
 
 
 @on_local_tensors

@@ -47,7 +47,13 @@ def averages() -> None:
     assert reduction.results() == []
 
 
-def over_replicas() -> None:
+def test_results_wait_in_the_order_in_which_they_were_started() -> None:
+    for num_ranks in (1, 3):
+        run_ranks(averages, num_ranks)
+
+
+@pytest.mark.ranks(4)
+def test_averages_of_a_copy_are_averaged_over_the_copies() -> None:
     """Ranks 0 and 1 share a copy, as do 2 and 3."""
     world = group_of()
     everyone = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -59,15 +65,6 @@ def over_replicas() -> None:
         (reduced,) = reduction.results()
         total = (4 * torch.arange(6.0) + 600)[3 * group.rank : 3 * (group.rank + 1)]
         assert torch.allclose(reduced, total / (divisor or 4), rtol=1e-6)
-
-
-def test_results_wait_in_the_order_in_which_they_were_started() -> None:
-    for num_ranks in (1, 3):
-        run_ranks(averages, num_ranks)
-
-
-def test_averages_of_a_copy_are_averaged_over_the_copies() -> None:
-    run_ranks(over_replicas, 4)
 
 
 def test_results_are_rounded_to_the_dtype_of_the_shard_once() -> None:

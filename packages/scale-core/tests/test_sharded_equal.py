@@ -24,16 +24,13 @@ def piece_of(full: Tensor, name: str, cut: int) -> nn.Parameter:
     return piece
 
 
-def compared() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_equal_compares_tensors_that_are_cut_elsewhere() -> None:
     first, other = piece_of(FULL, "first", 7), piece_of(FULL, "other", 12)
     empty = piece_of(FULL, "empty", 0)
     changed = piece_of(FULL.index_fill(0, torch.tensor(4), 0.0), "changed", 12)
     equal = [torch.equal(first, other), torch.equal(other, empty), torch.allclose(first, empty)]
-    return [*equal, torch.equal(first, changed), torch.allclose(changed, empty)]
-
-
-def test_equal_compares_tensors_that_are_cut_elsewhere() -> None:
-    assert run_ranks(compared, 2) == [[True] * 3 + [False] * 2] * 2
+    assert [*equal, torch.equal(first, changed), torch.allclose(changed, empty)] == [True] * 3 + [False] * 2
 
 
 def compared_with_local_elements() -> list[str]:
@@ -55,13 +52,10 @@ def test_local_elements_are_compared_with_to_local() -> None:
     assert len(first) == 2 and len(second) == 1
 
 
-def compared_with_another_parameter() -> bool:
-    """Both have as many elements on this rank, and other shapes in full: they differ, and nobody waits."""
-    return torch.equal(piece_of(FULL, "first", 5), piece_of(FULL.reshape(-1)[:10], "other", 5))
-
-
+@pytest.mark.ranks(2)
 def test_parameters_of_other_shapes_differ() -> None:
-    assert run_ranks(compared_with_another_parameter, 2) == [False, False]
+    """Both have as many elements on this rank, and other shapes in full: they differ, and nobody waits."""
+    assert not torch.equal(piece_of(FULL, "first", 5), piece_of(FULL.reshape(-1)[:10], "other", 5))
 
 
 def written_to_a_full_parameter() -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,7 +38,8 @@ def test_ranks_in_different_numbers_of_groups_make_one_of_which_others_know_noth
     assert third[1:] == [(1, 2), (0, 1, 2)] and len(third[0]) == 1 and fourth == []
 
 
-def split_where_a_device_is_bound() -> list[str]:
+@pytest.mark.ranks(3)
+def test_a_group_is_not_split_from_one_whose_other_ranks_never_call() -> None:
     """Makes a group of two of three ranks as after `init_process_group(device_id=...)`; torch's splits are recorded."""
     asked: list[str] = []
     default: Any = dist.group.WORLD
@@ -58,8 +60,4 @@ def split_where_a_device_is_bound() -> list[str]:
         all_reduce(total, part).wait()
         assert total.item() == 2.0
     assert default.bound_device_id == torch.device("cpu", 0)
-    return asked
-
-
-def test_a_group_is_not_split_from_one_whose_other_ranks_never_call() -> None:
-    assert run_ranks(split_where_a_device_is_bound, 3) == [[], [], []]
+    assert asked == []

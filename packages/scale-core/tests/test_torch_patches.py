@@ -219,63 +219,6 @@ class PieceOf:
         raise AssertionError("nothing is under way")
 
 
-def gradients_in_pieces() -> None:
-    group, grads = group_of(), whole_grads(torch.float64)
-    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads.values()]
-    pieces, wrapper = [cut(name, grad, group) for name, grad in grads.items()], Wrapper()
-    for param, piece in zip(params, pieces, strict=True):
-        set_reduced_gradient(param, PieceOf(piece, wrapper))
-    plain = [with_grad(grad.clone()) for grad in grads.values() if grad.numel()]
-    for expected, found in (
-        (clip_grad_norm_(plain, 0.5), clip_grad_norm_(params, 0.5)),
-        (clip_grads_with_norm_(plain, 0.1, torch.tensor(0.5)), clip_grads_with_norm_(params, 0.1, torch.tensor(0.5))),
-        (clip_grad_value_(plain, 0.001), clip_grad_value_(params, 0.001)),
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-        wholes = iter(plain)
-        for name, grad, piece in zip(grads, grads.values(), pieces, strict=True):
-            if grad.numel():
-                torch.testing.assert_close(piece.grad, cut(name, next(wholes).grad, group).grad, rtol=1e-12, atol=0)
-    assert clip_grad_norm_([nn.Parameter(torch.zeros(2))], 1.0).item() == 0  # Of another model, without gradients.
-    norm = get_total_norm([grad for param in params if (grad := param.grad) is not None])
-    torch.testing.assert_close(norm, get_total_norm([param.grad for param in plain]), rtol=3e-7, atol=0)
-    model = nn.ParameterList(params)
-    with pytest.raises(ValueError, match="'0' and others are under ShardedDataParallel"):
-        DistributedDataParallel(model)
-    del wrapper
-    assert clip_grad_norm_(params, 1.0).item() == 0  # Nobody keeps them any more.
-
-
-@on_local_tensors
-def wrapped_in_torch_s_own() -> list[str]:
-    """Whatever is refused has its values still; what is whole on all ranks is wrapped."""
-    group = group_of()
-    shard = Axis(group, Placement.SHARD)
-    found = []
-    for mark_it in (True, False):
-        model = nn.ModuleDict({"inner": nn.Linear(2, 2)})
-        weight: Any = model["inner"].weight
-        weight.data.fill_(group.rank)
-        if mark_it:
-            set_shard(weight, Shard("inner.weight", (2 * group.size, 2), 4 * group.rank, 4 * group.rank + 4, (shard,)))
-        else:
-            model.group, model.counted_elsewhere = group, set
-            register_stages(model)  # type: ignore[arg-type]
-        for wrapped in (model, nn.Sequential(nn.Linear(1, 1), model)):
-            with pytest.raises(ValueError, match="DistributedDataParallel") as error:
-                DistributedDataParallel(wrapped)
-            found.append(str(error.value))
-        assert weight.eq(group.rank).all()
-        model._ddp_params_and_buffers_to_ignore = ["inner.weight"]
-        if mark_it:
-            DistributedDataParallel(model)  # torch leaves it alone, too.
-            assert weight.eq(group.rank).all()
-    plain = nn.Linear(2, 2)
-    plain.weight.data.fill_(group.rank)
-    assert DistributedDataParallel(plain).module.weight.eq(0).all()
-    return found
-
-
 def test_clipping_shards_equals_clipping_the_whole() -> None:
     for num_ranks in (2, 3):
         run_ranks(equal_torch_on_the_whole, num_ranks)
@@ -302,17 +245,68 @@ def test_the_norm_of_stages_has_one_dtype_on_all_ranks(narrow: int | None, dtype
     assert found[0] == found[1] == found[2] and {each for each, _ in found[0]} == {dtype}
 
 
+@pytest.mark.ranks(2)
 def test_gradients_that_stand_elsewhere_are_clipped_there() -> None:
-    run_ranks(gradients_in_pieces, 2)
+    group, grads = group_of(), whole_grads(torch.float64)
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads.values()]
+    pieces, wrapper = [cut(name, grad, group) for name, grad in grads.items()], Wrapper()
+    for param, piece in zip(params, pieces, strict=True):
+        set_reduced_gradient(param, PieceOf(piece, wrapper))
+    plain = [with_grad(grad.clone()) for grad in grads.values() if grad.numel()]
+    for expected, found in (
+        (clip_grad_norm_(plain, 0.5), clip_grad_norm_(params, 0.5)),
+        (clip_grads_with_norm_(plain, 0.1, torch.tensor(0.5)), clip_grads_with_norm_(params, 0.1, torch.tensor(0.5))),
+        (clip_grad_value_(plain, 0.001), clip_grad_value_(params, 0.001)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        wholes = iter(plain)
+        for name, grad, piece in zip(grads, grads.values(), pieces, strict=True):
+            if grad.numel():
+                torch.testing.assert_close(piece.grad, cut(name, next(wholes).grad, group).grad, rtol=1e-12, atol=0)
+    assert clip_grad_norm_([nn.Parameter(torch.zeros(2))], 1.0).item() == 0  # Of another model, without gradients.
+    norm = get_total_norm([grad for param in params if (grad := param.grad) is not None])
+    torch.testing.assert_close(norm, get_total_norm([param.grad for param in plain]), rtol=3e-7, atol=0)
+    model = nn.ParameterList(params)
+    with pytest.raises(ValueError, match="'0' and others are under ShardedDataParallel"):
+        DistributedDataParallel(model)
+    del wrapper
+    assert clip_grad_norm_(params, 1.0).item() == 0  # Nobody keeps them any more.
 
 
+@pytest.mark.ranks(2)
+@on_local_tensors
 def test_distributed_data_parallel_is_refused_around_shards_and_stages() -> None:
-    for shard, deeper, stage, _ in run_ranks(wrapped_in_torch_s_own, 2):
-        assert "'inner.weight' is a shard [2, 2] of a parameter [4, 2]" in shard
-        assert "train it as it is, without DistributedDataParallel" in shard
-        assert "'1.inner.weight' is a shard" in deeper
-        assert "'inner.weight' is a parameter of a pipeline's stage" in stage
-        assert 'mesh["data"].get_group()' in stage
+    """Whatever is refused has its values still; what is whole on all ranks is wrapped."""
+    group = group_of()
+    shard = Axis(group, Placement.SHARD)
+    found = []
+    for mark_it in (True, False):
+        model = nn.ModuleDict({"inner": nn.Linear(2, 2)})
+        weight: Any = model["inner"].weight
+        weight.data.fill_(group.rank)
+        if mark_it:
+            set_shard(weight, Shard("inner.weight", (2 * group.size, 2), 4 * group.rank, 4 * group.rank + 4, (shard,)))
+        else:
+            model.group, model.counted_elsewhere = group, set
+            register_stages(model)  # type: ignore[arg-type]
+        for wrapped in (model, nn.Sequential(nn.Linear(1, 1), model)):
+            with pytest.raises(ValueError, match="DistributedDataParallel") as error:
+                DistributedDataParallel(wrapped)
+            found.append(str(error.value))
+        assert weight.eq(group.rank).all()
+        model._ddp_params_and_buffers_to_ignore = ["inner.weight"]
+        if mark_it:
+            DistributedDataParallel(model)  # torch leaves it alone, too.
+            assert weight.eq(group.rank).all()
+    plain = nn.Linear(2, 2)
+    plain.weight.data.fill_(group.rank)
+    assert DistributedDataParallel(plain).module.weight.eq(0).all()
+    shard, deeper, stage, _ = found
+    assert "'inner.weight' is a shard [2, 2] of a parameter [4, 2]" in shard
+    assert "train it as it is, without DistributedDataParallel" in shard
+    assert "'1.inner.weight' is a shard" in deeper
+    assert "'inner.weight' is a parameter of a pipeline's stage" in stage
+    assert 'mesh["data"].get_group()' in stage
 
 
 @on_local_tensors

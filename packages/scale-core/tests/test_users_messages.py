@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from scale_core.comm.collectives import UNIT_TAGS, all_gather, all_to_all, exchange, exchange_text, reduce_scatter
 from scale_core.comm.group import group_of
-from scale_core.testing import run_ranks
 
 UNIT_TAG = UNIT_TAGS[17]
 TAGS = [*range(20), 2**20, UNIT_TAGS.start, UNIT_TAG, UNIT_TAG + 1, 2**31 - 1]
 
 
-def talk_while_messages_are_in_flight() -> None:
+@pytest.mark.ranks(3)
+def test_messages_of_any_tag_may_be_in_flight_around_ours() -> None:
     group, ranks = group_of(), range(dist.get_world_size())
     others = [rank for rank in ranks if rank != group.rank]
     sent = {tag: torch.arange(3.0) + (tag % 1000) + group.rank for tag in TAGS}
@@ -37,7 +38,3 @@ def talk_while_messages_are_in_flight() -> None:
         send.wait()
     reduction.wait()
     assert total.item() == sum(rank + 1 for rank in ranks)
-
-
-def test_messages_of_any_tag_may_be_in_flight_around_ours() -> None:
-    run_ranks(talk_while_messages_are_in_flight, 3)

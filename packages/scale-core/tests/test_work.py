@@ -26,7 +26,8 @@ from scale_core.launch import init_distributed
 from scale_core.testing import run_ranks
 
 
-def begin_on_a_group_whose_peer_has_left() -> list[str]:
+@pytest.mark.ranks(2)
+def test_on_a_dead_group_every_operation_fails_when_it_is_waited_for() -> None:
     group = group_of()
     all_gather(torch.zeros(2), torch.zeros(1), group).wait()
     handle = all_gather(torch.zeros(2), torch.zeros(1), group, tag=30 + group.rank)
@@ -46,10 +47,11 @@ def begin_on_a_group_whose_peer_has_left() -> list[str]:
         with pytest.raises(TransferError) as caught:
             dead.wait(0.5)
         messages.append(str(caught.value))
-    return messages
+    assert len(messages) == 5
 
 
-def dropped_without_wait() -> None:
+@pytest.mark.ranks(2)
+def test_a_handle_that_is_dropped_without_wait_warns() -> None:
     group = group_of()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -59,7 +61,8 @@ def dropped_without_wait() -> None:
     dist.barrier()  # The group still works.
 
 
-def canceled() -> None:
+@pytest.mark.ranks(2)
+def test_a_handle_that_is_canceled_does_not_warn_and_has_no_result() -> None:
     group = group_of()
     handle = all_gather(torch.zeros(2 * group.size), torch.zeros(2), group)
     handle.cancel()
@@ -68,19 +71,6 @@ def canceled() -> None:
     del handle
     gc.collect()
     dist.barrier()
-
-
-def test_on_a_dead_group_every_operation_fails_when_it_is_waited_for() -> None:
-    for messages in run_ranks(begin_on_a_group_whose_peer_has_left, 2):
-        assert len(messages) == 5
-
-
-def test_a_handle_that_is_dropped_without_wait_warns() -> None:
-    run_ranks(dropped_without_wait, 2)
-
-
-def test_a_handle_that_is_canceled_does_not_warn_and_has_no_result() -> None:
-    run_ranks(canceled, 2)
 
 
 class _Interrupting:
