@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from scale_pipe import DistributedPipe, Kind, Schedule
 
 mse = nn.functional.mse_loss
+Parts = Sequence[tuple[Any, Any]]
 
 
 def mlp(num_blocks: int = 4, width: int = 8, seed: int = 0) -> nn.Sequential:
@@ -29,32 +30,49 @@ def batch(samples: int = 8, width: int = 8, seed: int = 1) -> tuple[Tensor, Tens
     return torch.randn(samples, width, generator=generator), torch.randn(samples, width, generator=generator)
 
 
+def micro_batches(x: Tensor, target: Tensor, chunks: int = 4) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and target of each micro-batch."""
+    return list(zip(x.chunk(chunks), target.chunk(chunks), strict=True))
+
+
 def turns(schedule: Schedule) -> dict[int, list[int]]:
     """By stage, its micro-batches in the order in which the gradients of its parameters are computed."""
-    found: dict[int, list[int]] = {}
+    orders: dict[int, list[int]] = {}
     for actions in schedule.actions:
         for action in actions:
             if action.kind in (Kind.WEIGHT_GRADIENT, Kind.BACKWARD):
-                found.setdefault(action.stage, []).append(action.micro_batch)
-    return found
+                orders.setdefault(action.stage, []).append(action.micro_batch)
+    return orders
+
+
+def order_in(pipe: DistributedPipe) -> Callable[[str], Sequence[int]]:
+    """The order in which a pipeline adds up the gradients of a parameter on this rank; none of those elsewhere."""
+    orders = turns(pipe.schedule)
+    stages = {
+        name.removeprefix("module."): index
+        for index, stage in pipe.stages.items()
+        for name, _ in stage.named_parameters()
+    }
+    return lambda name: orders[stages[name]] if name in stages else ()
 
 
 class Plain:
-    """The plain model; gradients are added up in any order of micro-batches, parameter by parameter.
+    """The plain model on this process alone, which adds up gradients of micro-batches in the order of a pipeline.
 
     Args:
-        model: On this process alone.
+        model: The plain model.
+        order: A pipeline, or by the name of a parameter its micro-batches in the order of their sums.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, order: DistributedPipe | Callable[[str], Sequence[int]]) -> None:
         self.model = model
+        self.order_of = order_in(order) if isinstance(order, DistributedPipe) else order
         self.grads: dict[str, Tensor] = {}
 
     def step(
         self,
-        parts: Sequence[tuple[Any, Any]],
-        loss_fn: Callable[[Any, Any], Tensor],
-        order_of: Callable[[str], Sequence[int]],
+        parts: Parts,
+        loss_fn: Callable[[Any, Any], Tensor] = mse,
         call: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
@@ -63,56 +81,45 @@ class Plain:
         Args:
             parts: Inputs and target of each micro-batch.
             loss_fn: Of one micro-batch.
-            order_of: By the name of a parameter, its micro-batches in the order of their sums.
             call: Of the model, where it is not called with the inputs alone.
             sizes: Samples of each micro-batch, where the inputs are no tensor.
         """
         sizes = sizes or [len(x) for x, _ in parts]
         names, params = zip(*((n, p) for n, p in self.model.named_parameters() if p.requires_grad), strict=True)
-        found, total = [], None
+        grads, total = [], torch.zeros(())
         for (x, target), size in zip(parts, sizes, strict=True):
             loss = loss_fn(call(self.model, x), target) * (size / sum(sizes))
-            found.append(dict(zip(names, torch.autograd.grad(loss, params, allow_unused=True), strict=True)))
-            total = loss.detach() if total is None else total + loss.detach()
+            grads.append(dict(zip(names, torch.autograd.grad(loss, params, allow_unused=True), strict=True)))
+            total = total + loss.detach()
         for name in names:
-            for number in order_of(name):
-                part = found[number][name] if number < len(parts) else None
+            for number in self.order_of(name):
+                part = grads[number][name] if number < len(parts) else None
                 if part is not None:
                     self.grads[name] = part.clone() if name not in self.grads else self.grads[name].add_(part)
-        assert total is not None
         return total
 
-
-def micro_batches(x: Tensor, target: Tensor, chunks: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and target of each micro-batch."""
-    return list(zip(x.chunk(chunks), target.chunk(chunks), strict=True))
-
-
-def step_beside(pipe: DistributedPipe, plain: Plain, x: Tensor, target: Tensor) -> list[str]:
-    """A step of both, in the pipeline's order of sums; returns what differs, to the bit."""
-    expected = plain.step(micro_batches(x, target, pipe.chunks), mse, order_in(pipe))
-    loss = pipe.step(x, target=target, loss_fn=mse)
-    return differences(pipe, plain.grads) + [f"loss {loss} and {expected}"] * (not torch.equal(loss, expected))
+    def step_with(self, pipe: DistributedPipe, x: Tensor, target: Tensor) -> None:
+        """A step of both, which have the same loss and gradients."""
+        expected = self.step(micro_batches(x, target, pipe.chunks))
+        assert_equal(pipe.step(x, target=target, loss_fn=mse), expected)
+        check_grads(pipe, self.grads)
 
 
-def stage_names(pipe: DistributedPipe) -> dict[str, int]:
-    """By the plain name of each parameter on this rank, its stage."""
-    return {name: index for index, stage in pipe.stages.items() for name, _ in stage.named_parameters()}
+def assert_equal(actual: object, expected: object, name: object = "") -> None:
+    """Tensors, or trees of them, are equal to the bit."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda why: f"{name}: {why}")
 
 
-def differences(pipe: DistributedPipe, grads: Mapping[str, Tensor]) -> list[str]:
-    """The names of parameters on this rank whose gradients are not these, to the bit."""
-    wrong = []
+def assert_near(actual: object, expected: object, name: object = "") -> None:
+    """Tensors in float64, or trees of them, differ by rounding alone."""
+    torch.testing.assert_close(
+        actual, expected, rtol=1e-10, atol=1e-10, equal_nan=True, msg=lambda why: f"{name}: {why}"
+    )
+
+
+def check_grads(
+    pipe: DistributedPipe, grads: Mapping[str, Tensor], compare: Callable[..., None] = assert_equal
+) -> None:
+    """The gradients of the parameters on this rank are these, to the bit by default; a missing one is None there."""
     for name, param in pipe.named_parameters():
-        expected = grads.get(name)
-        if (param.grad is None) != (expected is None):
-            wrong.append(f"{name}: {param.grad} and {expected}")
-        elif param.grad is not None and expected is not None and not torch.equal(param.grad, expected):
-            wrong.append(f"{name}: off by {(param.grad - expected).abs().max():.3g}")
-    return wrong
-
-
-def order_in(pipe: DistributedPipe) -> Callable[[str], Sequence[int]]:
-    """The order in which a pipeline adds up the gradients of a parameter on this rank."""
-    stages, orders = stage_names(pipe), turns(pipe.schedule)
-    return lambda name: orders[stages[name]] if name in stages else ()
+        compare(param.grad, grads.get(name), name)

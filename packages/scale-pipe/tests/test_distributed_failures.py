@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Plain, batch, differences, micro_batches, mlp, mse, order_in, step_beside
+from distributed_cases import Plain, batch, check_grads, mlp, mse
 from torch import Tensor, nn
 
 from scale_core import ContractError, ScaleDistributedError, StepError
@@ -72,41 +72,31 @@ def failing(when: str, here: bool) -> Iterator[None]:
         Fragile.when = ""
 
 
-def failures() -> list[str]:
-    """Each stage fails in each of its computations; the next step is as if nothing had been."""
-    rank, size, wrong = dist.get_rank(), dist.get_world_size(), []
-    x, target = batch(8)
-    parts = micro_batches(x, target)
-    schedules = (("1f1b", 1), ("zb_h1", 1), ("gpipe", 1)) if size == 3 else (("zb_v", 2), ("1f1b", 1))
-    for schedule, each in schedules:
-        layers = 16 // (size * each)
-        balance = [layers] * (size * each)
-        balance[-1] += 16 - sum(balance)
-        pipe, plain = DistributedPipe(fragile(), schedule, balance=balance, chunks=4), Plain(fragile())
-        pipe.step(x, target=target, loss_fn=mse)
-        plain.step(parts, mse, order_in(pipe))
-        for when in ("forward", "input", "weight"):
-            for at in range(size):
-                here = rank == at
-                with failing(when, here):
-                    try:
-                        pipe.step(x, target=target, loss_fn=mse)
-                        wrong.append(f"{schedule}, {when} at rank {at}: nothing was raised")
-                    except StageError as error:
-                        texts: list[Any] = [None] * size
-                        dist.all_gather_object(texts, (str(error), error.rank, error.stage, error.micro_batch))
-                        told = f"on rank {at} raised ArithmeticError in the"
-                        ok = set(texts) == {texts[0]} and error.rank == at and told in str(error)
-                        ok = ok and isinstance(error, StepError) and "wrong on purpose" in str(error)
-                        ok = ok and 0 <= error.micro_batch < 4 and "Traceback" in str(error)
-                        ok = ok and (type(error.__cause__) is ArithmeticError if here else error.__cause__ is None)
-                        wrong += [f"{schedule}, {when} at rank {at}: {texts}"] * (not ok)
-                wrong += [f"after {when}: {words}" for words in differences(pipe, plain.grads)]
-        expected = plain.step(parts, mse, order_in(pipe))
-        loss = pipe.step(x, target=target, loss_fn=mse)
-        wrong += [f"{schedule}: {words}" for words in differences(pipe, plain.grads)]
-        wrong += [f"{loss} and {expected}"] * (not torch.equal(loss, expected))
-    return wrong
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize(
+    "num_ranks, schedule, balance",
+    [(2, "zb_v", [4] * 4), (2, "1f1b", [8, 8]), *((3, name, [5, 5, 6]) for name in ("1f1b", "zb_h1", "gpipe"))],
+)
+def test_a_stage_that_fails_fails_the_step_on_all_ranks(num_ranks: int, schedule: str, balance: list[int]) -> None:
+    """In each of its computations; the next step is as if nothing had been."""
+    rank, (x, target) = dist.get_rank(), batch(8)
+    pipe = DistributedPipe(fragile(), schedule, balance=balance, chunks=4)
+    plain = Plain(fragile(), pipe)
+    plain.step_with(pipe, x, target)
+    for when in ("forward", "input", "weight"):
+        for failing_rank in range(num_ranks):
+            error_text = f"on rank {failing_rank} raised ArithmeticError in the"
+            with failing(when, rank == failing_rank), pytest.raises(StageError, match=error_text) as caught:
+                pipe.step(x, target=target, loss_fn=mse)
+            error = caught.value
+            texts: list[Any] = [None] * num_ranks
+            dist.all_gather_object(texts, (str(error), error.rank, error.stage, error.micro_batch))
+            assert set(texts) == {texts[0]}
+            assert isinstance(error, StepError) and "wrong on purpose" in str(error) and "Traceback" in str(error)
+            assert error.rank == failing_rank and 0 <= error.micro_batch < 4
+            assert type(error.__cause__) is (ArithmeticError if rank == failing_rank else type(None))
+            check_grads(pipe, plain.grads)
+    plain.step_with(pipe, x, target)
 
 
 def raised_by(call: Callable[[], Any]) -> str:
@@ -182,10 +172,11 @@ def wrong_use() -> dict[str, str]:
         told["refused"] = str(error)
     small.step(x, target=target, loss_fn=mse)
     pipe.zero_grad()
-    return {**told, "afterwards": "; ".join(step_beside(pipe, Plain(mlp(2)), x, target))}
+    Plain(mlp(2), pipe).step_with(pipe, x, target)
+    return told
 
 
-TOLD = {
+ERRORS = {
     "no batch": "stage 0 on rank 0 raised TypeError in what it was called with: expected Tensor, but got nothing",
     "no tensor": "expected Tensor, but got int",
     "other target": "the mini-batch has 8 samples, and target has 5",
@@ -207,55 +198,41 @@ TOLD = {
     "shapes": "mat1 and mat2 shapes cannot be multiplied (1x6 and 8x8)\n  it was given float32[1, 6] by stage 0",
     "function": "raised TypeError in the forward of micro-batch 0: what a stage returns is sent",
     "sparse": "expected a strided tensor to send, but got one of layout torch.sparse_coo",
-    "afterwards": "",
 }
 
 
-def three_ranks() -> tuple[list[str], dict[str, str]]:
-    return failures(), {}
-
-
-def two_ranks() -> tuple[list[str], dict[str, str]]:
-    return failures(), wrong_use()
-
-
-def test_a_stage_that_fails_anywhere_fails_the_step_on_all_ranks_alike() -> None:
-    assert [wrong for wrong, _ in run_ranks(three_ranks, 3)] == [[]] * 3
-
-
 @pytest.mark.fault(101)
-def test_what_is_used_wrongly_is_told_to_all_ranks_and_training_goes_on() -> None:
-    outcomes = run_ranks(two_ranks, 2)
-    for wrong, told in outcomes:
-        assert wrong == []
-        for name, words in TOLD.items():
-            assert words in told["optimizer" if name == "step that is done" else name], name
-    assert outcomes[0][1] == outcomes[1][1]
+@pytest.mark.ranks(2)
+def test_wrong_use_is_the_same_error_on_all_ranks() -> None:
+    errors = wrong_use()
+    for name, text in ERRORS.items():
+        assert text in errors["optimizer" if name == "step that is done" else name], name
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, errors)
+    assert by_rank[0] == by_rank[1]
 
 
-def differing() -> list[str]:
-    """Ranks that have built something else are told what, before anything runs."""
-    rank, told = dist.get_rank(), []
-    for build in (
-        lambda: DistributedPipe(mlp(), ("1f1b", "gpipe")[rank], balance=[6, 6]),
-        lambda: DistributedPipe(mlp(), "1f1b", balance=[[6, 6], [5, 7]][rank]),
-        lambda: DistributedPipe(mlp(), "1f1b", balance=[6, 6], chunks=[4, 8][rank]),
-        lambda: DistributedPipe(mlp(width=[8, 9][rank]), "1f1b", balance=[6, 6]),
-    ):
-        try:
-            build()
-            told.append("nothing was raised")
-        except ContractError as error:
-            told.append(str(error))
-    return told
-
-
-def test_ranks_that_have_built_other_pipelines_are_told_what_differs() -> None:
-    for told in run_ranks(differing, 2):
-        assert "rank 0: schedule 1F1B, 8 micro-batches" in told[0] and "rank 1: schedule GPipe" in told[0]
-        assert "rank 0: stage 0: Partition of 0, 1, 2, 3, 4, 5; rank 1: stage 0: Partition of 0, 1, 2, 3, 4" in told[1]
-        assert "rank 0: schedule 1F1B, 4 micro-batches" in told[2] and "rank 1: schedule 1F1B, 8" in told[2]
-        assert "rank 0: stage 0: 1.weight [8, 8]" in told[3] and "rank 1: stage 0: 1.weight [9, 9]" in told[3]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "options, first, second",
+    [
+        ({"schedule": ["1f1b", "gpipe"]}, "schedule 1F1B, 8 micro-batches", "schedule GPipe"),
+        (
+            {"balance": [[6, 6], [5, 7]]},
+            "stage 0: Partition of 0, 1, 2, 3, 4, 5; rank 1",
+            "stage 0: Partition of 0, 1, 2, 3, 4",
+        ),
+        ({"chunks": [4, 8]}, "schedule 1F1B, 4 micro-batches", "schedule 1F1B, 8"),
+        ({"width": [8, 9]}, "stage 0: 1.weight [8, 8]", "stage 0: 1.weight [9, 9]"),
+    ],
+    ids=["schedule", "balance", "chunks", "width"],
+)
+def test_ranks_with_different_pipelines_are_refused(options: dict[str, list[Any]], first: str, second: str) -> None:
+    own: dict[str, Any] = {name: by_rank[dist.get_rank()] for name, by_rank in options.items()}
+    model = mlp(width=own.pop("width", 8))
+    with pytest.raises(ContractError) as caught:
+        DistributedPipe(model, **{"schedule": "1f1b", "balance": [6, 6], **own})
+    assert f"rank 0: {first}" in str(caught.value) and f"rank 1: {second}" in str(caught.value)
 
 
 def killed(victim: int, folder: str) -> None:
@@ -280,9 +257,7 @@ def killed(victim: int, folder: str) -> None:
 
 
 @pytest.mark.fault(5)
-def test_a_rank_that_dies_is_named_by_each_of_the_others_with_the_stage_that_they_waited_for(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_dies_is_named_by_all_that_waited_for_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "_GRACE_SECONDS", 20.0)  # What the others saw is what this is about.
     with pytest.raises(testing.RankError, match=r"rank \d of 4"):
         run_ranks(killed, 4, 1, str(tmp_path))

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scale_core import group_of
-from scale_core.testing import run_ranks
 from scale_pipe.distributed.p2p.channel import (
     HEADER_LENGTH,
     P2PChannel,
@@ -95,7 +94,7 @@ def test_what_has_no_memory_of_its_own_is_refused() -> None:
         dense(torch.eye(3).to_sparse())
 
 
-def test_small_tensors_stand_in_one_message_and_are_not_copied_on_the_way_in() -> None:
+def test_small_tensors_stand_in_one_message_without_copies() -> None:
     tensors = [build() for name, build in LAYOUTS.items() if name not in ("with gaps", "expanded", "complex")]
     tensors = [dense(tensor) for tensor in tensors]
     meta = PayloadMeta.of(*pack(tensors))
@@ -150,7 +149,9 @@ def steps() -> list[Any]:
     ]
 
 
-def both_ends() -> list[str]:
+@pytest.mark.ranks(2)
+@pytest.mark.fault(89)
+def test_slots_are_filled_whatever_comes_after_whatever_else() -> None:
     torch.manual_seed(0)
     rank, wrong = dist.get_rank(), []
     channel = P2PChannel(group_of(), {SLOT: 1 << 21}, torch.device("cpu"), 20.0)
@@ -179,9 +180,4 @@ def both_ends() -> list[str]:
         except P2PError as error:
             told = "activation of stage 0 for stage 1, micro-batch 0: the transfer with rank 0 failed"
             wrong += [str(error)] * (told not in str(error) or error.peer != 0 or error.slot != SLOT)
-    return wrong
-
-
-@pytest.mark.fault(89)
-def test_slots_are_filled_whatever_comes_after_whatever_else() -> None:
-    assert run_ranks(both_ends, 2) == [[], []]
+    assert wrong == []

@@ -156,7 +156,7 @@ def test_nothing_is_hooked_where_nobody_listens_nor_after_a_step() -> None:
     assert not any(param._backward_hooks for param in pipe.parameters())
 
 
-def test_an_optimizer_that_is_measured_steps_when_the_step_has_ended() -> None:
+def test_a_measured_optimizer_steps_when_the_step_has_ended() -> None:
     pipe = DistributedPipe(layers(tied=False), "zb_v", balance=[2, 2], chunks=CHUNKS)
     told: list[str] = []
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -168,7 +168,7 @@ def test_an_optimizer_that_is_measured_steps_when_the_step_has_ended() -> None:
     assert told == ["ended", "steps"]
 
 
-def test_gradients_of_samples_go_to_the_first_rank_that_holds_a_parameter() -> None:
+def test_gradients_of_samples_go_to_the_first_rank_with_them() -> None:
     placement = StagePlacement.wave(2)
     slots = microbatch_grad_slots(placement, [SharedParameter("up", (0, 1, 3)), SharedParameter("down", (0, 3))], 2)
     assert slots == [Slot(Flow.SAMPLE, "up", 1, 0, batch) for batch in range(2)]
@@ -190,7 +190,7 @@ class Twice(nn.Module):
         return found
 
 
-def test_a_shared_weight_is_told_of_once_where_a_stage_has_it_inside_and_outside_of_a_reentrant_checkpoint() -> None:
+def test_a_shared_weight_in_a_reentrant_checkpoint_is_told_once() -> None:
     def model(reentrant: bool) -> nn.Sequential:
         own = layers(tied=False)
         return nn.Sequential(Twice(own[0].weight, reentrant), own[1], own[2], Twice(own[0].weight, False))
@@ -207,7 +207,7 @@ def test_a_shared_weight_is_told_of_once_where_a_stage_has_it_inside_and_outside
         torch.testing.assert_close(measures.found[0, sample], expected, rtol=1e-12, atol=1e-14)
 
 
-def test_micro_batches_of_unequal_size_are_told_with_what_they_count() -> None:
+def test_micro_batches_of_unequal_size_have_their_weights() -> None:
     pipe = DistributedPipe(layers(tied=False), balance=[4], chunks=CHUNKS)
     measures = Measures(list(pipe.parameters()))
     x, target = batch()
@@ -216,7 +216,7 @@ def test_micro_batches_of_unequal_size_are_told_with_what_they_count() -> None:
     assert list(measures.weights) == [0.4, 0.4, 0.2]
 
 
-def test_other_terms_are_refused_only_where_one_rank_would_wait_for_the_other() -> None:
+def test_other_terms_are_refused_where_a_rank_would_wait() -> None:
     both, alone = StepSignature((0, 1), "one"), StepSignature((0,), "one")
     check_signatures({0: [both], 1: [both]})
     check_signatures({0: [alone], 1: []})

@@ -12,10 +12,10 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from scale_core import ContractError, ScaleDistributedError
-from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe
 
 Step = Callable[[int], object]
+Build = Callable[[DistributedPipe, int], Step]
 
 
 def other_rates(pipe: DistributedPipe, rank: int) -> Step:
@@ -82,10 +82,7 @@ def alike(pipe: DistributedPipe, rank: int) -> Step:
     return step
 
 
-CASES = [other_rates, one_that_stops, own_rates, own_kinds, own_groups, only_the_last, alike]
-
-
-def train(build: Callable[[DistributedPipe, int], Step]) -> str:
+def train(build: Build) -> str:
     torch.manual_seed(0)
     pipe = DistributedPipe(nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 4)), "1f1b", balance=[1, 1], chunks=2)
     step = build(pipe, dist.get_rank())
@@ -101,24 +98,22 @@ def train(build: Callable[[DistributedPipe, int], Step]) -> str:
     return "nothing"
 
 
-@pytest.fixture(scope="module")
-def said() -> list[dict[str, str]]:
-    return run_ranks(outcomes, 2)
-
-
-def outcomes() -> dict[str, str]:
-    return {build.__name__: train(build) for build in CASES}
-
-
 @pytest.mark.fault(101)
-def test_optimizers_that_do_not_go_on_alike_raise(said: list[dict[str, str]]) -> None:
-    for outcome in said:
-        assert outcome["other_rates"].startswith("3: ") and outcome["one_that_stops"].startswith("2: ")
-        assert "rank 0: SGD with lr=0.1; rank 1: SGD with lr=0.05" in outcome["other_rates"]
-        assert "rank 0: SGD; rank 1: no step" in outcome["one_that_stops"]
-        assert "Stages may have hyperparameters of their own from the first step on" in outcome["other_rates"]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "build, step, text",
+    [
+        (other_rates, 3, "rank 0: SGD with lr=0.1; rank 1: SGD with lr=0.05"),
+        (one_that_stops, 2, "rank 0: SGD; rank 1: no step"),
+    ],
+)
+def test_optimizers_that_do_not_go_on_alike_raise(build: Build, step: int, text: str) -> None:
+    outcome = train(build)
+    assert outcome.startswith(f"{step}: ") and text in outcome
+    assert build is not other_rates or "Stages may have hyperparameters of their own from the first step on" in outcome
 
 
-@pytest.mark.parametrize("name", ["own_rates", "own_kinds", "own_groups", "only_the_last", "alike"])
-def test_stages_may_have_optimizers_of_their_own(name: str, said: list[dict[str, str]]) -> None:
-    assert [outcome[name] for outcome in said] == ["nothing", "nothing"]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("build", [own_rates, own_kinds, own_groups, only_the_last, alike])
+def test_stages_may_have_optimizers_of_their_own(build: Build) -> None:
+    assert train(build) == "nothing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed_in_order import in_order_transport
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
-from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, pop, skippable, stash
 
 WIDTH = 6
@@ -75,7 +75,24 @@ def compare(pipe: DistributedPipe, model: nn.Sequential, title: str, replica: in
     return wrong
 
 
-def four_ranks() -> list[str]:
+def replicas() -> list[str]:
+    """Two pipelines of two ranks; a stage of one is a replica of that of the other."""
+    rank = dist.get_rank()
+    replica, stage = rank // 2, rank % 2
+    pipes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    beside = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    skips, tied = [(0, 2), (0, 5), (1, 3)], (0, 5)
+    with in_order_transport(2 * replica, 2 * replica + 1):
+        pipe = DistributedPipe(
+            woven(6, skips, tied), "zb_h1", balance=[2, 4], chunks=2, process_group=pipes[replica], limit_seconds=60.0
+        )
+        for index, module in list(pipe.stages.items()):
+            pipe.stages[index] = DistributedDataParallel(module, process_group=beside[stage])
+        return compare(pipe, woven(6, skips, tied), "replicas", replica, 2)
+
+
+@pytest.mark.ranks(4)
+def test_no_schedule_hangs_or_mixes_tensors_in_order() -> None:
     wrong = []
     cases: list[tuple[list[tuple[int, int]], tuple[int, ...]]] = [
         ([(0, 1)], ()),
@@ -94,24 +111,4 @@ def four_ranks() -> list[str]:
         pipe = DistributedPipe(woven(8, [(0, 7)], (0, 3, 7)), balance=[2] * 4, chunks=4, limit_seconds=60.0)
         wrong += compare(pipe, woven(8, [(0, 7)], (0, 3, 7)), "measured")
         handle.remove()
-    return wrong + replicas()
-
-
-def replicas() -> list[str]:
-    """Two pipelines of two ranks; a stage of one is a replica of that of the other."""
-    rank = dist.get_rank()
-    replica, stage = rank // 2, rank % 2
-    pipes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    beside = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    skips, tied = [(0, 2), (0, 5), (1, 3)], (0, 5)
-    with in_order_transport(2 * replica, 2 * replica + 1):
-        pipe = DistributedPipe(
-            woven(6, skips, tied), "zb_h1", balance=[2, 4], chunks=2, process_group=pipes[replica], limit_seconds=60.0
-        )
-        for index, module in list(pipe.stages.items()):
-            pipe.stages[index] = DistributedDataParallel(module, process_group=beside[stage])
-        return compare(pipe, woven(6, skips, tied), "replicas", replica, 2)
-
-
-def test_no_schedule_hangs_or_takes_one_tensor_for_another_where_the_order_alone_tells_them_apart() -> None:
-    assert run_ranks(four_ranks, 4) == [[]] * 4
+    assert wrong + replicas() == []

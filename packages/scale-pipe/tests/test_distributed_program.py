@@ -48,7 +48,7 @@ def written(tasks: tuple[Task, ...]) -> list[str]:
     return found
 
 
-def test_a_plan_is_the_schedule_with_skips_and_shared_gradients_woven_in() -> None:
+def test_a_plan_has_skips_and_shared_gradients_woven_in() -> None:
     schedule = one_forward_one_backward(3, 1)
     assert [" ".join(written(tasks)) for tasks in build_programs(schedule, BOTH)] == [
         "F0.0 >01 >far02 <far'20 <'10 B0.0 AverageGrads >embed+02 <embed+20 SumSharedGrads S0",
@@ -76,7 +76,7 @@ def test_an_evaluation_has_forwards_and_what_they_need() -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_list_comes_to_its_end_and_forgets_only_what_has_arrived(name: str, num_ranks: int) -> None:
+def test_every_list_ends_and_forgets_only_what_has_arrived(name: str, num_ranks: int) -> None:
     schedule = BUILDERS[name](num_ranks, 5)
     stages = schedule.num_stages
     wiring = CrossStageTensors(
@@ -144,9 +144,7 @@ def wirings(num_stages: int, seed: int) -> list[CrossStageTensors]:
 
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_ranks_never_wait_in_a_circle_where_all_transfers_of_each_pass_one_after_the_other(
-    name: str, num_ranks: int
-) -> None:
+def test_ranks_never_wait_in_a_circle_with_ordered_transfers(name: str, num_ranks: int) -> None:
     """So it is on NCCL: no tags, one stream of a rank, and large messages leave when their receives are there."""
     for number in (1, num_ranks - 1, num_ranks, 2 * num_ranks + 1):
         schedule = BUILDERS[name](num_ranks, number)
@@ -201,7 +199,7 @@ def written_actions(tasks: Sequence[Task]) -> list[str]:
     return found
 
 
-def test_a_receive_stands_before_what_takes_it_and_a_send_behind_what_makes_it() -> None:
+def test_a_receive_is_before_its_reader_a_send_behind_its_maker() -> None:
     plans = build_programs(one_forward_one_backward(3, 4), BOTH)
     for rank, tasks in enumerate(plans):
         order = RankProgram(plans, rank, 3, BOTH)
@@ -213,7 +211,7 @@ def test_a_receive_stands_before_what_takes_it_and_a_send_behind_what_makes_it()
                 assert set(order.outputs[task]) <= behind
 
 
-def test_gradients_of_shared_parameters_go_from_each_rank_to_each_other_one() -> None:
+def test_gradients_of_shared_parameters_go_between_all_ranks() -> None:
     shared = (SharedParameter("tied", (0, 3, 4)),)
     assert [(slot.source, slot.target) for slot in shared_grad_slots(StagePlacement((0, 1, 2, 0, 2)), shared)] == [
         (0, 4),
@@ -241,14 +239,14 @@ def test_a_slot_says_what_it_is() -> None:
     assert str(Slot(Flow.ACTIVATION, "skip", 0, 2, 0)) == "activation 'skip' of stage 0 for stage 2, micro-batch 0"
 
 
-def test_links_are_probed_there_and_back_where_stages_stand_on_two_ranks() -> None:
+def test_links_between_two_ranks_are_probed_there_and_back() -> None:
     probes = probe_slots(StagePlacement((0, 1, 1, 0)))
     assert list(probes) == [0, 2]
     assert [(slot.flow, slot.source, slot.target) for slot in probes[2]] == [(Flow.PROBE, 2, 3), (Flow.PROBE, 3, 2)]
     assert str(probes[0][1]) == "probe of the link of stage 1 for stage 0"
 
 
-def test_a_rank_waits_for_its_first_message_before_it_sends_and_the_one_that_begins_for_none() -> None:
+def test_all_ranks_but_the_first_receive_before_they_send() -> None:
     for schedule, wiring in itertools.product(
         (one_forward_one_backward(3, 4), zb_v(3, 4), interleaved_1f1b(3, 3, 2)),
         (PLAIN, CrossStageTensors((SkipTransfer("far", 0, 5), SkipTransfer("near", 0, 1)))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Plain, batch, differences, micro_batches, mlp, mse, order_in, step_beside
+from distributed_cases import Plain, assert_equal, assert_near, batch, check_grads, micro_batches, mlp, mse
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_core.testing import run_ranks
 from scale_pipe import DeferredBatchNorm, DistributedPipe, NoChunk, StageError, split
 from scale_pipe.distributed.step_inputs import check_mean_loss
 
@@ -68,37 +66,34 @@ class Ends(nn.Module):
         return output if shift is None else output + shift
 
 
-def nested() -> list[str]:
-    """Keyword arguments, dataclasses, arguments of later stages, tensors that are not cut."""
+@pytest.mark.ranks(2)
+def test_stages_take_keywords_dataclasses_and_own_inputs() -> None:
     torch.manual_seed(0)
-    layers = [Takes(), Hands(), Ends(), nn.Tanh()]
+    takes, hands, ends, tanh = layers = Takes(), Hands(), Ends(), nn.Tanh()
     x, target = batch(6)
     bias, extra, shift = (batch(6, seed=seed)[0] for seed in (4, 5, 6))
     table = torch.randn(3, 8, generator=torch.Generator().manual_seed(7)).sum(0)
     pipe = DistributedPipe(nn.Sequential(*layers), "zb_v", balance=[1, 1, 1, 1], chunks=3)
-    inner: dict[int, dict[str, Any]] = {1: {"extra": extra, "times": 3}, 2: {"shift": shift}}
 
-    def call(model: nn.Module, given: Any) -> Any:
-        x, bias, extra, shift = given
-        takes, hands, ends, tanh = layers
-        mixed = takes(x, bias=bias, table=table, scale=0.5)
-        return tanh(ends(hands(mixed, extra, 3), shift))
+    def call(model: nn.Module, inputs: Any) -> Any:
+        x, bias, extra, shift = inputs
+        return tanh(ends(hands(takes(x, bias=bias, table=table, scale=0.5), extra, 3), shift))
 
     parts = list(zip(zip(*(t.chunk(3) for t in (x, bias, extra, shift)), strict=True), target.chunk(3), strict=True))
-    plain = Plain(nn.Sequential(*layers))
-    expected = plain.step(parts, mse, order_in(pipe), call, sizes=[2, 2, 2])
-    whole = {"bias": bias, "table": NoChunk(table), "scale": 0.5}
-    first = (x,) if dist.get_rank() == 0 else ()
-    loss = pipe.step(*first, target=target, loss_fn=mse, stage_inputs=inner, **(whole if first else {}))
-    wrong = differences(pipe, plain.grads) + [f"loss {loss} and {expected}"] * (not torch.equal(loss, expected))
-    pipe.evaluate(*first, stage_inputs=inner, **(whole if first else {}))
-    inner[2] = {"shift": NoChunk(shift[0])}  # Nothing beside it that is cut.
-    found = pipe.evaluate(*first, stage_inputs=inner, **(whole if first else {}))
-    if found is not None:
+    plain = Plain(nn.Sequential(*layers), pipe)
+    expected = plain.step(parts, call=call, sizes=[2, 2, 2])
+    args, kwargs = ((x,), {"bias": bias, "table": NoChunk(table), "scale": 0.5}) if dist.get_rank() == 0 else ((), {})
+    stage_inputs: dict[int, dict[str, Any]] = {1: {"extra": extra, "times": 3}, 2: {"shift": shift}}
+    loss = pipe.step(*args, target=target, loss_fn=mse, stage_inputs=stage_inputs, **kwargs)
+    assert_equal(loss, expected)
+    check_grads(pipe, plain.grads)
+    pipe.evaluate(*args, stage_inputs=stage_inputs, **kwargs)
+    stage_inputs[2] = {"shift": NoChunk(shift[0])}  # No other input of this stage is divided.
+    output = pipe.evaluate(*args, stage_inputs=stage_inputs, **kwargs)
+    if output is not None:
         with torch.no_grad():
-            outputs = [call(plain.model, (*given[:3], shift[0])) for given, _ in parts]
-        wrong += ["a full tensor of a later stage"] * (not torch.allclose(found, torch.cat(outputs)))
-    return wrong
+            outputs = [call(plain.model, (*inputs[:3], shift[0])) for inputs, _ in parts]
+        torch.testing.assert_close(output, torch.cat(outputs))
 
 
 class Grows(nn.Module):
@@ -123,17 +118,16 @@ class Shrinks(nn.Module):
         return sum(((part * self.weight).mean() for part in given), torch.zeros(())).expand(2, 1)
 
 
-def dynamic() -> list[str]:
-    """Shapes, and how many tensors there are, change from micro-batch to micro-batch and from step to step."""
+@pytest.mark.ranks(2)
+def test_shapes_and_numbers_of_tensors_change_at_any_time() -> None:
+    """From micro-batch to micro-batch, and from step to step."""
     torch.manual_seed(0)
-    layers, wrong = [Grows(), Shrinks()], []
-    pipe, plain = DistributedPipe(nn.Sequential(*layers), "1f1b", chunks=4), Plain(nn.Sequential(*layers))
-    for step, columns in enumerate(([3, 1, 4, 1], [3, 1, 5, 9], [2, 6, 5, 9], [2, 6, 5, 9], [40, 6, 5, 9])):
-        x, target = torch.randn(8, 2), torch.zeros(8, 1)
-        x[:, 0] = torch.tensor(columns).repeat_interleave(2)
-        x = torch.cat([x[:, :1], batch(8, 1)[0]], 1)
-        wrong += [f"{step}: {words}" for words in step_beside(pipe, plain, x, target)]
-    return wrong
+    layers = [Grows(), Shrinks()]
+    pipe = DistributedPipe(nn.Sequential(*layers), "1f1b", chunks=4)
+    plain = Plain(nn.Sequential(*layers), pipe)
+    for columns in ([3, 1, 4, 1], [3, 1, 5, 9], [2, 6, 5, 9], [2, 6, 5, 9], [40, 6, 5, 9]):
+        x = torch.cat([torch.tensor(columns).repeat_interleave(2)[:, None], batch(8, 1)[0]], 1)
+        plain.step_with(pipe, x, torch.zeros(8, 1))
 
 
 class Parts(nn.Module):
@@ -152,81 +146,62 @@ class First(nn.Module):
         return torch.relu_(given[0])
 
 
-def gradients_that_are_not_there() -> list[str]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("frozen", [(), (0,), (2,)], ids=["none", "first", "middle"])
+def test_results_without_gradients_are_as_in_the_plain_model(frozen: tuple[int, ...], schedule: str) -> None:
     """An unused result, a frozen stage before and between others, and transposed memory."""
-    wrong = []
-    for frozen in ((), (0,), (2,)):
-        torch.manual_seed(0)
-        layers = nn.Sequential(
-            Parts(), First(), nn.Linear(8, 8), nn.Flatten(0), nn.Unflatten(0, (-1, 8)), nn.Linear(8, 8)
-        )
-        for index in frozen:
-            layers[index].requires_grad_(False)
-        for schedule in ("1f1b", "zb_h1"):
-            x, target = batch(6)
-            pipe = DistributedPipe(layers, schedule, balance=[1 + len(frozen), 5 - len(frozen)], chunks=3)
-            layers.zero_grad()
-            wrong += step_beside(pipe, Plain(layers), x, target)
-    return wrong
+    torch.manual_seed(0)
+    layers = nn.Sequential(Parts(), First(), nn.Linear(8, 8), nn.Flatten(0), nn.Unflatten(0, (-1, 8)), nn.Linear(8, 8))
+    for index in frozen:
+        layers[index].requires_grad_(False)
+    pipe = DistributedPipe(layers, schedule, balance=[1 + len(frozen), 5 - len(frozen)], chunks=3)
+    Plain(layers, pipe).step_with(pipe, *batch(6))
 
 
-def loss_in_the_model() -> list[str]:
-    """The last stage returns the loss itself; a loss function without a target."""
-    x, model, wrong = batch()[0].double(), mlp(2).double(), []
-    expected = torch.stack([part.pow(2).mean() for part in model(x).chunk(4)]).mean()
-    inside = nn.Sequential(*mlp(2), _MeanSquare()).double()
-    for pipe, loss_fn in (
-        (DistributedPipe(inside, "zb_h1", balance=[3, 4], chunks=4), None),
-        (DistributedPipe(mlp(2).double(), "gpipe", balance=[3, 3], chunks=4), _MeanSquare()),
-    ):
-        loss = pipe.step(x, loss_fn=loss_fn)
-        wrong += [f"{loss} and {expected}"] * (not torch.allclose(loss, expected, rtol=1e-10))
-    return wrong
-
-
-class _MeanSquare(nn.Module):
+class MeanSquare(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.pow(2).mean()
 
 
-def checkpointed() -> list[str]:
-    """Recomputed stages, with a mask that is drawn again; deferred batch norms."""
-    wrong = []
-    for mode in ("always", "except_last", "never"):
-        model, x, target = mlp(), *batch(8)
-        pipe, plain = DistributedPipe(mlp(), "zb_v", balance=[3] * 4, chunks=4, checkpoint=mode), Plain(model)
-        for _ in range(2):
-            wrong += [f"{mode}: {words}" for words in step_beside(pipe, plain, x, target)]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("inside", [True, False], ids=["the last stage returns the loss", "a loss without a target"])
+def test_a_loss_needs_no_target(inside: bool) -> None:
+    x, model = batch()[0].double(), mlp(2).double()
+    expected = torch.stack([part.pow(2).mean() for part in model(x).chunk(4)]).mean()
+    if inside:
+        layers, loss_fn, schedule, balance = nn.Sequential(*mlp(2), MeanSquare()).double(), None, "zb_h1", [3, 4]
+    else:
+        layers, loss_fn, schedule, balance = mlp(2).double(), MeanSquare(), "gpipe", [3, 3]
+    pipe = DistributedPipe(layers, schedule, balance=balance, chunks=4)
+    assert_near(pipe.step(x, loss_fn=loss_fn), expected.detach())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_recomputed_stages_have_the_same_gradients(mode: str) -> None:
+    pipe = DistributedPipe(mlp(), "zb_v", balance=[3] * 4, chunks=4, checkpoint=mode)
+    plain = Plain(mlp(), pipe)
+    for _ in range(2):
+        plain.step_with(pipe, *batch())
+
+
+@pytest.mark.ranks(2)
+def test_a_deferred_batch_norm_moves_once_per_step() -> None:
     norms = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
     pipe = DistributedPipe(norms, "1f1b", balance=[1, 2], chunks=4, deferred_batch_norm=True)
     x, target = batch(6)  # Three micro-batches of the four that there could be.
     pipe.step(x, target=target, loss_fn=mse)
-    whole = nn.BatchNorm1d(8)
-    whole(x)
     for module in pipe.modules():
         if isinstance(module, DeferredBatchNorm):
-            wrong += ["the batch norm has not moved"] * (int(module.num_batches_tracked or 0) != 1)
+            assert int(module.num_batches_tracked or 0) == 1
     if dist.get_rank() == 0:
-        moved = pipe.state_dict()["0.running_var"]
-        wrong += [f"{moved} and {whole.running_var}"] * (not torch.allclose(moved, whole.running_var))
-    return wrong
+        plain = nn.BatchNorm1d(8)
+        plain(x)
+        torch.testing.assert_close(pipe.state_dict()["0.running_var"], plain.running_var)
 
 
-def autocast() -> list[str]:
-    """Around a step autocast holds for the forwards and the loss, and not for the backwards."""
-    wrong = []
-    for schedule, balance in (("1f1b", [2, 2]), ("zb_v", [1, 1, 1, 1])):
-        pipe, plain = DistributedPipe(_mixed(), schedule, balance=balance, chunks=4), Plain(_mixed())
-        x, target = batch(8)
-        parts = micro_batches(x, target)
-        expected = plain.step(parts, _mse_of_floats, order_in(pipe), _call_in_autocast)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = pipe.step(x, target=target, loss_fn=_mse_of_floats)
-        wrong += differences(pipe, plain.grads) + [f"{loss} and {expected}"] * (not torch.equal(loss, expected))
-    return wrong
-
-
-class _Precise(nn.Linear):
+class Precise(nn.Linear):
     """In fp32 whatever is around it; so has to be its backward."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -234,18 +209,28 @@ class _Precise(nn.Linear):
             return super().forward(input.float())
 
 
-def _mixed() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), _Precise(8, 8), _Precise(8, 8), nn.Linear(8, 8))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule, balance", [("1f1b", [2, 2]), ("zb_v", [1, 1, 1, 1])])
+def test_autocast_holds_for_forwards_and_the_loss(schedule: str, balance: list[int]) -> None:
+    """And not for the backwards."""
 
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), Precise(8, 8), Precise(8, 8), nn.Linear(8, 8))
 
-def _call_in_autocast(model: nn.Module, x: Tensor) -> Any:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return mse(output.float(), target)
+
+    def call(model: nn.Module, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    pipe, (x, target) = DistributedPipe(model(), schedule, balance=balance, chunks=4), batch()
+    plain = Plain(model(), pipe)
+    expected = plain.step(micro_batches(x, target), loss_fn, call)
     with torch.autocast("cpu", torch.bfloat16):
-        return model(x)
-
-
-def _mse_of_floats(output: Tensor, target: Tensor) -> Tensor:
-    return mse(output.float(), target)
+        assert_equal(pipe.step(x, target=target, loss_fn=loss_fn), expected)
+    check_grads(pipe, plain.grads)
 
 
 class Block(nn.Module):
@@ -265,51 +250,17 @@ class Block(nn.Module):
         return output
 
 
-def by_names() -> list[str]:
-    """Stages that `split` makes, with their names."""
+@pytest.mark.ranks(2)
+def test_stages_cut_by_names_keep_the_names() -> None:
     torch.manual_seed(0)
-    model = Block()
-    x, target = batch(6)
-    plain = Plain(model)
-    pipe = DistributedPipe(split(model, ["blocks.0", "blocks.2", "head"]), "zb_v", chunks=3)
-    parts = micro_batches(x, target, 3)
-    expected = plain.step(parts, mse, order_in(pipe), partial(_call_with, gain=0.5))
-    loss = pipe.step(x, target=target, loss_fn=mse, gain=0.5)
-    wrong = differences(pipe, plain.grads) + [f"{loss} and {expected}"] * (not torch.equal(loss, expected))
+    model, (x, target) = Block(), batch(6)
     names = {name for name, _ in model.named_parameters()}
-    return wrong + [name for name, _ in pipe.named_parameters() if name not in names]
-
-
-def _call_with(model: nn.Module, x: Tensor, **kwargs: Any) -> Any:
-    return model(x, **kwargs)
-
-
-CASES: dict[str, Callable[[], list[str]]] = {
-    case.__name__: case
-    for case in (
-        nested,
-        dynamic,
-        gradients_that_are_not_there,
-        loss_in_the_model,
-        checkpointed,
-        by_names,
-        autocast,
-    )
-}
-
-
-def all_cases() -> dict[str, list[str]]:
-    return {name: case() for name, case in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, list[str]]]:
-    return run_ranks(all_cases, 2)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_is_the_plain_model(name: str, outcomes: list[dict[str, list[str]]]) -> None:
-    assert [outcome[name] for outcome in outcomes] == [[], []]
+    pipe = DistributedPipe(split(model, ["blocks.0", "blocks.2", "head"]), "zb_v", chunks=3)
+    plain = Plain(model, pipe)
+    expected = plain.step(micro_batches(x, target, 3), call=lambda model, x: model(x, gain=0.5))
+    assert_equal(pipe.step(x, target=target, loss_fn=mse, gain=0.5), expected)
+    check_grads(pipe, plain.grads)
+    assert {name for name, _ in pipe.named_parameters()} <= names
 
 
 @pytest.mark.parametrize(
@@ -343,7 +294,7 @@ def test_means_and_what_says_nothing_are_taken() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # That is what is meant.
-def test_a_step_refuses_it_and_what_the_error_says_to_write_has_the_gradients_of_the_sum() -> None:
+def test_what_the_error_says_to_write_has_the_gradients_of_a_sum() -> None:
     layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
     batch, target = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
     sum_loss = nn.MSELoss(reduction="sum")

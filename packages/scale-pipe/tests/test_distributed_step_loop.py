@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import time
 import weakref
 from collections.abc import Iterator
@@ -13,24 +14,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Plain, batch, differences, micro_batches, mlp, mse, order_in, step_beside
+from distributed_cases import Plain, batch, check_grads, micro_batches, mlp, mse
 from torch import Tensor, nn
 
 from scale_core import ScaleDistributedError
-from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
-def test_a_step_computes_gradients_in_whatever_mode_it_is_called(mode: Any) -> None:
+def test_a_step_computes_gradients_in_any_mode(mode: Any) -> None:
     x, target = batch()
-    pipe, plain = DistributedPipe(mlp(), "zb_v", balance=[6, 6], chunks=4), Plain(mlp())
+    pipe = DistributedPipe(mlp(), "zb_v", balance=[6, 6], chunks=4)
+    plain = Plain(mlp(), pipe)
     with mode():
         pipe.step(x, target=target, loss_fn=mse)
     pipe.step(x, target=target, loss_fn=mse)  # Gradients that were made in inference mode could not be added to.
     for _ in range(2):
-        plain.step(micro_batches(x, target), mse, order_in(pipe))
-    assert differences(pipe, plain.grads) == []
+        plain.step(micro_batches(x, target))
+    check_grads(pipe, plain.grads)
 
 
 class _ViewOfItsInput(torch.autograd.Function):
@@ -61,13 +62,12 @@ class Triples(nn.Module):
         return x.mul_(3)
 
 
-def test_a_view_that_a_custom_function_returns_is_the_next_stages_to_change() -> None:
+def test_the_next_stage_may_change_a_view_of_a_custom_function() -> None:
     """Within a stage, torch refuses it and says to clone the view; between stages that is done."""
     x, target = batch()
     layers = [nn.Linear(8, 8), Viewing(copies=False), Triples(), nn.Linear(8, 8)]
-    plain = Plain(nn.Sequential(layers[0], Viewing(copies=True), *layers[2:]))
     pipe = DistributedPipe(copy.deepcopy(nn.Sequential(*layers)), "gpipe", balance=[2, 2], chunks=4, stages_per_rank=2)
-    assert step_beside(pipe, plain, x, target) == []
+    Plain(nn.Sequential(layers[0], Viewing(copies=True), *layers[2:]), pipe).step_with(pipe, x, target)
     whole = DistributedPipe(nn.Sequential(*layers), "gpipe", balance=[1, 3], chunks=4, stages_per_rank=2)
     with pytest.raises(StageError, match="is a view and is being modified inplace"):
         whole.step(x, target=target, loss_fn=mse)
@@ -159,14 +159,13 @@ class Scales(nn.Module):
 
 
 def test_a_buffer_arrives_as_it_was_when_it_was_handed_on() -> None:
-    layers, plain = nn.Sequential(Counts(), Scales()), Plain(nn.Sequential(Counts(), Scales()))
-    plain.model.load_state_dict(layers.state_dict())
-    x, target = batch()
+    layers = nn.Sequential(Counts(), Scales())
+    model = copy.deepcopy(layers)
     pipe = DistributedPipe(layers, "gpipe", balance=[1, 1], chunks=4)
-    assert step_beside(pipe, plain, x, target) == []
+    Plain(model, pipe).step_with(pipe, *batch())
 
 
-def test_inputs_of_a_stage_that_are_not_cut_go_to_as_many_micro_batches_as_there_are() -> None:
+def test_undivided_inputs_of_a_stage_go_to_all_micro_batches() -> None:
     layers = nn.Sequential(Counts(), Scales())
     x, target = batch(3)
     pipe = DistributedPipe(layers, "gpipe", balance=[1, 1], chunks=4)
@@ -175,11 +174,11 @@ def test_inputs_of_a_stage_that_are_not_cut_go_to_as_many_micro_batches_as_there
     pipe.step(x, target=target, loss_fn=mse, stage_inputs={1: {"times": 2.0}})
 
 
-def test_a_step_that_is_interrupted_leaves_gradients_as_they_were_and_is_the_last() -> None:
+def test_an_interrupted_step_leaves_gradients_and_is_the_last() -> None:
     x, target = batch()
-    pipe, plain = DistributedPipe(mlp(), "1f1b", balance=[12], chunks=4), Plain(mlp())
-    pipe.step(x, target=target, loss_fn=mse)
-    plain.step(micro_batches(x, target), mse, order_in(pipe))
+    pipe = DistributedPipe(mlp(), "1f1b", balance=[12], chunks=4)
+    plain = Plain(mlp(), pipe)
+    plain.step_with(pipe, x, target)
     calls = []
 
     def interrupted(output: Tensor, target: Tensor) -> Tensor:
@@ -190,7 +189,7 @@ def test_a_step_that_is_interrupted_leaves_gradients_as_they_were_and_is_the_las
 
     with pytest.raises(KeyboardInterrupt):
         pipe.step(x, target=target, loss_fn=interrupted)
-    assert differences(pipe, plain.grads) == []
+    check_grads(pipe, plain.grads)
     with pytest.raises(ScaleDistributedError, match=r"rank 0 left step 2: KeyboardInterrupt\(\)"):
         pipe.step(x, target=target, loss_fn=mse)
 
@@ -209,18 +208,18 @@ class Wrapper(nn.Module):
         return nullcontext()
 
 
-def test_an_evaluation_that_fails_leaves_the_gradients_of_wrappers() -> None:
+def test_a_failed_evaluation_leaves_the_gradients_of_wrappers() -> None:
     x, target = batch()
-    pipe, plain = DistributedPipe(mlp(), "1f1b", balance=[12], chunks=4), Plain(mlp())
+    pipe, plain = DistributedPipe(mlp(), "1f1b", balance=[12], chunks=4), Plain(mlp(), lambda name: range(4))
     pipe.stages[0] = Wrapper(pipe.stages[0])
     pipe.step(x, target=target, loss_fn=mse)
-    plain.step(micro_batches(x, target), mse, lambda name: range(4))
+    plain.step(micro_batches(x, target))
     with pytest.raises(StageError, match="mat1 and mat2"):
         pipe.evaluate(x[:, :5])
-    assert differences(pipe, plain.grads) == []
+    check_grads(pipe, plain.grads)
 
 
-def test_wrappers_that_would_both_reduce_one_parameter_are_refused() -> None:
+def test_wrappers_that_both_reduce_one_parameter_are_refused() -> None:
     x, target = batch()
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     layers[1].weight = layers[0].weight
@@ -237,7 +236,7 @@ def test_wrappers_that_would_both_reduce_one_parameter_are_refused() -> None:
     pipe.step(x, target=target, loss_fn=mse)
 
 
-def test_one_optimizer_for_all_stages_has_stepped_none_before_the_last() -> None:
+def test_one_optimizer_for_all_stages_steps_after_the_last() -> None:
     x, target = batch()
     pipe = DistributedPipe(mlp(), "zb_v", balance=[6, 6], chunks=4)
 
@@ -255,7 +254,7 @@ def test_a_cap_of_memory_that_nothing_looks_at_is_refused() -> None:
         DistributedPipe(mlp(), "1f1b", balance=[12], memory_cap=2.0)
 
 
-def test_an_evaluation_has_the_loss_the_output_or_both_as_it_is_asked() -> None:
+def test_an_evaluation_has_the_loss_the_output_or_both() -> None:
     x, target = batch()
     pipe, model = DistributedPipe(mlp(), "zb_v", balance=[6, 6], chunks=4), mlp()
     with torch.no_grad():
@@ -277,35 +276,24 @@ def test_an_evaluation_has_the_loss_the_output_or_both_as_it_is_asked() -> None:
             pipe.evaluate(x, loss_fn=wrong)
 
 
-def other_calls() -> dict[str, Any]:
-    """Ranks that call different things: the error on this one, in how many seconds, and whether a step works after."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    x, target = batch()
-    found: dict[str, Any] = {}
-    for name in ("1f1b", "zb_v"):
-        each = 1 if name == "1f1b" else 2
-        pipe, plain = DistributedPipe(mlp(), name, balance=[12 // size // each] * size * each, chunks=4), Plain(mlp())
-        plain.step(micro_batches(x, target), mse, order_in(pipe))
-        pipe.step(x, target=target, loss_fn=mse)
-        for odd in range(size):
-            for evaluates in (rank == odd, rank != odd):
-                began = time.monotonic()
-                with pytest.raises(StageError) as raised:
-                    pipe.evaluate(x) if evaluates else pipe.step(x, target=target, loss_fn=mse)
-                seconds = time.monotonic() - began
-                found[f"{name} {odd} {evaluates}"] = str(raised.value).splitlines()[0], seconds, evaluates
-        found[name] = differences(pipe, plain.grads) + step_beside(pipe, plain, x, target)
-    return found
-
-
-def test_ranks_that_call_different_things_say_so_at_once_and_go_on() -> None:
-    for results in zip(*(found.items() for found in run_ranks(other_calls, 3)), strict=True):
-        assert len({key.rpartition(" ")[0] for key, _ in results}) == 1
-        if " " not in results[0][0]:
-            assert [wrong for _, wrong in results] == [[]] * 3
-            continue
-        texts, seconds, evaluates = zip(*(found for _, found in results), strict=True)
-        assert len(set(texts)) == 1 and max(seconds) < 60
-        first = next(rank for rank in range(3) if evaluates[rank] != evaluates[0])
-        mine = "an evaluation with pipe.evaluate(...)" if evaluates[first] else "a step with pipe.step(...)"
-        assert f"rank {first} began {mine}, and rank " in texts[0]
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("schedule, balance", [("1f1b", [4] * 3), ("zb_v", [2] * 6)])
+def test_ranks_that_call_different_things_say_so_and_go_on(schedule: str, balance: list[int]) -> None:
+    (rank, size), (x, target) = (dist.get_rank(), dist.get_world_size()), batch()
+    pipe = DistributedPipe(mlp(), schedule, balance=balance, chunks=4)
+    plain = Plain(mlp(), pipe)
+    plain.step_with(pipe, x, target)
+    for odd in range(size):
+        for odd_evaluates in (True, False):
+            evaluates = [(other == odd) == odd_evaluates for other in range(size)]
+            first = next(other for other in range(size) if evaluates[other] != evaluates[0])
+            call = "an evaluation with pipe.evaluate(...)" if evaluates[first] else "a step with pipe.step(...)"
+            began = time.monotonic()
+            with pytest.raises(StageError, match=re.escape(f"rank {first} began {call}, and rank ")) as caught:
+                pipe.evaluate(x) if evaluates[rank] else pipe.step(x, target=target, loss_fn=mse)
+            assert time.monotonic() - began < 60
+            texts: list[Any] = [None] * size
+            dist.all_gather_object(texts, str(caught.value).splitlines()[0])
+            assert len(set(texts)) == 1
+    check_grads(pipe, plain.grads)
+    plain.step_with(pipe, x, target)

@@ -64,7 +64,7 @@ def test_whatever_tensors_are_nested_in_stays_what_it_was() -> None:
     assert again.kwargs["named"].value[3] == 4
 
 
-def test_what_is_no_tensor_and_what_has_no_dimension_goes_to_every_micro_batch() -> None:
+def test_inputs_without_samples_go_to_every_micro_batch() -> None:
     scale, thing = torch.tensor(2.0), object()
     for part in scatter((rows(4), scale, thing), 4):
         assert part[1] is scale and part[2] is thing and part[0].shape == (1, 2)
@@ -97,7 +97,7 @@ def test_gradients_come_back_to_what_was_cut() -> None:
     assert x.grad is not None and x.grad[:, 0].tolist() == [0, 0, 1, 1, 2]
 
 
-def test_inputs_without_a_tensor_to_cut_are_refused_where_the_batch_is_cut() -> None:
+def test_inputs_without_a_tensor_to_cut_are_refused() -> None:
     with pytest.raises(TypeError, match="expected Tensor, but got int, NoneType"):
         scatter((3, None), 2)
     with pytest.raises(TypeError, match="expected Tensor, but got nothing"):
@@ -106,14 +106,14 @@ def test_inputs_without_a_tensor_to_cut_are_refused_where_the_batch_is_cut() -> 
         scatter(torch.tensor(1.0), 2)
 
 
-def test_tensors_with_different_numbers_of_samples_are_named_both() -> None:
+def test_tensors_with_different_numbers_of_samples_are_named() -> None:
     inputs = Arguments((rows(8, 3),), {"mask": torch.ones(4), "other": NoChunk(torch.ones(1))})
     message = "inputs.args[0] [8, 3] has 8 samples, and inputs.kwargs['mask'] [4] has 4; what belongs to no sample is"
     with pytest.raises(ValueError, match=re.escape(message)):
         scatter(inputs, 2)
 
 
-def test_tensors_of_different_sizes_are_cut_each_by_itself_where_they_have_the_same_shares() -> None:
+def test_tensors_of_different_sizes_with_equal_shares_are_cut() -> None:
     pairs = (rows(2, 1), [rows(4), NoChunk(rows(3))])
     with pytest.warns(UserWarning, match=r"inputs\[0\] \[2, 1\] and inputs\[1\]\[0\] \[4, 2\] have different"):
         parts = scatter_each(pairs, 2)
@@ -194,7 +194,7 @@ def test_outputs_that_do_not_go_together_are_named(outputs: list[Any], message: 
         gather(outputs)
 
 
-def test_one_output_in_two_places_has_to_be_one_in_all_micro_batches() -> None:
+def test_one_output_in_two_places_is_one_in_all_micro_batches() -> None:
     x, y = rows(1), rows(2)
     joined = gather([(x, x), (y, y)])
     assert joined[0] is joined[1] and torch.equal(joined[0], torch.cat([x, y]))

@@ -155,7 +155,7 @@ class FailsOnce(nn.Module):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_error_in_a_layer_comes_with_its_own_traceback_and_leaves_nothing_behind(place: int) -> None:
+def test_an_error_in_a_layer_keeps_its_traceback(place: int) -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=1.0), nn.Tanh())
     made: list[nn.Module] = list(copy.deepcopy(plain))
     after = FailsOnce()
@@ -206,7 +206,7 @@ def test_nothing_of_a_mini_batch_is_left(checkpoint: Any) -> None:
         gc.enable()
 
 
-def test_each_partition_is_on_its_device_and_so_is_what_it_computes() -> None:
+def test_each_partition_computes_on_its_device() -> None:
     pipe = Pipe(layers(), [2, 1], devices=["cpu", "meta"], chunks=2)
     assert [param.device.type for param in pipe.parameters()] == ["cpu", "cpu", "meta", "meta"]
     with torch.no_grad():
@@ -218,7 +218,7 @@ class WritesToItsInput(nn.Module):
         return input.relu_()
 
 
-def test_a_layer_that_overwrites_what_will_be_needed_again_is_told() -> None:
+def test_a_layer_that_overwrites_what_is_needed_is_refused() -> None:
     x = torch.randn(4, 2)
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), WritesToItsInput(), nn.Linear(2, 2)), [1, 2], chunks=2)
     with pytest.raises(RuntimeError, match=r"is given in place, so it could not be computed again.*inplace=False"):
@@ -237,7 +237,7 @@ def test_hooks_on_partitions_and_layers_are_called() -> None:
     assert calls.count("partition") == 3 and [call for call in calls if call != "partition"] == [True, True, False]
 
 
-def test_an_error_says_where_in_the_pipeline_it_was_also_when_it_is_computed_again() -> None:
+def test_an_error_names_its_place_in_the_pipeline_also_again() -> None:
     pipe = Pipe(layers(), [2, 1], chunks=2)
     with pytest.raises(RuntimeError) as caught:
         pipe(torch.ones(4, 3))
@@ -267,7 +267,7 @@ class Squares(nn.Module):
         return ReadsTwice.apply(input.sin())
 
 
-def test_a_function_that_reads_twice_what_it_has_saved_is_computed_again() -> None:
+def test_a_function_that_reads_saved_values_twice_is_recomputed() -> None:
     found = []
     for checkpoint in ("never", "always"):
         x = torch.tensor([[0.5], [2.0]], requires_grad=True)
@@ -281,7 +281,7 @@ class Differs(nn.Module):
         return input.sin().cos() if is_recomputing() else input.exp().cos()
 
 
-def test_errors_of_recomputations_name_the_layers_and_nothing_of_ours() -> None:
+def test_errors_of_recomputations_name_the_layers_only() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Differs()), [1, 1], devices=["cpu"] * 2, checkpoint="always")
     with (
         check_recomputation(pipe),
@@ -313,7 +313,7 @@ class FailsAgain(nn.Module):
         return input
 
 
-def test_a_layer_that_was_replaced_is_found_before_it_computes_something_else() -> None:
+def test_a_replaced_layer_is_found_before_it_computes() -> None:
     x = torch.ones(2, 2)
     by_name, in_its_partition, gone = (Pipe(layers(), [2, 1]) for _ in range(3))
     setattr(by_name, "1", nn.Tanh())
@@ -330,7 +330,7 @@ def test_what_is_added_beside_the_layers_is_no_layer() -> None:
     assert len(pipe) == len(list(pipe)) == len(pipe[:]) == 3 and pipe(torch.ones(2, 2)).shape == (2, 2)
 
 
-def test_norms_that_are_trained_in_a_pipeline_that_is_evaluated_see_whole_mini_batches_too() -> None:
+def test_trained_norms_of_an_evaluated_pipeline_see_mini_batches() -> None:
     norm = nn.BatchNorm1d(2)
     pipe = Pipe(nn.Sequential(nn.Identity(), copy.deepcopy(norm)), [1, 1], chunks=4, deferred_batch_norm=True)
     pipe.eval()[1].train()
@@ -356,7 +356,7 @@ class Pops(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_skip_that_a_layer_between_would_overwrite_is_refused_whatever_is_computed_again(checkpoint: Any) -> None:
+def test_a_skip_that_a_layer_would_overwrite_is_refused(checkpoint: Any) -> None:
     for in_place in (True, False):
         made = nn.Sequential(nn.Linear(2, 2), Stashes(), nn.ReLU(inplace=in_place), Pops())
         pipe = Pipe(made, [2, 1, 1], chunks=2, checkpoint=checkpoint)

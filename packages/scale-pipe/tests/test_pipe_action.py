@@ -15,6 +15,6 @@ def test_the_text_says_kind_stage_and_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F", "F2", "S2.1", "X1.1", "F1.1 ", "F-1.0"])
-def test_what_is_no_action_is_refused_with_the_form_that_is_expected(text: str) -> None:
+def test_what_is_no_action_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected an action such as F2\.5"):
         Action.parse(text)

@@ -86,7 +86,7 @@ class Given(Random):
         return next(self._numbers)
 
 
-def test_neighboring_micro_batches_are_shifted_together_by_one_distance() -> None:
+def test_neighboring_micro_batches_are_shifted_together() -> None:
     problem, order = problem_of(6), list(range(10))  # The first two stages' forwards of five micro-batches.
     assert _shift_several(problem, order, 0, 2, Given(0.5)) == (0, [3, 4, 0, 1, 2])
     assert _shift_several(problem, order, 5, -2, Given(0.5)) == (3, [5, 6, 7, 3, 4])

@@ -7,7 +7,7 @@ from torch import nn
 from scale_pipe import Costs, DeferredBatchNorm, DistributedPipe, Pipe, lower_bound, one_forward_one_backward, split
 
 
-def test_a_wrong_argument_is_told_by_name_before_anything_is_built() -> None:
+def test_a_wrong_argument_is_refused_before_building() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         (DistributedPipe, (model,), {"deferred_batch_norm": "yes"}, "DistributedPipe: expected deferred_batch_norm to"),
@@ -35,7 +35,7 @@ def test_a_wrong_argument_is_told_by_name_before_anything_is_built() -> None:
         lower_bound(one_forward_one_backward(2, 4).placement, -3, Costs.uniform(2))
 
 
-def test_integers_of_tensors_and_devices_by_number_or_name_are_still_taken() -> None:
+def test_integers_of_tensors_and_devices_by_number_are_taken() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pipe = Pipe(model, balance=torch.tensor([1, 1]), devices=("cpu", torch.device("cpu")), chunks=torch.tensor(2))  # type: ignore[arg-type]
     assert pipe(torch.ones(4, 2)).shape == (4, 2)

@@ -70,7 +70,7 @@ def test_a_layer_that_waits_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert costs.forward == pytest.approx((0.01, 0.02, 0.03)) and costs.weight_gradient == (0.0, 0.0, 0.0)
 
 
-def test_the_timeout_is_of_the_wall_clock_and_the_quickest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timeout_is_wall_clock_and_the_quickest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, runs = [0.0], []
 
     class Slows(Waits):

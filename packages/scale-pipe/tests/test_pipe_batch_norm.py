@@ -43,7 +43,7 @@ def test_each_micro_batch_is_normalized_by_itself() -> None:
     assert torch.equal(norm(piece), plain(piece))
 
 
-def test_fewer_micro_batches_than_chunks_are_a_whole_mini_batch_where_the_pipeline_says_so() -> None:
+def test_fewer_micro_batches_than_chunks_are_a_mini_batch() -> None:
     plain, batch = nn.BatchNorm1d(3), torch.randn(6, 3)
     norm = deferred(plain, chunks=8)
     norm.begin_mini_batch(3)
@@ -131,7 +131,7 @@ def test_a_batch_norm_with_a_forward_of_its_own_stays_what_it_is() -> None:
     assert type(model[0]) is Doubled
 
 
-def test_a_mini_batch_without_samples_moves_nothing_and_is_counted_as_by_a_plain_batch_norm() -> None:
+def test_a_mini_batch_without_samples_moves_nothing() -> None:
     plain, none, batch = nn.BatchNorm1d(3), torch.empty(0, 3), torch.randn(4, 3) + 7
     norm = deferred(plain, chunks=2)
     for pieces in ([none, none], batch.chunk(2), [none, batch]):

@@ -15,7 +15,7 @@ def bubble(schedule: Schedule, input_gradient: float) -> float:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_each_runs_at_any_size_with_fewer_micro_batches_than_ranks_too(name: str) -> None:
+def test_each_runs_at_any_size_with_few_micro_batches_too(name: str) -> None:
     cap = CAPS.get(name, lambda ranks: None)
     for ranks in RANKS:
         for batches in BATCHES:
@@ -42,7 +42,7 @@ def test_bubbles_are_those_of_the_formulas(ranks: int, batches: int) -> None:
     assert bubble(BUILDERS["dualpipe-v"](ranks, batches), 1) == round(fill / (6 * batches + fill), 4)
 
 
-def test_interleaved_1f1b_is_as_short_as_can_be_at_any_number_of_micro_batches_from_that_of_the_ranks_on() -> None:
+def test_interleaved_1f1b_is_as_short_as_can_be() -> None:
     for ranks, stages in ((2, 2), (3, 3), (4, 2), (4, 3)):
         for batches in range(ranks, 3 * ranks + 2):
             found = simulate(interleaved_1f1b(ranks, batches, stages))
@@ -50,7 +50,7 @@ def test_interleaved_1f1b_is_as_short_as_can_be_at_any_number_of_micro_batches_f
     assert simulate(interleaved_1f1b(4, 10)).makespan == 69, "as torch's"
 
 
-def test_bubbles_at_uneven_costs_are_those_that_torchs_orders_have() -> None:
+def test_bubbles_at_uneven_costs_are_those_of_torchs_orders() -> None:
     assert [bubble(BUILDERS["dualpipe-v"](4, 8), i) for i in (1.4, 1.6)] == pytest.approx([0.104, 0.134], abs=6e-4)
     assert [bubble(BUILDERS["dualpipe-v"](8, 16), i) for i in (1.4, 1.6)] == pytest.approx([0.130, 0.162], abs=6e-4)
 

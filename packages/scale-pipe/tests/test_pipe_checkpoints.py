@@ -52,7 +52,7 @@ def save_and_load(folder: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # That is what is meant.
-def test_states_pass_through_torchs_checkpoints_into_other_stages_and_into_one_process(tmp_path: Path) -> None:
+def test_states_pass_through_dcp_into_any_other_stages(tmp_path: Path) -> None:
     assert run_ranks(save_and_load, 2, tmp_path) == [[], []]
     for name, build in (("layers", layers), ("tower", tower)):
         model = build(3)

@@ -15,7 +15,7 @@ class Pretrained(nn.Module):
     """Stands for a model of transformers."""
 
 
-def test_hooks_are_installed_on_models_of_transformers_alone_the_outer_ones_first(
+def test_hooks_are_on_models_of_transformers_the_outer_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed: list[nn.Module] = []

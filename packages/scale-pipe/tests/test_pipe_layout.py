@@ -18,7 +18,7 @@ def popping(*names: str) -> nn.Module:
     return skippable(pop=names)(type("Popping", (nn.Module,), {}))()
 
 
-def test_the_layout_names_what_crosses_a_cut_in_the_order_of_the_stashes() -> None:
+def test_the_layout_names_crossing_skips_in_order_of_stashes() -> None:
     layers = [stashing("b", "a"), nn.ReLU(), popping("a"), stashing("c"), popping("c"), popping("b")]
     partitions = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:5]), nn.Sequential(layers[5])]
     assert inspect_skip_layout(partitions) == [Skip((None, "b"), 0, 2), Skip((None, "a"), 0, 1)]

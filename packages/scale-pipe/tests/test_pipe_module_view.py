@@ -108,7 +108,7 @@ def saved_and_loaded(folder: Path) -> list[str]:
     return wrong
 
 
-def test_torchs_functions_save_plain_names_and_load_them_at_another_number_of_stages(tmp_path: Path) -> None:
+def test_torchs_functions_save_plain_names_and_load_elsewhere(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert run_ranks(saved_and_loaded, 2, tmp_path) == [[], []]
@@ -171,7 +171,7 @@ def test_a_module_is_found_within_what_is_around_it() -> None:
     assert pipe.get_submodule("0") is layer
 
 
-def test_a_pipeline_in_a_larger_module_is_saved_and_loaded_with_it() -> None:
+def test_a_pipeline_in_a_larger_module_is_saved_with_it() -> None:
     def outer(seed: int) -> nn.Module:
         pipe = DistributedPipe(split(Net(seed), ["stages.2"]), "zb_v", chunks=2)
         return nn.ModuleDict({"pipe": pipe, "beside": nn.Linear(2, 2)})

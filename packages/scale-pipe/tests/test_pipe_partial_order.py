@@ -95,7 +95,7 @@ def test_it_finds_orders_that_deadlock() -> None:
     assert Search(problem, goal=0.0).evaluate([[0, 1, 4, 5], [2, 3, 6, 7]]) is not None
 
 
-def test_weight_gradients_stand_where_a_rank_is_idle_or_a_place_is_needed() -> None:
+def test_weight_gradients_fill_idle_times_or_are_forced() -> None:
     placement = StagePlacement.loop(2)
     costs = Costs.uniform(2, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
     problem = Problem.build(placement, 3, costs, (2, 3))
@@ -113,7 +113,7 @@ def test_weight_gradients_stand_where_a_rank_is_idle_or_a_place_is_needed() -> N
     assert simulate(schedule, costs).makespan == timing.makespan
 
 
-def test_patience_is_the_share_of_a_weight_gradient_that_must_fit() -> None:
+def test_patience_is_the_share_of_a_weight_gradient_that_fits() -> None:
     problem = Problem.build(StagePlacement.loop(2), 2, Costs.uniform(2, weight_gradient=1.5), (2, 2))
     partial = [[0, 1, 4, 5], [2, 6, 3, 7]]
     patient, hasty = (Search(problem, goal=0.0).evaluate(partial, patience=patience) for patience in (1.0, 0.5))

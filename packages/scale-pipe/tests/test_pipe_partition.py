@@ -24,7 +24,7 @@ def test_partitions_hold_the_very_layers_under_their_own_names() -> None:
     assert [key for part in modules for key in part.state_dict()] == list(module.state_dict())
 
 
-def test_each_partition_is_moved_to_its_device_unless_it_is_to_stay() -> None:
+def test_each_partition_is_moved_to_its_device_by_default() -> None:
     moved = partition(layers(), [2, 2], ["cpu", "meta"]).modules
     assert [next(part.parameters()).device.type for part in moved] == ["cpu", "meta"]
     stays = partition(layers(), [2, 2], ["cpu", "meta"], move=False).modules
@@ -70,9 +70,7 @@ def test_the_mode_is_kept() -> None:
         ([1, 1, 1, 1], IndexError, r"too few devices to hold given partitions \(devices: 3, partitions: 4\)"),
     ],
 )
-def test_a_balance_that_does_not_fit_says_the_numbers_and_what_to_call(
-    balance: Any, error: type[Exception], message: str
-) -> None:
+def test_a_balance_that_does_not_fit_is_refused_with_a_fix(balance: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         partition(layers(), balance, [CPU] * 3)
 
@@ -118,7 +116,7 @@ class Doubled(nn.Sequential):
         return super().forward(input) * 2
 
 
-def test_what_a_sequence_does_beside_its_layers_would_be_lost_and_is_refused() -> None:
+def test_a_sequence_that_does_more_than_its_layers_is_refused() -> None:
     with pytest.raises(
         TypeError, match=r"a forward of its own, that of Doubled, which would not run.*scale_pipe.split"
     ):

@@ -11,7 +11,7 @@ from scale_pipe import chrome_trace, draw, gpipe, save_chrome_trace, save_drawin
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_a_drawing_has_a_box_for_each_computation_and_a_row_for_each_rank() -> None:
+def test_a_drawing_has_a_box_per_computation_a_row_per_rank() -> None:
     simulation = simulate(zb_v(2, 3))
     root = ElementTree.fromstring(draw(simulation))
     titles = [title.text for title in root.iter(f"{SVG}title")]
@@ -24,7 +24,7 @@ def test_a_drawing_has_a_box_for_each_computation_and_a_row_for_each_rank() -> N
     assert len(places) == 3 and places == sorted(set(places)) and places[0] >= 0
 
 
-def test_several_simulations_stand_below_one_another_on_one_scale() -> None:
+def test_several_simulations_are_drawn_on_one_scale() -> None:
     planned, other = simulate(gpipe(2, 2)), simulate(gpipe(2, 4))
     root = ElementTree.fromstring(draw([planned, other]))
     bands = [float(box.get("width", 0)) for box in root.iter(f"{SVG}rect") if box.get("fill") == "#eeeeee"]

@@ -29,13 +29,13 @@ class Exchange(nn.Module):
         return nn.functional.dropout(input * skip)
 
 
-def test_the_first_layer_takes_everything_and_the_others_one_output() -> None:
+def test_the_first_layer_takes_all_and_others_one_output() -> None:
     partition = Partition(Scale(), nn.ReLU())
     assert partition(torch.tensor([1.0, -2.0]), 2.0, shift=torch.ones(2)).tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_skips_are_inputs_and_outputs_with_gradients_like_all_others(checkpoint: bool) -> None:
+def test_skips_are_inputs_and_outputs_with_gradients(checkpoint: bool) -> None:
     partition = Partition(nn.Linear(2, 2), Exchange())
     runner = PartitionRunner(partition, CPU)
     x, skip = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2, requires_grad=True)
@@ -63,9 +63,7 @@ def test_skips_are_inputs_and_outputs_with_gradients_like_all_others(checkpoint:
 @pytest.mark.parametrize(
     "checkpoint, from_batch, copied", [(False, False, False), (False, True, True), (True, False, True)]
 )
-def test_a_first_layer_that_works_in_place_gets_a_copy_where_its_input_is_still_needed(
-    checkpoint: bool, from_batch: bool, copied: bool
-) -> None:
+def test_a_first_layer_in_place_gets_a_copy_of_a_needed_input(checkpoint: bool, from_batch: bool, copied: bool) -> None:
     runner = PartitionRunner(Partition(nn.Sequential(nn.ReLU(inplace=True)), nn.Linear(2, 2)), CPU)
     x = torch.tensor([[1.0, -1.0]])
     runner.run(Arguments((x,), {}), {}, checkpoint, from_batch)
@@ -120,7 +118,7 @@ def test_the_backward_pass_is_the_forward_one_from_its_end() -> None:
     assert notes[12:] == [("backward", number, place) for _, number, place in reversed(table)]
 
 
-def test_the_last_micro_batch_goes_back_before_any_is_computed_again() -> None:
+def test_the_last_micro_batch_goes_back_before_recomputation() -> None:
     notes: list[tuple[str, int, int]] = []
     pipe = Pipe(nn.Sequential(*(Note(number, notes) for number in range(2))), [1, 1], chunks=3)
     pipe(torch.arange(3.0)[:, None]).sum().backward()

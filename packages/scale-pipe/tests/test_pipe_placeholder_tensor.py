@@ -30,7 +30,7 @@ def some(*shape: int, dtype: torch.dtype = torch.float32) -> PlaceholderTensor:
     return PlaceholderTensor(torch.empty(shape, dtype=dtype, device="meta"), "module 'wte' of stage 0", "cpu")
 
 
-def test_operators_give_placeholders_of_the_right_shape_dtype_and_device() -> None:
+def test_operators_give_placeholders_of_shape_dtype_and_device() -> None:
     x = some(2, 3, 4)
     linear = nn.Linear(4, 5)
     for result, expected in (
@@ -90,7 +90,7 @@ def test_what_needs_values_is_an_error_that_names_their_maker(reads: object) -> 
         reads(some(2, 3))
 
 
-def test_a_resolved_one_behaves_as_what_was_received_and_gradients_flow() -> None:
+def test_a_resolved_placeholder_behaves_as_the_received_tensor() -> None:
     x, values = some(2, 3), torch.rand(2, 3, requires_grad=True)
     x.resolved = values
     result = torch.stack([x * 2, values]).sum()
@@ -114,7 +114,7 @@ def test_trees_are_searched_for_them() -> None:
         assert has_placeholder(tree) is found
 
 
-def test_shapes_are_one_object_where_they_are_equal_and_keep_strides() -> None:
+def test_equal_shapes_are_one_object_and_keep_strides() -> None:
     x = torch.rand(3, 4).t()
     assert to_meta(x) is to_meta(torch.rand(3, 4).t()) and to_meta(x).stride() == (1, 4)
     assert to_meta(x) is not to_meta(torch.rand(4, 3)) and to_meta(x).is_meta

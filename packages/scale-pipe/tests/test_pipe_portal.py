@@ -12,7 +12,7 @@ from scale_pipe.skip.portal import Portals
 FAR, NEAR = (None, "far"), (None, "near")
 
 
-def test_a_tensor_goes_to_the_partition_that_pops_it_of_its_own_micro_batch() -> None:
+def test_a_tensor_goes_to_the_partition_that_pops_it() -> None:
     portals = Portals([Skip(FAR, 0, 2), Skip(NEAR, 0, 1)])
     portals.put(0, {FAR: "far 0", NEAR: "near 0"})
     portals.put(1, {FAR: "far 1", NEAR: None})

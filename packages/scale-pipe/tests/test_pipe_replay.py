@@ -25,7 +25,7 @@ CUTS = ["blocks.1", "blocks.3"]
         ("written", r"would write the values of a tensor from module 'embed' of stage 0.*out of place"),
     ],
 )
-def test_a_value_that_was_not_handed_over_is_named_with_its_maker(odd: str, message: str) -> None:
+def test_a_value_not_handed_over_is_named_with_its_maker(odd: str, message: str) -> None:
     with pytest.raises(PlaceholderTensorError, match=message):
         run_in_turn(split(Tower(odd), CUTS), INPUT)
 
@@ -86,14 +86,12 @@ class Pair(nn.Module):
         ("one unit.a unit.b", ["unit"], r"'unit.a' is on stage 1, and was called here by itself.*cut at 'unit.a'"),
     ],
 )
-def test_calls_in_another_order_than_that_of_registration_are_told_what_to_hold(
-    order: str, cuts: list[str], message: str
-) -> None:
+def test_calls_out_of_registration_order_are_refused_with_a_fix(order: str, cuts: list[str], message: str) -> None:
     with pytest.raises(SplitError, match=message):
         run_in_turn(split(Calls(*order.split()), cuts), INPUT)
 
 
-def test_a_stage_that_calls_more_than_the_one_before_is_told_what_came_next_there() -> None:
+def test_a_stage_that_calls_too_much_hears_what_came_next() -> None:
     first, second = split(Calls("one", "two"), ["two"])
     second.order = ("one", "one", "two")  # type: ignore[assignment]
     with pytest.raises(SplitError, match=r"calls 'one' on stage 1, where on the stage before it called 'two'"):
@@ -111,7 +109,7 @@ def test_what_the_messages_say_mends_it() -> None:
         assert torch.equal(run_in_turn(split(model, cuts, hold=hold), INPUT), model(INPUT))
 
 
-def test_a_stage_is_given_what_the_stage_before_returns_and_nothing_else() -> None:
+def test_a_stage_is_given_what_the_one_before_returns() -> None:
     first, second = split(Tower(), ["blocks.1"])
     with pytest.raises(TypeError, match=r"stage 1 takes what stage 0 returns, one StageOutput.*but got Tensor, mask"):
         second(INPUT, mask=None)

@@ -75,7 +75,7 @@ def test_in_a_v_the_busiest_of_uneven_stages_is_never_idle(input_gradient: float
 
 
 @pytest.mark.parametrize("ranks, stages, batches", [(1, 2, 3), (2, 2, 3), (3, 6, 2), (3, 7, 4), (2, 6, 5), (4, 4, 8)])
-def test_it_is_never_slower_than_a_classic_schedule_and_keeps_the_cap(ranks: int, stages: int, batches: int) -> None:
+def test_it_is_never_slower_than_a_classic_and_keeps_the_cap(ranks: int, stages: int, batches: int) -> None:
     costs = Costs.measured(
         [1 + s % 2 for s in range(stages)], [1.5] * stages, [0.5 + s / 9 for s in range(stages)], 0.2
     )
@@ -88,7 +88,7 @@ def test_it_is_never_slower_than_a_classic_schedule_and_keeps_the_cap(ranks: int
                 assert solution.makespan <= simulate(classic, costs).makespan + 1e-9
 
 
-def test_it_finds_the_same_schedule_each_time_whatever_the_unit_of_time() -> None:
+def test_it_finds_the_same_schedule_in_any_unit_of_time() -> None:
     costs = Costs.uniform(8, forward=1.0, input_gradient=1.5, weight_gradient=0.5)
     small = Costs.uniform(8, forward=2.0**-12, input_gradient=1.5 * 2.0**-12, weight_gradient=0.5 * 2.0**-12)
     first = solve(costs, 4, 6, memory_cap=3, visits=300_000)

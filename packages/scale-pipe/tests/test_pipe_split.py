@@ -72,7 +72,7 @@ def test_stages_run_in_inference_mode_and_then_train() -> None:
     assert torch.equal(output, expected) and torch.equal(model(INPUT), expected)
 
 
-def test_torchs_transformer_with_a_memory_that_each_layer_is_given() -> None:
+def test_torchs_transformer_has_a_memory_for_each_layer() -> None:
     source, target = torch.rand(2, 4, 8), torch.rand(2, 3, 8)
     model = nn.Transformer(8, 2, 2, 2, dim_feedforward=8, dropout=0.1, batch_first=True)
     cuts = ["encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
@@ -83,7 +83,7 @@ def test_torchs_transformer_with_a_memory_that_each_layer_is_given() -> None:
         assert torch.equal(run_in_turn(stages, source, target), model(source, target))
 
 
-def test_random_numbers_that_a_module_draws_for_an_input_are_drawn_once() -> None:
+def test_random_numbers_drawn_for_an_input_are_drawn_once() -> None:
     assert_stages_are_the_model(Tower("random input"), ["blocks.1", "blocks.3"], lambda model: model(INPUT))
 
 
@@ -103,7 +103,7 @@ def test_what_several_stages_use_is_held_by_all_of_them(odd: str, hold: Mapping[
     assert {name.split(".")[0] for places in shared for _, name in places} == set(hold)
 
 
-def test_a_module_that_is_registered_early_and_used_late_is_held_where_it_is_used() -> None:
+def test_a_module_used_late_is_held_where_it_is_used() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -133,7 +133,7 @@ def test_a_sequence_is_sliced_and_its_layers_keep_their_names() -> None:
     assert [list(stage._modules) for stage in stages] == [["0", "1"], ["2", "3"]]
 
 
-def test_weights_that_are_tied_over_stages_are_found_under_both_names() -> None:
+def test_weights_tied_over_stages_are_found_under_both_names() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     assert isinstance(layers[0], nn.Linear) and isinstance(layers[2], nn.Linear)
     layers[2].weight = layers[0].weight
@@ -141,7 +141,7 @@ def test_weights_that_are_tied_over_stages_are_found_under_both_names() -> None:
     assert shared_parameters(split(layers, [])) == []
 
 
-def test_a_stage_keeps_class_and_attributes_of_the_model_and_holds_no_more_than_its_part() -> None:
+def test_a_stage_keeps_class_and_attributes_and_its_part_only() -> None:
     model = Tower()
     first, second = split(model, ["blocks.2"])
     assert type(first) is Tower and isinstance(second, Tower)
@@ -177,7 +177,7 @@ def test_stages_are_copied_and_pickled() -> None:
         stages[2].load_state_dict({**stages[0].state_dict(), **stages[2].state_dict()})
 
 
-def test_a_module_may_be_checkpointed_before_or_after_and_hooks_of_the_model_see_its_inputs_and_output() -> None:
+def test_hooks_and_checkpoints_of_a_split_model_work() -> None:
     model = Tower()
     checkpoint_wrapper(model.blocks[2])
     stages = assert_stages_are_the_model(model, ["blocks.1", "blocks.3"], lambda model: model(INPUT))

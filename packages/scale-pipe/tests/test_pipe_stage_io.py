@@ -25,7 +25,7 @@ class Pair:
     right: list[Any]
 
 
-def test_nested_arguments_come_out_as_they_went_in_and_each_tensor_travels_once() -> None:
+def test_nested_arguments_come_out_as_they_went_in() -> None:
     x, y = torch.rand(2, 3), torch.arange(4)
     inputs = ((x, 1), {"pair": Pair(y, [x, "text", None])})
     call = ((x, (y, y * 2)), {"flag": True})
@@ -75,7 +75,7 @@ def test_objects_that_cannot_travel_are_the_next_stages_own() -> None:
     assert pickle.loads(pickle.dumps(received.call)) == received.call
 
 
-def test_inputs_that_are_not_passed_on_are_placeholders_on_all_later_stages() -> None:
+def test_inputs_not_passed_on_are_placeholders_later() -> None:
     image = PlaceholderTensor(torch.empty(2, 3, device="meta"), "the input 'image'", CPU)
     output = pack_stage_output(((image,), {}), ((torch.rand(2),), {}), ())
     assert len(output.tensors) == 1

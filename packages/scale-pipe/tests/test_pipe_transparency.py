@@ -112,7 +112,7 @@ def in_clock_order(layers: nn.Sequential, balance: list[int], batch: Tensor, chu
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_layers_that_share_a_parameter_add_to_its_gradient_in_the_order_of_the_table(checkpoint: Any) -> None:
+def test_a_shared_parameter_has_its_gradient_in_table_order(checkpoint: Any) -> None:
     plain, batch = tied(), torch.randn(5, 4)
     pipe = Pipe(copy.deepcopy(plain), [1, 1, 1], chunks=3, checkpoint=checkpoint)
     in_clock_order(plain, [1, 1, 1], batch, 3).square().mean().backward()
@@ -121,7 +121,7 @@ def test_layers_that_share_a_parameter_add_to_its_gradient_in_the_order_of_the_t
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_random_numbers_are_drawn_in_the_order_of_the_table_and_again_in_recomputation(checkpoint: Any) -> None:
+def test_random_numbers_are_drawn_in_the_order_of_the_table(checkpoint: Any) -> None:
     layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3))
     plain, pipe = layers, Pipe(copy.deepcopy(layers), [2, 3], chunks=3, checkpoint=checkpoint)
     batch = torch.randn(6, 4)
@@ -151,7 +151,7 @@ class Count(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint, recomputed", [("always", 4), ("except_last", 3), ("never", 0)])
-def test_as_many_micro_batches_are_computed_again_as_the_mode_says(checkpoint: Any, recomputed: int) -> None:
+def test_as_many_micro_batches_are_recomputed_as_the_mode_says(checkpoint: Any, recomputed: int) -> None:
     count = Count()
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), count), [1, 1], chunks=4, checkpoint=checkpoint)
     pipe(torch.randn(4, 2)).sum().backward()
@@ -225,7 +225,7 @@ class Ends(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_nested_inputs_keywords_and_outputs_of_any_kind_go_through(checkpoint: Any) -> None:
+def test_nested_inputs_and_outputs_of_any_kind_go_through(checkpoint: Any) -> None:
     plain = nn.Sequential(Starts(), Ends())
     pipe = Pipe(copy.deepcopy(plain), [1, 1], chunks=2, checkpoint=checkpoint)
     x, y, mask, scale = torch.randn(3, 4), torch.randn(3, 4), torch.randn(1, 4), torch.tensor(2.0)
@@ -251,7 +251,7 @@ def test_saved_tensors_may_be_offloaded_around_it() -> None:
     assert_equal(pipe, plain)
 
 
-def test_a_pipe_may_be_recomputed_as_a_whole_and_called_several_times_before_the_backward() -> None:
+def test_a_pipe_may_be_recomputed_and_called_several_times() -> None:
     plain, batches = mlp(), torch.randn(2, 6, 4)
     pipe = Pipe(copy.deepcopy(plain), [2, 2, 1], chunks=2)
     outer = checkpoint_wrapper(nn.Sequential(pipe, nn.Tanh()))
@@ -261,7 +261,7 @@ def test_a_pipe_may_be_recomputed_as_a_whole_and_called_several_times_before_the
         torch.testing.assert_close(param.grad, expected.grad)  # Calls go back one by one here, in another order there.
 
 
-def test_running_statistics_are_deferred_for_as_many_micro_batches_as_there_are() -> None:
+def test_running_statistics_are_deferred_for_all_micro_batches() -> None:
     plain: Any = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     for chunks in (2, 8):
         for checkpoint in MODES:
@@ -294,7 +294,7 @@ def test_devices_of_any_kind_compute_what_the_layers_compute(devices: Any, check
 
 
 @pytest.mark.gpu
-def test_random_numbers_of_a_device_are_drawn_again_and_its_autocast_holds() -> None:
+def test_random_numbers_of_a_device_are_drawn_again() -> None:
     x = torch.ones(6, 50, device="cuda", requires_grad=True)
     pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.3)), [1, 1], devices=[0, "cpu"], chunks=3)
     pipe.checkpoint = "always"

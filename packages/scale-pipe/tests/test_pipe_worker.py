@@ -79,9 +79,7 @@ def fail_with_a_name() -> None:
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_an_error_comes_with_its_own_traceback_when_nothing_runs_any_more(
-    threads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_has_its_own_traceback_when_nothing_runs(threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if threads:
         monkeypatch.setattr(pipeline, "worker_for", lambda device: ThreadPoolExecutor(1))
     pool, done = Workers([CPU, META]), threading.Event()

@@ -53,7 +53,7 @@ def test_a_sequence_of_skippable_layers_works_by_itself() -> None:
     assert x.grad is not None and torch.allclose(x.grad, expected)
 
 
-def test_a_tracker_of_its_own_holds_what_is_stashed_until_it_is_popped() -> None:
+def test_a_tracker_holds_what_is_stashed_until_it_is_popped() -> None:
     outside, tracker, x = current_skip_tracker(), SkipTracker(), torch.ones(2)
     with use_skip_tracker(tracker):
         output = Stash()(x)
@@ -107,7 +107,7 @@ def test_some_names_can_be_isolated_alone() -> None:
         two.isolate(space, only="ab")
 
 
-def test_a_partition_gets_what_it_pops_and_hands_out_what_it_stashes() -> None:
+def test_a_partition_gets_its_pops_and_hands_out_its_stashes() -> None:
     x, key = torch.ones(2), (None, "skip")
     output, stashed = run_with_skips(nn.Sequential(Stash(), nn.Identity()), {}, x)
     assert stashed.keys() == {key} and stashed[key] is x
@@ -118,7 +118,7 @@ def test_a_partition_gets_what_it_pops_and_hands_out_what_it_stashes() -> None:
     assert popped_keys(nn.Sequential(nn.Sequential(Pop()))) == [key]
 
 
-def test_what_runs_inside_of_another_partition_does_not_mix_with_it() -> None:
+def test_what_runs_inside_of_another_partition_does_not_mix() -> None:
     class Inner(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
             assert not run_with_skips(nn.Sequential(Stash(), Pop()), {}, input)[1]
@@ -164,7 +164,7 @@ def test_an_error_comes_out_of_the_line_that_yields() -> None:
         assert 'skip = yield pop("skip")' in lines
 
 
-def test_a_layer_that_is_recomputed_alone_cannot_pop_twice_and_is_told_what_to_do() -> None:
+def test_a_layer_recomputed_alone_cannot_pop_twice() -> None:
     model = nn.Sequential(Stash(), checkpoint_wrapper(Pop()))
     output = model(torch.ones(2, requires_grad=True)).square()  # Pop saves nothing, so nothing is computed again.
     output.sum().backward()
@@ -180,7 +180,7 @@ def test_a_layer_that_is_recomputed_alone_cannot_pop_twice_and_is_told_what_to_d
         output.sum().backward()
 
 
-def test_what_is_no_list_of_names_and_what_is_no_module_is_refused() -> None:
+def test_names_that_are_no_list_and_no_modules_are_refused() -> None:
     with pytest.raises(TypeError, match=r"write stash=\[\"skip\"\]"):
         skippable(stash="skip")
     with pytest.raises(TypeError, match="takes names, got 3"):
@@ -189,7 +189,7 @@ def test_what_is_no_list_of_names_and_what_is_no_module_is_refused() -> None:
         skippable()(int)  # type: ignore[type-var]
 
 
-def test_a_forward_that_yields_nothing_does_not_do_what_it_declares() -> None:
+def test_a_forward_that_yields_nothing_misses_its_declaration() -> None:
     plain = {"forward": lambda self, input: input}
     with pytest.raises(
         RuntimeError, match=r"'skip' must be stashed but have not: a Silent declares.*let it yield stash"

@@ -183,7 +183,7 @@ def test_a_function_of_python_with_parameters_runs_once() -> None:
     assert Doubled.calls == 1
 
 
-def test_the_whole_backward_gives_gradients_to_inputs_and_leaves_none_behind() -> None:
+def test_the_full_backward_gives_input_gradients_and_frees_all() -> None:
     layer, x = nn.Linear(8, 8), torch.arange(32.0).view(4, 8).requires_grad_()
     with torch.no_grad():
         layer.weight.copy_(torch.arange(64.0).view(8, 8))  # Whole numbers: sums of any order are the same.
@@ -277,7 +277,7 @@ def test_a_transformer_layer_is_cut_at_each_of_its_parameters() -> None:
     assert sorted(map(id, cut.vectors)) == sorted(map(id, vectors))
 
 
-def test_hooks_of_parameters_are_called_once_and_in_the_second_half() -> None:
+def test_hooks_of_parameters_are_called_once_in_the_second_half() -> None:
     module = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
     calls: list[str] = []
     expected = copy.deepcopy(module)
