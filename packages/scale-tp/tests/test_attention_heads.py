@@ -27,7 +27,7 @@ def test_heads_are_cut_between_ranks_and_attributes_follow() -> None:
     assert heads.local_attributes(1)["num_heads"] == 2
 
 
-def test_ranks_that_share_a_key_value_head_have_fewer_queries_for_it() -> None:
+def test_ranks_that_share_a_key_value_head_have_fewer_queries() -> None:
     module = _module(n_heads=4, n_kv_heads=1, n_rep=4)
     heads = find_heads(module, "attn", {"wq": 8, "wk": 2}, 3, ATTENTION_RULES)
     assert heads is not None
@@ -35,7 +35,7 @@ def test_ranks_that_share_a_key_value_head_have_fewer_queries_for_it() -> None:
     assert heads.local_attributes(2)["n_kv_heads"] == 1
 
 
-def test_numbers_that_a_module_does_not_hold_are_those_of_its_configuration() -> None:
+def test_head_numbers_not_on_a_module_are_those_of_its_config() -> None:
     module, config = nn.Module(), type("Config", (), {"num_attention_heads": 3, "num_key_value_heads": 1})()
     module.config = config
     heads = find_heads(module, "attn", {"q_proj": 6, "k_proj": 2}, 2, ATTENTION_RULES)
@@ -78,7 +78,7 @@ def test_what_a_projection_of_all_three_holds_is_not_guessed() -> None:
         find_heads(CodeGenAttention(), "attn", {"qkv_proj": 24}, 2, ATTENTION_RULES)
 
 
-def test_copies_of_key_value_heads_within_one_projection_are_refused() -> None:
+def test_copies_of_key_value_heads_in_one_projection_are_refused() -> None:
     module = _module(num_heads=4, num_key_value_heads=1)
     with pytest.raises(ValueError, match=r"'attn.qkv_proj': expected at least one key-value head for each of 2 ranks"):
         find_heads(module, "attn", {"qkv_proj": 12}, 2, ATTENTION_RULES)

@@ -18,7 +18,7 @@ def test_the_model_axis_runs_fastest_and_the_data_axis_slowest() -> None:
         assert rank_groups(sizes, axis) == groups
 
 
-def test_replicas_and_the_parts_of_their_sequences_have_the_same_parameters() -> None:
+def test_replicas_of_parts_of_a_sequence_have_equal_parameters() -> None:
     sizes = AxisSizes(data=2, pipeline=2, context=2, model=2)
     assert rank_groups(sizes, "data", "context") == [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]]
     sizes = AxisSizes(data=3, pipeline=1, context=1, model=2)

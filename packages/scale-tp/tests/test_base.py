@@ -147,18 +147,24 @@ def test_parts_are_saved_and_loaded_at_another_number_of_ranks() -> None:
         run_ranks(load_in_all_ways, 2, folder)
 
 
-def refuse_what_would_be_wrong() -> None:
-    group = group_of()
-    layer = RowParallelLinear(4, 3, process_group=group)
+@pytest.mark.ranks(2)
+def test_optimizers_that_would_be_wrong_on_parts_are_refused() -> None:
+    layer = RowParallelLinear(4, 3, process_group=group_of())
     layer(torch.ones(2, 4)).sum().backward()
     before = [param.detach().clone() for param in layer.parameters()]
     with pytest.raises(RuntimeError, match=r"Muon.step\(\): .* of a parameter of shape \(3, 4\).* OSS\("):
         torch.optim.Muon([layer.weight]).step()
     with pytest.raises(RuntimeError, match=r"LBFGS.step\(\): cat of a parameter of shape \(12,\)"):
         torch.optim.LBFGS(layer.parameters()).step(lambda: 0.0)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     assert all(torch.equal(param, old) for param, old in zip(layer.parameters(), before, strict=True))
-    # What is inf on one rank is no step on any.
+
+
+@pytest.mark.ranks(2)
+def test_an_infinity_on_one_rank_is_a_step_on_none() -> None:
+    group = group_of()
+    layer = RowParallelLinear(4, 3, process_group=group)
+    before = [param.detach().clone() for param in layer.parameters()]
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for scaler in (ShardedGradScaler(init_scale=2.0, device="cpu"), torch.amp.GradScaler("cpu", init_scale=2.0)):
         optimizer.zero_grad()
         scaler.scale(layer(torch.ones(2, 4)).sum()).backward()
@@ -171,11 +177,7 @@ def refuse_what_would_be_wrong() -> None:
     assert clip_grad_norm_(layer.parameters(), 1.0).isinf()
 
 
-def test_what_would_be_wrong_on_parts_is_refused() -> None:
-    run_ranks(refuse_what_would_be_wrong, 2)
-
-
-def test_a_tensor_of_another_shape_is_refused_with_both_that_would_fit() -> None:
+def test_a_tensor_of_another_shape_is_refused() -> None:
     layer = ColumnParallelLinear(4, 3, process_group=Group(1, 2, None, "fake", (0, 1)))
     wrong = {"weight": torch.zeros(5, 4), "bias": torch.zeros(3)}
     message = r"weight: expected the full tensor \(3, 4\), or the shard \(1, 4\) that rank 1 of 2 has, got \(5, 4\)"
@@ -186,18 +188,15 @@ def test_a_tensor_of_another_shape_is_refused_with_both_that_would_fit() -> None
     assert "the part" not in str(caught.value)  # One rank has no parts; torch has said it all.
 
 
-def in_inference_mode() -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_state_dict_gathers_parameters_of_inference_mode() -> None:
     with torch.inference_mode():
         model = nn.ModuleDict({"first": ColumnParallelLinear(4, 4, bias=False, process_group=group_of())})
         model["second"] = nn.Identity()
         model["second"].weight = model["first"].weight
         state = model.state_dict()
         state["first.weight"].fill_(3)
-        return [name for name, value in model.state_dict().items() if not torch.all(value == 3)]
-
-
-def test_parameters_of_inference_mode_are_gathered_for_a_state_dict_too() -> None:
-    assert not any(run_ranks(in_inference_mode, 2))
+        assert all(torch.all(value == 3) for value in model.state_dict().values())
 
 
 def test_a_placement_says_what_each_rank_has() -> None:

@@ -47,7 +47,7 @@ def test_a_block_equals_torch_whatever_pieces_it_is_taken_in(
         torch.testing.assert_close(mine, whole, rtol=0, atol=1e-10)
 
 
-def test_blocks_over_parts_of_the_keys_merge_to_all_of_them_in_any_order() -> None:
+def test_blocks_over_parts_of_the_keys_merge_in_any_order() -> None:
     query, key, value = _inputs()
     output, *_ = _expected(False)
     for cuts in ((0, 2, 6), (0, 1, 5, 6)):

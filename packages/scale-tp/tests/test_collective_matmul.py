@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core.comm import work as pending
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 from scale_tp.async_tp.all_reduce_matmul import linear_all_reduce, linear_with_grad_all_reduce
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
 from scale_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -89,7 +88,9 @@ def _divided(group: Group, pieces: int, ask: bool) -> tuple[Tensor, list[Tensor]
     return output.detach(), list(grads), [*shares, inner]
 
 
-def _equals_plain() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_products_in_pieces_have_the_plain_numbers(num_ranks: int) -> None:
     group = group_of()
     expected, (of_x, *of_columns, of_row) = _plain()
     sizes = even_sizes(POSITIONS, group.size)
@@ -103,7 +104,8 @@ def _equals_plain() -> None:
         torch.testing.assert_close(of_weights[-1], of_row[:, inner], **close)
 
 
-def _transfers_begin_before_the_products() -> None:
+@pytest.mark.ranks(2)
+def test_transfers_begin_before_the_products() -> None:
     """A log of what begins, what is waited for and what is multiplied: of each round, the product stands between."""
     group, log = group_of(), []
     begin, wait = pending.CollectiveWork.__init__, pending.CollectiveWork.wait
@@ -188,7 +190,9 @@ def _pair(case: Case, overlap_pieces: int | None) -> tuple[nn.Module, nn.Module]
     return up, down
 
 
-def _layers_are_those_without() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_overlapping_layers_are_those_without_to_the_bit(num_ranks: int) -> None:
     group = group_of()
     for case in CASES:
         x = _whole_numbers(POSITIONS, 2, FEATURES, seed=1).to(case.dtype)
@@ -203,10 +207,10 @@ def _layers_are_those_without() -> None:
                     assert one.dtype == other.dtype and torch.equal(one, other), (case, pieces, number)
 
 
-def _summands_are_added_in_rank_order() -> None:
+@pytest.mark.ranks(3)
+def test_summands_are_added_in_rank_order() -> None:
     """Numbers whose sum in fp32 is another one in any other order: 2^26 swallows a 1."""
     group = group_of()
-    assert group.size == 3
     sizes = (2, 1, 2)
     for summands, total in (((2.0**26, 1.0, -(2.0**26)), 0.0), ((2.0**26, -(2.0**26), 1.0), 1.0)):
         weight, x = torch.tensor([[summands[group.rank]]]), torch.ones(5, 1)
@@ -229,7 +233,8 @@ def _kept(act: Callable[[], object]) -> int:
     return sum(found.values())
 
 
-def _no_more_is_kept() -> None:
+@pytest.mark.ranks(2)
+def test_overlap_keeps_no_more_for_the_backward() -> None:
     group = group_of()
     for sequence_parallel, autocast in itertools.product([True, False], [True, False]):
         options: Any = {"gather_output": False, "sequence_parallel": sequence_parallel, "process_group": group}
@@ -241,24 +246,6 @@ def _no_more_is_kept() -> None:
                 numbers.append(_kept(lambda layer=layer, x=x: layer(x)))  # type: ignore[misc]
         without, overlapping = numbers
         assert overlapping <= without, (sequence_parallel, autocast, numbers)
-
-
-def _two() -> None:
-    _equals_plain()
-    _no_more_is_kept()
-    _transfers_begin_before_the_products()
-    _layers_are_those_without()
-
-
-def _three() -> None:
-    _equals_plain()
-    _summands_are_added_in_rank_order()
-    _layers_are_those_without()
-
-
-def test_pieces_on_their_way_change_no_number_and_begin_before_the_products() -> None:
-    run_ranks(_two, 2)
-    run_ranks(_three, 3)
 
 
 def test_on_one_rank_nothing_is_sent() -> None:
@@ -279,7 +266,7 @@ def test_readers_gradients_are_added_in_the_order_of_autograd() -> None:
     assert torch.equal(found, expected) and found.item() == 1.0
 
 
-def test_more_pieces_do_not_make_a_gradient_in_half_precision_worse() -> None:
+def test_more_pieces_make_no_half_precision_gradient_worse() -> None:
     """Each piece is rounded, and their sum once more: what was added before is not rounded with each."""
     generator = torch.Generator().manual_seed(0)
     x, weight, up = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((512, 16), (8, 16), (512, 8)))

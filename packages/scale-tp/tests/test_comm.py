@@ -9,7 +9,6 @@ from torch import Tensor
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork
 from scale_core.errors import TransferError
-from scale_core.testing import run_ranks
 from scale_tp.comm import (
     PendingTensor,
     all_gather_along,
@@ -38,7 +37,9 @@ def sum_in_rank_order(shape: tuple[int, ...], dtype: torch.dtype, num_ranks: int
     return total.to(dtype)
 
 
-def move_in_all_ways() -> int:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_are_in_rank_order_and_parts_are_of_any_size(num_ranks: int) -> None:
     group, checked = group_of(), 0
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for shape in SHAPES:
@@ -68,12 +69,7 @@ def move_in_all_ways() -> int:
     assert torch.equal(all_reduce_sum(torch.ones(3, 2).T, group), torch.full((2, 3), float(group.size)))
     assert torch.equal(all_reduce_sum(torch.tensor([2, 3]), group), torch.tensor([2, 3]) * group.size)
     assert gather_sizes(group.rank + 1, group) == [rank + 1 for rank in range(group.size)]
-    return checked
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sums_are_in_rank_order_and_parts_are_of_any_size(num_ranks: int) -> None:
-    assert run_ranks(move_in_all_ways, num_ranks) == [171] * num_ranks
+    assert checked == 171
 
 
 def test_a_world_of_one_moves_nothing() -> None:

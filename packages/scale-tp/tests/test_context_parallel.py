@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scale_tp
 from scale_core.comm.group import group_of
-from scale_core.testing import preload, run_ranks
+from scale_core.testing import preload
 from scale_tp.attention.padding import padding_mask
 from scale_tp.comm import all_reduce_sum
 
@@ -123,40 +123,60 @@ def _context_axis() -> Iterator[None]:
     scale_tp.destroy_model_parallel()
 
 
-def _models(cases: list[tuple[str, str, str]]) -> None:
-    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-    with _context_axis():
-        for name, attention, checkpoints in cases:
-            _trains_as_one_process(_causal_model(name), attention, checkpoints=checkpoints)
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    "name, ways",
+    [
+        ("llama", [("ring", "none"), ("ulysses", "none"), ("ring", "reentrant"), ("ulysses", "non-reentrant")]),
+        ("gpt2", [("ring", "none"), ("ulysses", "none"), ("ring", "non-reentrant")]),
+        ("qwen2", [("ring", "none"), ("ulysses", "none")]),
+    ],
+)
+@_context_axis()
+def test_three_steps_on_two_ranks_equal_those_of_one_process(name: str, ways: list[tuple[str, str]]) -> None:
+    for attention, checkpoints in ways:
+        _trains_as_one_process(_causal_model(name), attention, checkpoints=checkpoints)
 
 
-def _plain_models() -> None:
+@pytest.mark.soak  # worlds of four stand in the compositions of scale-train as well
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@_context_axis()
+def test_four_ranks_share_two_key_value_heads(attention: str) -> None:
+    _trains_as_one_process(_causal_model("llama"), attention)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@_context_axis()
+def test_torchs_encoder_layer_is_that_of_one_process(attention: str) -> None:
     world = group_of()
     tokens, targets = _tokens(2, LENGTH), _tokens(3, LENGTH)[1:]
     positions = torch.arange(LENGTH)
     whole = Encoder().double()
     expected = F.cross_entropy(whole(tokens, positions).flatten(0, 1), targets.flatten())
     expected.backward()
-    for attention in ("ring", "ulysses"):
-        model = Encoder().double()
-        mine = scale_tp.split_sequence(targets)
+    model = Encoder().double()
+    mine = scale_tp.split_sequence(targets)
+    with scale_tp.context_parallel(attention=attention):
+        logits = model(scale_tp.split_sequence(tokens), scale_tp.position_ids(LENGTH))
+        loss = F.cross_entropy(logits.flatten(0, 1), mine.flatten(), reduction="sum")
+        loss = loss / scale_tp.num_tokens_per_rank(mine)
+    loss.backward()  # nothing is computed again, so it may stand behind the block
+    torch.testing.assert_close(all_reduce_sum(loss.detach(), world) / world.size, expected.detach())
+    for param, its in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(all_reduce_sum(param.grad, world) / world.size, its.grad, rtol=1e-10, atol=1e-10)
+    # In evaluation torch has a kernel for the whole layer, which would see this part alone.
+    with torch.inference_mode():
         with scale_tp.context_parallel(attention=attention):
-            logits = model(scale_tp.split_sequence(tokens), scale_tp.position_ids(LENGTH))
-            loss = F.cross_entropy(logits.flatten(0, 1), mine.flatten(), reduction="sum")
-            loss = loss / scale_tp.num_tokens_per_rank(mine)
-        loss.backward()  # nothing is computed again, so it may stand behind the block
-        torch.testing.assert_close(all_reduce_sum(loss.detach(), world) / world.size, expected.detach())
-        for param, its in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(all_reduce_sum(param.grad, world) / world.size, its.grad, rtol=1e-10, atol=1e-10)
-        # In evaluation torch has a kernel for the whole layer, which would see this part alone.
-        with torch.inference_mode():
-            with scale_tp.context_parallel(attention=attention):
-                logits = model.eval()(scale_tp.split_sequence(tokens), scale_tp.position_ids(LENGTH))
-            torch.testing.assert_close(logits, scale_tp.split_sequence(whole.eval()(tokens, positions)))
-        whole.train()
+            logits = model.eval()(scale_tp.split_sequence(tokens), scale_tp.position_ids(LENGTH))
+        torch.testing.assert_close(logits, scale_tp.split_sequence(whole.eval()(tokens, positions)))
 
 
-def _padded_attention() -> None:
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_attention_with_masks_of_padding_is_that_of_one_process() -> None:
     """Masks of padding: one row with padding on the left and behind, so that one rank has padding alone."""
     ranks = group_of()
     generator = torch.Generator().manual_seed(2)
@@ -180,11 +200,16 @@ def _padded_attention() -> None:
             found = [output.detach(), *torch.autograd.grad(output, leaves, part_of(given, dim=2))]
             for got, its in zip(found, expected, strict=True):
                 torch.testing.assert_close(got, part_of(its, dim=2), rtol=1e-10, atol=1e-10)
-    _mask_that_is_filled_again(query, key, value, hidden)
 
 
-def _mask_that_is_filled_again(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> None:
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_a_mask_that_is_filled_again_is_read_again() -> None:
     """As a server keeps one tensor for the masks of all its batches."""
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = torch.randn(3, 2, 4, LENGTH, 8, generator=generator, dtype=torch.float64)
+    hidden = torch.zeros(2, LENGTH, dtype=torch.bool)
+    hidden[0, :3] = hidden[0, 9:] = True
     for mode in (torch.no_grad, torch.inference_mode):
         with mode(), scale_tp.context_parallel(attention="ring"):
             mask = torch.empty(2, 1, 1, LENGTH // group_of().size, dtype=torch.bool)
@@ -194,19 +219,21 @@ def _mask_that_is_filled_again(query: Tensor, key: Tensor, value: Tensor, hidden
                 for _ in range(2):
                     got = F.scaled_dot_product_attention(*parts, attn_mask=mask)
                 whole = padding_mask(each, is_causal=False)
-                expected = _plain_attention(query, key, value, whole)
+                scores = (query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5).masked_fill(~whole, -torch.inf)
+                expected = scores.softmax(-1) @ value
                 torch.testing.assert_close(got, scale_tp.split_sequence(expected, dim=2), rtol=1e-10, atol=1e-10)
 
 
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    scores = (query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1) @ value
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name, attention", [("llama", "ring"), ("llama", "ulysses"), ("gpt2", "ring")])
+@_context_axis()
+def test_padded_batches_train_as_on_one_process(name: str, attention: str) -> None:
+    _trains_as_one_process(_causal_model(name), attention, num_padded=4)
 
 
-def _padded_models() -> None:
-    for attention in ("ring", "ulysses"):
-        _trains_as_one_process(_causal_model("llama"), attention, num_padded=4)
-    _trains_as_one_process(_causal_model("gpt2"), "ring", num_padded=4)
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_a_padded_encoder_gives_the_logits_of_one_process() -> None:
     tokens, mask = _tokens(2, LENGTH), (torch.arange(LENGTH) < torch.tensor([[7], [LENGTH]])).long()
     bert = _bert()
     part = scale_tp.get_batch_on_this_cp_rank({"input_ids": tokens, "attention_mask": mask}, is_causal=False)
@@ -216,7 +243,9 @@ def _padded_models() -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
 
 
-def _labels_that_do_not_count() -> None:
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_labels_to_ignore_may_be_others_than_minus_100() -> None:
     """A model of transformers gets the labels to ignore, where they are others than -100."""
     world = group_of()
     model = _causal_model("llama")
@@ -231,7 +260,9 @@ def _labels_that_do_not_count() -> None:
     torch.testing.assert_close(all_reduce_sum(loss, world) / world.size, expected)
 
 
-def _half_precision() -> None:
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_half_precision_is_as_near_as_on_one_process() -> None:
     """As far from the sequence in fp32 as the full sequence in bf16 is."""
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(3, 1, 2, LENGTH, 8, generator=generator)
@@ -247,27 +278,6 @@ def _half_precision() -> None:
         assert cast.dtype == under_autocast.dtype == torch.bfloat16
         assert torch.equal(cast, under_autocast)
         assert (cast.float() - scale_tp.split_sequence(exact, dim=2)).abs().max() <= bound
-
-
-def _two_ranks() -> None:
-    _models([(name, attention, "none") for name in ("llama", "gpt2", "qwen2") for attention in ("ring", "ulysses")])
-    _models([("llama", "ring", "reentrant"), ("gpt2", "ring", "non-reentrant"), ("llama", "ulysses", "non-reentrant")])
-    with _context_axis():
-        _plain_models()
-        _labels_that_do_not_count()
-        _half_precision()
-        _padded_attention()
-        _padded_models()
-
-
-def test_three_steps_on_two_ranks_equal_those_of_one_process() -> None:
-    run_ranks(_two_ranks, 2)
-
-
-@pytest.mark.soak  # worlds of four stand in the compositions of scale-train as well
-def test_three_steps_on_four_ranks_equal_those_of_one_process() -> None:
-    # Four ranks share two key-value heads.
-    run_ranks(_models, 4, [("llama", "ring", "none"), ("llama", "ulysses", "none")])
 
 
 def test_on_one_rank_nothing_is_changed() -> None:
@@ -298,7 +308,13 @@ def _is_refused(message: str, call: Callable[[], object], attention: Any = "ring
         call()
 
 
-def _refusals() -> None:
+class Kept(Tensor):
+    """A subclass of tensors."""
+
+
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_attention_unlike_that_of_one_process_is_refused() -> None:
     rank = group_of().rank
     x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(rank))
     attend = F.scaled_dot_product_attention
@@ -324,11 +340,20 @@ def _refusals() -> None:
     with scale_tp.context_parallel(attention="ulysses"):  # With heads of its own each rank can drop.
         assert attend(x, x, x, dropout_p=0.5).shape == x.shape
 
-    # A block that was left by an error, or by the end, leaves the function as it was.
+
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_a_block_left_by_an_error_leaves_the_function_as_it_was() -> None:
+    x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(group_of().rank))
+    attend = F.scaled_dot_product_attention
     assert torch.equal(attend(x, x, x, torch.ones(4, 4).bool()), attend(x, x, x))
     _is_refused("invalid literal", lambda: [attend(x, x, x), int("a later line")])
     checkpoint(Attention(), x.clone().requires_grad_(), use_reentrant=True).sum().backward()
 
+
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_models_unlike_those_of_one_process_are_refused() -> None:
     tokens = _tokens(2, 8)
     part = scale_tp.get_batch_on_this_cp_rank({"input_ids": tokens, "labels": tokens})
     model = _causal_model("llama")
@@ -353,6 +378,12 @@ def _refusals() -> None:
     _is_refused(
         "call generate.. outside", lambda: model.generate(part["input_ids"], position_ids=None, max_new_tokens=3)
     )
+
+
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_a_loss_that_takes_no_number_of_tokens_is_refused() -> None:
+    tokens = _tokens(2, 8)
     bert = _bert()
     masked = scale_tp.get_batch_on_this_cp_rank({"input_ids": tokens, "labels": tokens}, is_causal=False)
     _is_refused("its loss takes no num_items_in_batch", lambda: bert(**masked))
@@ -361,37 +392,42 @@ def _refusals() -> None:
     torch.testing.assert_close(logits, scale_tp.split_sequence(bert(tokens).logits), rtol=1e-10, atol=1e-10)
 
 
-class Kept(Tensor):
-    """A subclass of tensors."""
-
-
-def _is_replaced() -> bool:
-    return context_parallel_module._kernel._library is not None
-
-
-def _behind_the_block() -> None:
-    """A checkpoint's second forward belongs into the block; a compiled one runs in it without its graph."""
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_a_backward_with_checkpoints_belongs_into_the_block() -> None:
     x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(group_of().rank), requires_grad=True)
     attend = Attention(is_causal=True)
     with scale_tp.context_parallel():
         inside = checkpoint(attend, x, use_reentrant=False)
         inside.sum().backward()
-        expected = attend(x).detach()
     for use_reentrant in (False, True):
         with scale_tp.context_parallel():
             output = checkpoint(attend, x, use_reentrant=use_reentrant)
         with pytest.raises(ValueError, match=r"call loss.backward\(\) inside the block"):
             output.sum().backward()
-    # Behind an evaluation, with gradients or without, the operator is torch's own at once.
+
+
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_after_an_evaluation_the_operator_is_torchs_own() -> None:
+    x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(group_of().rank), requires_grad=True)
+    attend = Attention(is_causal=True)
     for context in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
         with scale_tp.context_parallel():
             attend(x).sum().backward()
         with context, scale_tp.context_parallel():
             kept = attend(x)
-        assert not _is_replaced()
+        assert context_parallel_module._kernel._library is None
         if kept.requires_grad:
             kept.sum().backward()  # may still come, since nothing is computed again
-    # A block without a backward pass, as for evaluation, says nothing of checkpoints outside, whenever they were made.
+
+
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_a_block_without_backward_says_nothing_of_others() -> None:
+    """As for evaluation: of checkpoints outside, whenever they were made."""
+    x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(group_of().rank), requires_grad=True)
+    attend = Attention(is_causal=True)
     for use_reentrant in (False, True):
         before = checkpoint(attend, x.detach().requires_grad_(), use_reentrant=use_reentrant)
         with scale_tp.context_parallel():
@@ -402,25 +438,25 @@ def _behind_the_block() -> None:
         (before.sum() + behind.sum()).backward()
         with pytest.raises(ValueError, match=r"call loss.backward\(\) inside the block"):
             output.sum().backward()
+
+
+@pytest.mark.ranks(2)
+@_context_axis()
+def test_a_compiled_module_runs_in_a_block_without_its_graph() -> None:
+    x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(group_of().rank), requires_grad=True)
+    attend = Attention(is_causal=True)
+    with scale_tp.context_parallel():
+        expected = attend(x).detach()
+        attend(x).sum().backward()
     compiled = torch.compile(attend, backend="eager")
     compiled(x)  # and torch warns of no hook that a block has left behind
     with scale_tp.context_parallel(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         assert torch.equal(compiled(x), expected)
         attend(x).sum().backward()
-    # From here on a checkpoint without any block is as it always was.
+    # Without any block a checkpoint is as it always was.
     alone = x.detach().requires_grad_()
     checkpoint(attend, alone, use_reentrant=True).sum().backward()
     again = x.detach().requires_grad_()
     attend(again).sum().backward()
     assert torch.equal(alone.grad, again.grad)
-
-
-def _errors() -> None:
-    with _context_axis():
-        _refusals()
-        _behind_the_block()
-
-
-def test_what_would_not_be_that_of_one_process_is_refused() -> None:
-    run_ranks(_errors, 2)

@@ -96,7 +96,7 @@ def _asks_for_the_ranks_to_count_over() -> None:
     )
 
 
-def test_labels_are_shifted_before_they_are_cut_and_counted_over_all_ranks() -> None:
+def test_labels_are_shifted_before_the_cut_and_counted_over_all() -> None:
     (_, first, number), (_, second, same) = run_ranks(_on_two_ranks, 2)
     assert first.tolist() == [[-100, -100, 7, -100], [9, 10, -100, -100]]
     assert second.tolist() == [[-100, -100, 5, 6], [11, 12, 13, -100]]

@@ -17,7 +17,7 @@ def test_words_are_divided_evenly_where_their_number_is_given() -> None:
         vocab_split(9, 9, TWO)
 
 
-def test_options_that_a_loss_can_have_are_accepted_as_any_kind_of_number() -> None:
+def test_options_of_a_loss_are_accepted_as_any_kind_of_number() -> None:
     check_options(0, 1, -100, "mean")
     with pytest.raises(TypeError, match="label_smoothing to be a number, got True"):
         check_options(True, 0.0, -100, "mean")

@@ -20,7 +20,7 @@ def test_terms_of_a_rank_are_those_of_its_words() -> None:
     assert all(torch.equal(one, other) for one, other in zip(reduce_stats(own, Group(), 3), own, strict=True))
 
 
-def test_chunks_are_all_rows_in_order_whatever_the_memory_is_like() -> None:
+def test_chunks_are_all_rows_in_order_in_any_memory() -> None:
     whole = torch.arange(60.0).view(4, 5, 3)
     for logits in (whole, whole[:, :-1], whole.transpose(0, 1), whole[0, 0]):
         found = list(row_chunks(logits, 3))

@@ -11,7 +11,6 @@ from torch import nn
 
 from scale_core import DivergenceError, check_replicas
 from scale_core.comm.group import group_of
-from scale_core.testing import run_ranks
 from scale_tp.conversion.parallelize import parallelize
 
 PLAN = {"words": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -46,7 +45,8 @@ def divided(**options: object) -> Model:
     return model
 
 
-def inputs() -> None:
+@pytest.mark.ranks(2)
+def test_differing_inputs_are_named_with_their_module() -> None:
     rank, model = group_of().rank, divided(check_inputs=True)
     ids = torch.arange(8).view(2, 4)
     model(ids, scale=torch.ones(1))
@@ -67,11 +67,8 @@ def inputs() -> None:
         model(ids)
 
 
-def test_inputs_that_differ_are_named_with_the_module_and_the_first_place() -> None:
-    run_ranks(inputs, 2)
-
-
-def replicas() -> None:
+@pytest.mark.ranks(2)
+def test_norms_that_come_apart_are_found_at_the_next_check() -> None:
     rank, model = group_of().rank, divided(check_replicas_every=2)
     ids = torch.arange(8).view(2, 4)
     model(ids)
@@ -87,11 +84,8 @@ def replicas() -> None:
         check_replicas(model)
 
 
-def test_norms_that_come_apart_are_found_at_the_next_check() -> None:
-    run_ranks(replicas, 2)
-
-
-def copies_of_a_mesh() -> None:
+@pytest.mark.ranks(4)
+def test_one_call_compares_replicas_parts_and_norms() -> None:
     """Two replicas of a model that two ranks share: parts are compared between the replicas, norms between all."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -108,7 +102,3 @@ def copies_of_a_mesh() -> None:
     blocks[0].down.bias.data[0] += int(rank == 2)
     with pytest.raises(DivergenceError, match=r"down.bias' \[6\]: ranks 0, 1, 3 hold equal values, .*: rank 2"):
         check_replicas(model)
-
-
-def test_one_call_compares_parts_between_replicas_and_norms_between_all() -> None:
-    run_ranks(copies_of_a_mesh, 4)

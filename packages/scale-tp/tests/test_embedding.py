@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_tp import ParallelEmbedding, VocabParallelEmbedding, gather_from_sequence_parallel_region
 
 KINDS = [VocabParallelEmbedding, ParallelEmbedding]
@@ -54,7 +53,9 @@ def compare(kind: Any, num_words: int, features: int, dtype: torch.dtype, ids: T
     assert torch.equal(mine, take(grad, rank)), case
 
 
-def look_up_in_all_ways() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_divided_tables_are_torchs_to_the_bit(num_ranks: int) -> None:
     group = group_of()
     for kind in KINDS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -94,11 +95,6 @@ def look_up_in_all_ways() -> None:
     assert few.weight.grad.to_local().shape == few.weight.to_local().shape
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_divided_tables_are_torchs_to_the_bit(num_ranks: int) -> None:
-    run_ranks(look_up_in_all_ways, num_ranks)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"padding_idx": -2}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}])
 def test_one_process_has_torchs_embedding_without_initialization(kind: Any, options: dict[str, Any]) -> None:
@@ -106,7 +102,7 @@ def test_one_process_has_torchs_embedding_without_initialization(kind: Any, opti
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fairscales_arguments_are_accepted_by_position_and_by_name(kind: Any) -> None:
+def test_fairscales_arguments_are_accepted(kind: Any) -> None:
     assert list(inspect.signature(kind).parameters)[:9] == [
         "num_embeddings",
         "embedding_dim",
@@ -167,7 +163,7 @@ def test_what_are_no_words_is_refused(kind: Any) -> None:
         kind(7, 3)(torch.tensor([3, -1]))
 
 
-def test_a_rank_says_which_words_and_features_it_has_by_fairscales_names() -> None:
+def test_a_rank_has_words_and_features_by_fairscales_names() -> None:
     group = Group(1, 2, None, "fake", (0, 1))
     words = VocabParallelEmbedding(7, 5, process_group=group)
     assert (words.vocab_start_index, words.vocab_end_index, words.num_embeddings_per_partition) == (4, 7, 3)

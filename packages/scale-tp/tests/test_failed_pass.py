@@ -79,7 +79,7 @@ each_block = pytest.mark.parametrize("num_block", [1, pytest.param(0, marks=pyte
 
 @pytest.mark.fault(11)
 @each_block
-def test_the_others_hear_at_once_of_a_rank_that_fails_in_its_forward(num_block: int) -> None:
+def test_others_hear_at_once_of_a_rank_that_fails_in_forward(num_block: int) -> None:
     told = run_ranks(one_rank_fails, 3, num_block, raise_before)
     assert told[1][0].startswith("ValueError: no such token")
     assert "are in the middle of this pass" in told[1][1] and "start from the last checkpoint" in told[1][1]
@@ -100,7 +100,8 @@ def test_they_hear_at_once_of_one_that_fails_in_its_backward(num_block: int) -> 
         assert seconds < LIMIT_SECONDS / 2 and "in a sum of [2, 4]" in notes
 
 
-def all_ranks_fail() -> list[Tensor]:
+@pytest.mark.ranks(2)
+def test_where_all_of_them_fail_they_go_on() -> None:
     model = build()
     found = [model(torch.ones(2, 4))]
     for _ in range(2):
@@ -115,13 +116,9 @@ def all_ranks_fail() -> list[Tensor]:
         hook.remove()
         found.append(model(torch.ones(2, 4)))
         found[-1].sum().backward()
-    return found
-
-
-def test_where_all_of_them_fail_they_go_on() -> None:
-    for first, *later in run_ranks(all_ranks_fail, 2):
-        for found in later:
-            assert torch.equal(first, found)
+    first, *later = found
+    for found in later:
+        assert torch.equal(first, found)
 
 
 class Nothing(nn.Module):
@@ -129,7 +126,8 @@ class Nothing(nn.Module):
         return None
 
 
-def asks() -> int:
+@pytest.mark.ranks(2)
+def test_what_is_no_failure_of_the_pass_asks_nobody() -> None:
     """How often the other ranks are asked whether they have failed: never here."""
     asked: list[object] = []
     failed_pass.exchange = lambda *args, **options: asked.append(args)  # type: ignore[assignment,misc]
@@ -143,8 +141,4 @@ def asks() -> int:
     except KeyError:
         assert sys.exception() is not None
         nothing()
-    return len(asked)
-
-
-def test_what_is_no_failure_of_the_pass_asks_nobody() -> None:
-    assert run_ranks(asks, 2) == [0, 0]
+    assert len(asked) == 0

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 from scale_tp.async_tp.lazy_input import DeferredInput
 from scale_tp.layers.linear_ops import check_num_features, check_parallel_input
 from scale_tp.mappings import copy_to_tensor_model_parallel_region
@@ -18,7 +17,7 @@ TWO = Group(1, 2, None, "fake", (0, 1))
 FIVE = Split.even(5, 2)
 
 
-def test_a_tensor_of_so_many_features_or_one_on_its_way_is_accepted() -> None:
+def test_a_tensor_with_those_features_or_a_lazy_one_is_accepted() -> None:
     check_num_features("Layer", torch.ones(2, 3), 3)
     check_num_features("Layer", DeferredInput(torch.ones(2, 3), TWO, None, 1), 3)
 
@@ -53,12 +52,9 @@ def test_features_that_other_ranks_have_divided_are_refused() -> None:
         check_parallel_input("Layer", elsewhere, TWO, FIVE, None, fix="divide alike")
 
 
-def _where_one_rank_has_too_many() -> None:
+@pytest.mark.ranks(2)
+def test_an_input_that_fits_one_rank_only_is_refused_on_all() -> None:
     group = group_of()
     # Rank 0 has its 3 of 5, and learns at once that rank 1 has not its 2.
     with pytest.raises(ValueError, match=r"got \[3, 3\] of them"):
         check_parallel_input("Layer", torch.ones(4, 3), group, FIVE, None, fix="divide alike")
-
-
-def test_the_first_time_all_ranks_learn_of_an_input_that_fits_one_of_them_alone() -> None:
-    run_ranks(_where_one_rank_has_too_many, 2)

@@ -9,12 +9,12 @@ import torch
 from parallelize_cases import llama, loss_of, tokens
 from torch import Tensor, nn
 
-from scale_core.comm.group import Group
+from scale_core.comm.group import Group, group_of
 from scale_core.shard import as_local
-from scale_core.testing import run_ranks
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.layers.full_init import init_as_full
 from scale_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from scale_tp.parallel_state import destroy_model_parallel, initialize_model_parallel
 from scale_tp.state_dict import full_state_dict
 from scale_tp.weight_init import FullWeightProxy
 
@@ -57,80 +57,83 @@ def _look(model: nn.Module) -> None:
         nn.init.xavier_uniform_(piece)
 
 
-def _whole_values_are_kept_in_part() -> None:
-    for name, way in WAYS.items():
-        for device in ("cpu", "meta"):
-            plain, model = Model(), Model(device)
-            torch.manual_seed(1)
-            for param in plain.parameters():
-                nn.init.normal_(param)
-            parallelize(model, PLAN)
-            if device == "meta":
-                model.to_empty(device="cpu")
-            model.load_state_dict(plain.state_dict())
-            torch.manual_seed(2)
-            with torch.no_grad():
-                way(plain)
-            after = torch.rand(3)
-            torch.manual_seed(2)
-            model.zero_grad()
-            parts = list(model.parameters())
-            if name == "reset":
-                way(model)
-            else:
-                init_as_full(model, way)
-            assert torch.equal(torch.rand(3), after), name
-            assert all(one is other for one, other in zip(model.parameters(), parts, strict=True))
-            for key, value in full_state_dict(model).items():
-                assert torch.equal(value, plain.state_dict()[key]), (name, device, key)
-    # A language model of transformers, from the meta device, by its own initialization: as the plain one, it learns.
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_divided_model_begins_with_its_part_of_the_full_values(way: str, device: str) -> None:
+    plain, model, fill = Model(), Model(device), WAYS[way]
+    torch.manual_seed(1)
+    for param in plain.parameters():
+        nn.init.normal_(param)
+    parallelize(model, PLAN, group_of())
+    if device == "meta":
+        model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    torch.manual_seed(2)
+    with torch.no_grad():
+        fill(plain)
+    after = torch.rand(3)
+    torch.manual_seed(2)
+    model.zero_grad()
+    parts = list(model.parameters())
+    if way == "reset":
+        fill(model)
+    else:
+        init_as_full(model, fill)
+    assert torch.equal(torch.rand(3), after)
+    assert all(one is other for one, other in zip(model.parameters(), parts, strict=True))
+    torch.testing.assert_close(dict(full_state_dict(model)), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.ranks(3)
+def test_a_llama_from_meta_begins_with_its_own_initialization() -> None:
+    """And it learns as the plain one."""
+    initialize_model_parallel(3)
     plain = llama(pad_token_id=3)
     with torch.device("meta"):
         model = llama(pad_token_id=3)
     parallelize(model).to_empty(device="cpu")
     model.load_state_dict({name: torch.full_like(value, 9.0) for name, value in plain.state_dict().items()})
-    for each in (plain, model):
-        torch.manual_seed(4)
-        for below in each.modules():
-            below.__dict__.pop("_is_hf_initialized", None)
-        if each is plain:
-            each.apply(each._init_weights)
-        else:
-            init_as_full(each, lambda model: model.apply(model._init_weights))
+    for language_model in (plain, model):
+        for module in language_model.modules():
+            module.__dict__.pop("_is_hf_initialized", None)
+    torch.manual_seed(4)
+    plain.apply(plain._init_weights)
+    torch.manual_seed(4)
+    init_as_full(model, lambda model: model.apply(model._init_weights))
     state = full_state_dict(model)
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
     data = tokens(0)
     torch.testing.assert_close(loss_of(model(data).logits, data), loss_of(plain(data).logits, data))
-    # Layers that are divided from the beginning, too, also by a function that calls what resets them.
-    layers, whole = _layers(None), _layers(Group())
-    for call in (lambda model: model.apply(_fill), lambda model: [layer.reset_parameters() for layer in model]):
-        for each in (layers, whole):
-            torch.manual_seed(5)
-            init_as_full(each, call)
-        state = full_state_dict(layers)
-        assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
+    destroy_model_parallel()
 
 
-def _layers(group: Group | None) -> nn.Sequential:
-    return nn.Sequential(ColumnParallelLinear(5, 7, process_group=group), RowParallelLinear(7, 5, process_group=group))
-
-
-def test_a_divided_module_begins_with_the_values_of_the_whole_one() -> None:
-    run_ranks(_worlds, 3)
-
-
-def _worlds() -> None:
-    from scale_tp.parallel_state import destroy_model_parallel, initialize_model_parallel
-
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("by", ["apply", "reset_parameters"])
+def test_divided_layers_begin_with_the_values_of_full_ones(by: str) -> None:
+    """Of the model's axis."""
     initialize_model_parallel(3)
-    _whole_values_are_kept_in_part()
+
+    def build(group: Group | None) -> nn.Sequential:
+        column = ColumnParallelLinear(5, 7, process_group=group)
+        return nn.Sequential(column, RowParallelLinear(7, 5, process_group=group))
+
+    def fill(model: nn.Module) -> object:
+        return model.apply(_fill) if by == "apply" else [layer.reset_parameters() for layer in model]
+
+    layers, full = build(None), build(Group())
+    for model in (layers, full):
+        torch.manual_seed(5)
+        init_as_full(model, fill)
+    state = full_state_dict(layers)
+    assert all(torch.equal(state[name], value) for name, value in full.state_dict().items())
     destroy_model_parallel()
 
 
 TWO = Group(1, 2, None, "fake", (0, 1))
 
 
-def test_what_can_not_be_filled_says_so_and_leaves_the_model_as_it_was() -> None:
+def test_what_can_not_be_filled_leaves_the_model_as_it_was() -> None:
     layer = ColumnParallelLinear(4, 6, process_group=TWO)
     weight = layer.weight
 

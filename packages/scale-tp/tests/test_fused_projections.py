@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_core.testing import run_ranks
 from scale_tp import parallelize
 
 
@@ -30,7 +29,8 @@ class Gated(nn.Module):
 STYLES = {False: "packed_colwise", True: "interleaved_colwise"}
 
 
-def differences() -> list[float]:
+@pytest.mark.ranks(2)
+def test_what_the_model_cuts_is_divided_so() -> None:
     """Of the gradient of the first layer from one process, and of the output."""
     x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = []
@@ -44,16 +44,11 @@ def differences() -> list[float]:
         grad = model.get_parameter("down.bias").grad
         assert grad is not None and plain.down.bias.grad is not None
         found.append(float((grad - plain.down.bias.grad).abs().max()))
-    return found
-
-
-def test_what_the_model_cuts_is_divided_so() -> None:
-    for found in run_ranks(differences, 2):
-        assert max(found) < 1e-12
+    assert max(found) < 1e-12
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_one_that_is_divided_as_one_matrix_is_refused_with_the_styles_to_write(interleaved: bool) -> None:
+def test_one_matrix_of_several_is_refused_with_the_styles(interleaved: bool) -> None:
     model = Gated(interleaved)
     message = r"'gate_up' gives 20 outputs, and 'down' takes 10 inputs.*'packed_colwise', or 'interleaved_colwise'"
     with pytest.raises(ValueError, match=message):

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from scale_core.comm.group import group_of
-from scale_core.testing import run_ranks
 from scale_tp import mappings as regions
 from scale_tp.async_tp import all_reduce_matmul as overlap_sums
 from scale_tp.async_tp import collective_matmul as overlap
 from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
 from scale_tp.conversion.parallelize import parallelize
-from scale_tp.conversion.styles import GPT2_PLAN, Plan
+from scale_tp.conversion.styles import GPT2_PLAN
 from scale_tp.mappings import scatter_to_sequence_parallel_region
 
 BUILDERS = {"llama": (llama, None), "gpt2": (gpt2, GPT2_PLAN)}
@@ -37,18 +36,6 @@ def _trained(kind: str, sequence_parallel: bool, overlap_pieces: int | None) -> 
     with torch.no_grad():
         again = model(input_ids=data).logits
     return [logits, again, *(param.grad for param in model.parameters() if param.grad is not None)]
-
-
-def _models() -> None:
-    for kind, pieces in (("llama", 3), ("gpt2", 1)):
-        for sequence_parallel in (True, False):
-            expected = _trained(kind, sequence_parallel, None)
-            with Counting() as counts:
-                found = _trained(kind, sequence_parallel, pieces)
-            assert len(found) == len(expected)
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-            _as_often_as_without(counts, pieces, sequence_parallel)
 
 
 class Counting:
@@ -85,20 +72,6 @@ class Counting:
             setattr(place, name, act)
 
 
-def _as_often_as_without(counts: Counter[str], pieces: int, sequence_parallel: bool) -> None:
-    """Of two blocks of two perceptrons each, two forwards and one backward."""
-    if sequence_parallel:
-        assert counts["all_gather_chunks"] == 2 * 4 + 4, "into the columns, and into the rows' backward"
-        assert counts["reduce_scatter_chunks"] == 2 * 4 and counts["start_reduce_scatter"] == 4
-        # What has no product beside it: behind the last block, before the loss, the norms and biases of a part.
-        assert (
-            counts["start_all_gather"] == 0 and counts["all_gather_along"] == 5 and counts["reduce_scatter_along"] == 0
-        )
-    else:
-        # The head's gradient is the fifth; what is left are the words.
-        assert counts["start_all_reduce"] == 2 * 4 * pieces + 5 and counts["all_reduce_sum"] == 2
-
-
 class _Own(torch.autograd.Function):
     """A function that somebody has written, who knows of no arrivals."""
 
@@ -111,15 +84,22 @@ class _Own(torch.autograd.Function):
         return gradient * 2
 
 
-def _read_by_others() -> None:
-    group = group_of()
-    whole = torch.arange(14, dtype=torch.float64).view(1, 7, 2)
-    part = scatter_to_sequence_parallel_region(whole, group).requires_grad_()
+def _sequence() -> Tensor:
+    return torch.arange(14, dtype=torch.float64).view(1, 7, 2)
 
-    def arriving() -> DeferredInputTensor:
-        return DeferredInputTensor(DeferredInput(part, group, 1, 2))
 
-    told = arriving()
+def _own_part() -> Tensor:
+    return scatter_to_sequence_parallel_region(_sequence(), group_of()).requires_grad_()
+
+
+def _arriving(part: Tensor) -> DeferredInputTensor:
+    return DeferredInputTensor(DeferredInput(part, group_of(), 1, 2))
+
+
+@pytest.mark.ranks(2)
+def test_whoever_computes_with_it_gets_the_full_sequence() -> None:
+    group, whole, part = group_of(), _sequence(), _own_part()
+    told = _arriving(part)
     assert isinstance(told, Tensor) and told.shape == (1, 7, 2) and told.size(1) == 7 and told.dim() == 3
     assert told.dtype == torch.float64 and told.device == part.device and len(told) == 1 and told.requires_grad
     assert not told.deferred.is_available
@@ -128,41 +108,49 @@ def _read_by_others() -> None:
     assert type(doubled) is Tensor and torch.equal(doubled, whole * 2) and told.deferred.is_available
     (found,) = torch.autograd.grad(doubled.sum(), part)
     assert torch.equal(found, torch.full_like(part, 2.0 * group.size))
-    # So it is where it is read without gradients first, as by a statistic.
-    told = arriving()
+
+
+@pytest.mark.ranks(2)
+def test_a_statistic_without_gradients_may_read_it_first() -> None:
+    whole, told = _sequence(), _arriving(_own_part())
     with torch.no_grad():
         assert told.mean() == whole.mean()
     assert torch.equal(torch.cat([told, told]).sum(), 2 * whole.sum()) and told.deferred.gather().requires_grad
-    # What would lose the gradient is refused, in the backward pass at the latest.
+
+
+@pytest.mark.ranks(2)
+def test_a_reader_that_would_lose_the_gradient_is_refused() -> None:
+    """In the backward pass at the latest."""
+    whole, part = _sequence(), _own_part()
     with pytest.raises(RuntimeError, match=r"a torch.autograd.Function was given the sequence before it was gathered"):
-        _Own.apply(arriving()).sum().backward()
-    told, message = arriving(), r"that is no function of torch, .* or pass overlap_pieces=None"
+        _Own.apply(_arriving(part)).sum().backward()
+    told, message = _arriving(part), r"that is no function of torch, .* or pass overlap_pieces=None"
     with pytest.raises(RuntimeError, match=message), torch._C.DisableTorchFunctionSubclass():
         told * 2
     watched = nn.Linear(2, 3).double()
     watched.register_full_backward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match=r"to a module with a hook of register_full_backward_hook: multiply it by 1"):
-        watched(arriving()).sum().backward()
+        watched(_arriving(part)).sum().backward()
     layer = nn.Linear(2, 3).double()
-    told = arriving()
+    told = _arriving(part)
     assert torch.equal(layer(told), layer(whole))
 
 
-def _computed_again() -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_checkpoint_within_a_module_computes_the_same(selective: bool) -> None:
     """A checkpoint within a module is given what arrives: computing again has to go the same way."""
     kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)
-    expected, plan = _gradients(gpt2().double(), GPT2_PLAN, None), GPT2_PLAN
-    for options in ({}, {"context_fn": contexts}):
-        model = gpt2().double()
-        for block in model.transformer.h:
-            block.mlp.forward = functools.partial(checkpoint, block.mlp.forward, use_reentrant=False, **options)
-        for one, other in zip(_gradients(model, plan, 2), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    options = {"context_fn": contexts} if selective else {}
+    expected, model = _gradients(gpt2().double(), None), gpt2().double()
+    for block in model.transformer.h:
+        block.mlp.forward = functools.partial(checkpoint, block.mlp.forward, use_reentrant=False, **options)
+    torch.testing.assert_close(_gradients(model, 2), expected, rtol=0, atol=1e-10)
 
 
-def _gradients(model: nn.Module, plan: Plan, overlap_pieces: int | None) -> list[Tensor]:
-    parallelize(model, plan, group_of(), sequence_parallel=True, overlap_pieces=overlap_pieces)
+def _gradients(model: nn.Module, overlap_pieces: int | None) -> list[Tensor]:
+    parallelize(model, GPT2_PLAN, group_of(), sequence_parallel=True, overlap_pieces=overlap_pieces)
     data = tokens(1)
     loss_of(model(input_ids=data).logits, data).backward()
     return [param.grad for param in model.parameters() if param.grad is not None]
@@ -236,25 +224,31 @@ def _of_readers(way: str, divide: Any) -> list[Tensor | None]:
     return [x.grad, *(block.norm.weight.grad for block in model.blocks)]
 
 
-def _readers() -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_order_and_graph_of_readers_change_no_gradient(way: str) -> None:
     """Whoever reads first, with a graph or without, and whatever is computed again by itself, changes no gradient."""
-    for way in WAYS:
-        expected = _of_readers(way, lambda model: model)
-        for sequence_parallel in (True, False):
-            options: Any = {"sequence_parallel": sequence_parallel, "overlap_pieces": 2}
-            found = _of_readers(
-                way, functools.partial(parallelize, plan=READERS_PLAN, process_group=group_of(), **options)
-            )
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    expected = _of_readers(way, lambda model: model)
+    for sequence_parallel in (True, False):
+        options: Any = {"sequence_parallel": sequence_parallel, "overlap_pieces": 2}
+        divide = functools.partial(parallelize, plan=READERS_PLAN, process_group=group_of(), **options)
+        torch.testing.assert_close(_of_readers(way, divide), expected, rtol=0, atol=1e-10)
 
 
-def _two() -> None:
-    _models()
-    _computed_again()
-    _read_by_others()
-    _readers()
-
-
-def test_models_whose_communication_overlaps_are_those_without() -> None:
-    run_ranks(_two, 2)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("kind, pieces", [("llama", 3), ("gpt2", 1)])
+def test_models_that_overlap_have_the_same_gradients(kind: str, pieces: int, sequence_parallel: bool) -> None:
+    expected = _trained(kind, sequence_parallel, None)
+    with Counting() as counts:
+        torch.testing.assert_close(_trained(kind, sequence_parallel, pieces), expected, rtol=0, atol=1e-10)
+    # Of two blocks of two perceptrons each, two forwards and one backward.
+    if sequence_parallel:
+        assert counts["all_gather_chunks"] == 2 * 4 + 4, "into the columns, and into the rows' backward"
+        assert counts["reduce_scatter_chunks"] == 2 * 4 and counts["start_reduce_scatter"] == 4
+        # What has no product beside it: behind the last block, before the loss, the norms and biases of a part.
+        assert counts["start_all_gather"] == 0
+        assert counts["all_gather_along"] == 5 and counts["reduce_scatter_along"] == 0
+    else:
+        # The head's gradient is the fifth; what is left are the words.
+        assert counts["start_all_reduce"] == 2 * 4 * pieces + 5 and counts["all_reduce_sum"] == 2

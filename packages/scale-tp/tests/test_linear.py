@@ -19,7 +19,6 @@ import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_tp import ColumnParallelLinear, RowParallelLinear, Split, copy_to_tensor_model_parallel_region
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -74,21 +73,6 @@ def check(found: list[Tensor], expected: list[Tensor], case: object) -> None:
         assert torch.equal(one, other), (case, number, one, other)
 
 
-def both_layers_in_all_ways() -> int:
-    group, checked = group_of(), 0
-    for dtype in (torch.float32, torch.bfloat16):
-        for in_features, out_features in SIZES:
-            for bias in (True, False):
-                for stride in (1, 2) if out_features % 2 == 0 and in_features % 2 == 0 else (1,):
-                    one_of_each(group, in_features, out_features, bias, stride, dtype)
-                    checked += 1
-    input_divided_elsewhere(group)
-    integers_are_exact(group)
-    own_features_of_another_split(group)
-    survive_copies(group)
-    return checked
-
-
 def one_of_each(group: Group, in_features: int, out_features: int, bias: bool, stride: int, dtype: torch.dtype) -> None:
     case = (in_features, out_features, bias, stride, dtype)
     plain = plain_layer(in_features, out_features, bias, dtype)
@@ -131,8 +115,11 @@ def one_of_each(group: Group, in_features: int, out_features: int, bias: bool, s
         check(row_grads, [input_grad, split.take(param_grads[0], group.rank, 1), *param_grads[1:]], case)
 
 
-def integers_are_exact(group: Group) -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_two_layers_of_integers_train_as_torchs_to_the_bit(num_ranks: int) -> None:
     """Whole numbers have sums that are exact in any order: equal to torch's layers to the bit, gradients as well."""
+    group = group_of()
 
     def whole(layer: Any) -> Any:
         for param in layer.parameters():
@@ -158,8 +145,11 @@ def integers_are_exact(group: Group) -> None:
             assert torch.equal(local_tensor(param.grad), expected)
 
 
-def input_divided_elsewhere(group: Group) -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_input_of_another_split_is_refused_on_all_ranks(num_ranks: int) -> None:
     """A column parallel output of another split: one error, on all ranks, before anything is added."""
+    group = group_of()
     column = ColumnParallelLinear(4, 9, gather_output=False, process_group=group, split=_lopsided(9, group.size))
     row = RowParallelLinear(9, 2, input_is_parallel=True, process_group=group)
     for _ in range(2):
@@ -172,8 +162,11 @@ def input_divided_elsewhere(group: Group) -> None:
         fitting(input_of(2, 9))
 
 
-def own_features_of_another_split(group: Group) -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_heads_that_are_copies_count_once(num_ranks: int) -> None:
     """Heads that are copies on several ranks: the whole is made of the first of each."""
+    group = group_of()
     split = scale_tp.split_heads(4, 1, group.size).key_value
     layer = ColumnParallelLinear(3, 1, bias=False, process_group=group, split=split)
     assert layer.get_master_weight().shape == (1, 3)
@@ -195,8 +188,11 @@ def own_features_of_another_split(group: Group) -> None:
         RowParallelLinear(1, 3, process_group=group, split=split)
 
 
-def survive_copies(group: Group) -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shards_survive_copies_pickles_and_moves(num_ranks: int) -> None:
     """What is known of a parameter outlives a copy, a pickle, a move, and another tensor in its place."""
+    group = group_of()
     layer = RowParallelLinear(5, 3, process_group=group)
     expected = shard_of(layer.weight)
     assert expected.shape == (3, 5)
@@ -223,12 +219,21 @@ def _lopsided(total: int, num_ranks: int) -> Split:
     return Split.of_sizes([total - num_ranks + 1, *[1] * (num_ranks - 1)])
 
 
+@pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_both_layers_are_the_plain_one_to_the_bit(num_ranks: int) -> None:
-    assert run_ranks(both_layers_in_all_ways, num_ranks) == [28] * num_ranks
+    group, checked = group_of(), 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for in_features, out_features in SIZES:
+            for bias in (True, False):
+                for stride in (1, 2) if out_features % 2 == 0 and in_features % 2 == 0 else (1,):
+                    one_of_each(group, in_features, out_features, bias, stride, dtype)
+                    checked += 1
+    assert checked == 28
 
 
-def layers_of_two_axes() -> None:
+@pytest.mark.ranks(4)
+def test_layers_of_different_groups_do_not_mix() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     outer, inner = mesh["outer"], mesh["inner"]
     x = input_of(2, 4)
@@ -249,13 +254,9 @@ def layers_of_two_axes() -> None:
     assert RowParallelLinear(6, 3, input_is_parallel=True, process_group=inner)(inside).shape == (2, 3)
 
 
-def test_layers_of_different_groups_do_not_mix() -> None:
-    run_ranks(layers_of_two_axes, 4)
-
-
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_process_has_the_plain_layer_to_the_bit_without_initialization(kind: Any, dtype: torch.dtype) -> None:
+def test_one_process_has_the_plain_layer_to_the_bit(kind: Any, dtype: torch.dtype) -> None:
     plain = plain_layer(5, 7, True, dtype)
     torch.manual_seed(5)
     layer = kind(5, 7, dtype=dtype)
@@ -270,7 +271,7 @@ def test_one_process_has_the_plain_layer_to_the_bit_without_initialization(kind:
     assert shard_of(layer.weight) is None
 
 
-def test_fairscales_arguments_are_accepted_by_position_and_by_name() -> None:
+def test_fairscales_arguments_are_accepted() -> None:
     names = ["in_features", "out_features", "bias", "gather_output", "init_method", "stride"]
     assert list(inspect.signature(ColumnParallelLinear).parameters)[:6] == names
     names[3] = "input_is_parallel"

@@ -51,7 +51,7 @@ def test_after_a_forward_nothing_is_kept_of_what_was_brought_in() -> None:
     assert model.up.shared_input is model.other.shared_input and model.up.shared_input._inside is None
 
 
-def test_what_was_changed_or_is_used_for_another_purpose_enters_anew() -> None:
+def test_a_changed_input_or_one_of_another_use_enters_again() -> None:
     shared, x = Counting(TWO, 3, "copy"), torch.ones(2)
     shared.to_region(x, READER)
     x.add_(1)

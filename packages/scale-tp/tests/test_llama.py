@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         read_consolidated(tmp_path)
 
 
-def test_an_unknown_name_is_refused_with_the_line_that_tells_how_to_read_it(tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused_with_how_to_read_it(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"lora.weight": torch.full((2, 3), float(rank))}, tmp_path / f"consolidated.{rank:02d}.pth")
     with pytest.raises(ValueError, match=r"lora.weight: no pattern says .*dims=\{\*\*LLAMA_DIMS, .*: 0\}"):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 from scale_tp.attention.load_balance import (
     join_sequence,
     position_ids,
@@ -16,14 +15,14 @@ from scale_tp.attention.load_balance import (
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("length", [0, 1, 3, 7, 12, 29])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_each_position_is_held_once_and_lengths_differ_by_one_at_most(length: int, num_ranks: int, order: str) -> None:
+def test_each_position_is_held_once_and_lengths_are_even(length: int, num_ranks: int, order: str) -> None:
     held = rank_positions(length, num_ranks, order)
     assert sorted(at for ranges in held.ranges for bounds in ranges for at in range(*bounds)) == list(range(length))
     assert sum(held.sizes) == length and max(held.sizes) - min(held.sizes) <= 1
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_in_zigzag_order_all_ranks_have_the_same_number_of_pairs_to_compute(num_ranks: int) -> None:
+def test_in_zigzag_order_all_ranks_have_as_many_pairs(num_ranks: int) -> None:
     pairs = [sum(at + 1 for held in ranges for at in range(*held)) for ranges in rank_positions(24, num_ranks).ranges]
     assert len(set(pairs)) == 1
     if num_ranks > 1:
@@ -59,7 +58,8 @@ def test_a_gradient_of_a_part_is_zero_for_the_other_positions() -> None:
     assert whole.grad is not None and whole.grad.tolist() == [[0, 0, 1, 1, 1, 0]]
 
 
-def _join() -> None:
+@pytest.mark.ranks(3)
+def test_what_was_split_is_joined_again() -> None:
     group = group_of()
     for length, order in ((7, "zigzag"), (8, "contiguous"), (1, "zigzag")):
         whole = torch.arange(2 * length * 3.0).view(2, length, 3)
@@ -77,7 +77,3 @@ def _join() -> None:
             join_sequence(wrong, group, **options)
     with pytest.raises(ValueError, match=r"rank 0: 1 positions of \[2\] each, torch.float32.*rank 1: .*torch.float64"):
         join_sequence(torch.zeros(2, 1, dtype=torch.float64 if group.rank else torch.float32), group)
-
-
-def test_what_was_split_is_joined_again() -> None:
-    run_ranks(_join, 3)

@@ -11,7 +11,7 @@ from scale_tp.async_tp.chunks import matmul_into, product_dtype, to_rows
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_product_into_a_part_of_a_tensor_is_that_of_a_linear_layer(dtype: torch.dtype, has_bias: bool) -> None:
+def test_a_product_into_a_part_of_a_tensor_is_a_linear_layer(dtype: torch.dtype, has_bias: bool) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(2, 5, 16, dtype=dtype), torch.randn(7, 16, dtype=dtype)
     bias = torch.randn(7, dtype=dtype) if has_bias else None

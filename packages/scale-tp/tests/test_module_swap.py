@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.sharded_module import mixed_class
-from scale_core.testing import run_ranks
 from scale_tp.conversion.modules import ColumnParallelMixin, RowParallelMixin
 from scale_tp.layers.base import ParamSharding
 from scale_tp.layers.linear_ops import SharedInput
@@ -87,7 +86,8 @@ def _parallel() -> nn.Module:
     return scale_tp.parallelize(model, {"0": "colwise", "2": "rowwise"}, group_of())
 
 
-def _over_ranks_that_divide() -> None:
+@pytest.mark.ranks(2)
+def test_ddp_over_the_ranks_of_a_layer_is_refused() -> None:
     layers = nn.ModuleDict({"up": scale_tp.ColumnParallelLinear(4, 6, process_group=group_of())})
     for model, name in ((_parallel(), "0.weight"), (layers, "up.weight")):
         before = [param.detach().clone() for param in model.parameters()]
@@ -101,11 +101,8 @@ def _over_ranks_that_divide() -> None:
     plain(torch.ones(1, 4)).sum().backward()
 
 
-def test_distributed_data_parallel_over_the_ranks_of_a_layer_is_refused() -> None:
-    run_ranks(_over_ranks_that_divide, 2)
-
-
-def _clipped_by_torch() -> None:
+@pytest.mark.ranks(2)
+def test_torch_s_own_clipping_measures_the_parts_of_all_ranks() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)).double()
     model, x = _parallel().double(), torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).double()
@@ -115,7 +112,3 @@ def _clipped_by_torch() -> None:
     torch.testing.assert_close(norms[1], norms[0], rtol=1e-10, atol=0)
     bias = model.get_parameter("2.bias").grad  # All ranks have it.
     torch.testing.assert_close(bias, plain.get_parameter("2.bias").grad, rtol=1e-10, atol=0)
-
-
-def test_torch_s_own_clipping_measures_the_parts_of_all_ranks() -> None:
-    run_ranks(_clipped_by_torch, 2)

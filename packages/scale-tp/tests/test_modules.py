@@ -36,7 +36,7 @@ class Deaf(nn.Linear):
     pass
 
 
-def test_linear_layers_are_those_with_torchs_forward_and_transposed_ones() -> None:
+def test_linear_layers_have_torchs_forward_or_are_transposed() -> None:
     assert is_linear(nn.Linear(2, 3)) and is_linear(Deaf(2, 3)) and is_linear(Conv1D(3, 2))
     assert not is_linear(OwnLinear(2, 3)) and not is_linear(nn.Bilinear(2, 2, 2))
     assert output_dim(nn.Linear(2, 3)) == 0 and output_dim(Conv1D(3, 2)) == 1
@@ -74,7 +74,7 @@ def test_an_input_that_is_cut_in_another_way_is_refused() -> None:
         _rows(False)(torch.zeros(1, 3))
 
 
-def test_an_input_that_is_no_tensor_or_of_another_width_is_refused_by_the_layers_name() -> None:
+def test_an_input_of_another_kind_is_refused_by_the_layers_name() -> None:
     for split_input, width in ((False, 2), (True, 5)):
         rows = _rows(split_input)
         with pytest.raises(TypeError, match=rf"'blocks.0.down': expected a tensor \[..., {width}\], got NoneType"):

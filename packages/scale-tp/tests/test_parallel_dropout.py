@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 from scale_tp import ParallelDropout, Split, gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 TWO = Group(1, 2, ranks=(0, 1))
@@ -45,7 +42,8 @@ def test_one_process_has_torchs_dropout_without_initialization() -> None:
     assert torch.equal(ParallelDropout(0.3)(x), expected)
 
 
-def on_a_sequence() -> dict[str, Any]:
+@pytest.mark.ranks(2)
+def test_a_sequence_that_was_divided_by_a_region_needs_no_split() -> None:
     group = group_of()
     x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     torch.manual_seed(3)
@@ -55,11 +53,10 @@ def on_a_sequence() -> dict[str, Any]:
     part = ParallelDropout(0.4, process_group=group)(scatter_to_sequence_parallel_region(x, group))
     found = gather_from_sequence_parallel_region(part, group, to_model_parallel=False)
     (grad,) = torch.autograd.grad(found.square().sum(), x)
-    return {"output": torch.equal(found, expected), "gradient": torch.equal(grad, wanted)}
-
-
-def test_a_sequence_that_was_divided_by_a_region_needs_no_split() -> None:
-    assert run_ranks(on_a_sequence, 2) == [{"output": True, "gradient": True}] * 2
+    assert {"output": torch.equal(found, expected), "gradient": torch.equal(grad, wanted)} == {
+        "output": True,
+        "gradient": True,
+    }
 
 
 def test_a_probability_that_is_none_is_refused() -> None:

@@ -46,7 +46,8 @@ def test_one_process_may_initialize_all_the_same() -> None:
     scale_tp.destroy_model_parallel()
 
 
-def groups_of_the_program_s_own() -> None:
+@pytest.mark.ranks(4)
+def test_a_program_may_divide_layers_between_groups_of_its_own() -> None:
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     own, other = pairs if dist.get_rank() < 2 else pairs[::-1]
     parallel_state.set_axis_group("model", own)
@@ -77,10 +78,6 @@ def groups_of_the_program_s_own() -> None:
     parallel_state.set_axis_group("model", own)
     scale_tp.destroy_model_parallel()
     assert replicas not in process_groups() and own in process_groups()
-
-
-def test_a_program_may_divide_layers_between_groups_of_its_own() -> None:
-    run_ranks(groups_of_the_program_s_own, 4)
 
 
 @pytest.mark.fault(36)

@@ -19,7 +19,6 @@ from scale_core import clip_grad_norm_, group_of, shard_of
 from scale_core.comm.group import Group
 from scale_core.errors import ShardedTensorError
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.modules import RowParallelMixin
 from scale_tp.conversion.parallelize import parallelize
@@ -39,12 +38,6 @@ LORA_PLAN: Plan = {
     "down.lora_B.default": "replicate",
 }
 BUILDERS = {"llama": llama, "gpt2": gpt2}
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
-    ("llama", {"num_key_value_heads": 2, "attn_implementation": "sdpa", "tie_word_embeddings": True}),
-    ("gpt2", {}),
-]
 
 
 def _divided(kind: str, options: dict[str, Any], sequence_parallel: bool = False) -> nn.Module:
@@ -55,31 +48,34 @@ def _divided(kind: str, options: dict[str, Any], sequence_parallel: bool = False
     return parallelize(model, plan, group_of(), sequence_parallel=sequence_parallel)
 
 
-def _models_train_alike(cases: list[tuple[str, dict[str, Any], tuple[bool, ...]]]) -> None:
-    for kind, options, ways in cases:
-        plain = BUILDERS[kind](**options).double()
-        expected = train(plain)
-        for sequence_parallel in ways:
-            model = _divided(kind, options, sequence_parallel)
-            for step, (mine, whole) in enumerate(zip(train(model), expected, strict=True)):
-                torch.testing.assert_close(mine, whole, rtol=0, atol=1e-10, msg=lambda text: f"{kind} {options} {text}")  # noqa: B023
-                assert mine.shape == whole.shape, step
-            state = full_state_dict(model)
-            assert list(state) == list(plain.state_dict())
-            for name, whole in plain.state_dict().items():
-                torch.testing.assert_close(state[name], whole, rtol=0, atol=1e-10)
-
-
+@pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize(
-    ("world", "ways"),  # For each model: without sequence parallelism, with it, or both.
-    [(2, [(False,), (True,), (False,), (False, True)]), (3, [(), (True,), (), ()]), (4, [(True,), (), (), (False,)])],
+    "num_ranks, kind, options, ways",  # Without sequence parallelism, with it, or both.
+    [
+        (2, "llama", {}, [False]),
+        (2, "llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}, [True]),
+        (2, "llama", {"num_key_value_heads": 2, "attn_implementation": "sdpa", "tie_word_embeddings": True}, [False]),
+        (2, "gpt2", {}, [False, True]),
+        (3, "llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}, [True]),
+        (4, "llama", {}, [True]),
+        (4, "gpt2", {}, [False]),
+    ],
 )
-def test_llama_and_gpt2_train_as_on_one_process(world: int, ways: list[tuple[bool, ...]]) -> None:
-    cases = [(*model, chosen) for model, chosen in zip(MODELS, ways, strict=True) if chosen]
-    run_ranks(_models_train_alike, world, cases)
+def test_llama_and_gpt2_train_as_on_one_process(
+    num_ranks: int, kind: str, options: dict[str, Any], ways: list[bool]
+) -> None:
+    plain = BUILDERS[kind](**options).double()
+    expected = train(plain)
+    for sequence_parallel in ways:
+        model = _divided(kind, options, sequence_parallel)
+        torch.testing.assert_close(train(model), expected, rtol=0, atol=1e-10)
+        state = full_state_dict(model)
+        assert list(state) == list(plain.state_dict())
+        torch.testing.assert_close(dict(state), dict(plain.state_dict()), rtol=0, atol=1e-10)
 
 
-def _dtypes_and_norms() -> None:
+@pytest.mark.ranks(2)
+def test_half_precision_is_as_near_as_in_the_plain_model() -> None:
     """In half precision the divided model is as near to the exact one as the plain one is."""
     data = tokens(3)
     exact, plain, model = llama().double(), llama().bfloat16(), llama().bfloat16()
@@ -87,7 +83,12 @@ def _dtypes_and_norms() -> None:
     outputs = [each(input_ids=data).logits.double() for each in (exact, plain, model)]
     error, allowed = ((outputs[which] - outputs[0]).norm() for which in (2, 1))
     assert error <= 1.25 * allowed
-    # Each element counts once in the norm of the gradients, copies of key-value heads too.
+
+
+@pytest.mark.ranks(2)
+def test_each_element_counts_once_in_the_norm_of_the_gradients() -> None:
+    """Copies of key-value heads too."""
+    data = tokens(3)
     plain = llama(num_key_value_heads=1).double()
     model = _divided("llama", {"num_key_value_heads": 1})
     for each in (plain, model):
@@ -98,7 +99,8 @@ def _dtypes_and_norms() -> None:
     torch.testing.assert_close(norm.weight.grad, plain.get_submodule("model.norm").weight.grad, rtol=0, atol=1e-10)
 
 
-def _copies_and_unusual_use() -> None:
+@pytest.mark.ranks(2)
+def test_copies_and_pickles_of_a_divided_model_compute_the_same() -> None:
     data = tokens(1)
     model = _divided("gpt2", {})
     expected = model(input_ids=data).logits
@@ -108,8 +110,11 @@ def _copies_and_unusual_use() -> None:
             if isinstance(module, ParallelModule):
                 for name, param in module.named_parameters(recurse=False):
                     assert shard_of(other.get_submodule(path).get_parameter(name)) == shard_of(param) is not None
-    # Frozen projections, checkpointing, no gradients at all, another length: each as the plain model.
-    plain = gpt2().double()
+
+
+@pytest.mark.ranks(2)
+def test_frozen_and_checkpointed_layers_train_as_the_plain_ones() -> None:
+    data, plain, model = tokens(1), gpt2().double(), _divided("gpt2", {})
     for each in (plain, model):
         each.transformer.h[0].attn.c_attn.weight.requires_grad_(False)
         first = each.transformer.h[0]
@@ -121,15 +126,20 @@ def _copies_and_unusual_use() -> None:
         if shard is None or not shard.axes or grads[name] is None:
             assert (param.grad is None) == (grads[name] is None)
     torch.testing.assert_close(model.transformer.wpe.weight.grad, plain.transformer.wpe.weight.grad, rtol=0, atol=1e-10)
+    # Without gradients, and at another length.
     with torch.inference_mode():
         longer = tokens(2, 11)
         torch.testing.assert_close(model(input_ids=longer).logits, plain(input_ids=longer).logits, rtol=0, atol=1e-10)
-    # Tied before, tied after.
     assert model.lm_head.weight is model.transformer.wte.weight
-    # The state dict of the plain model goes in as it is.
-    again = parallelize(gpt2().double(), GPT2_PLAN, group_of())
-    again.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(again(input_ids=data).logits, plain(input_ids=data).logits, rtol=0, atol=1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_the_plain_state_dict_goes_in_as_it_is() -> None:
+    data, plain, model = tokens(1), gpt2().double(), _divided("gpt2", {})
+    for param in plain.parameters():
+        param.data.mul_(2)
+    model.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(model(input_ids=data).logits, plain(input_ids=data).logits, rtol=0, atol=1e-10)
 
 
 class Styles(nn.Module):
@@ -163,7 +173,8 @@ class Expert(nn.Module):
         return y
 
 
-def _other_styles() -> None:
+@pytest.mark.ranks(2)
+def test_the_less_common_styles_have_the_plain_numbers() -> None:
     plain, model = Styles().double(), Styles().double()
     plan: Plan = {
         "words": "embedding_rowwise",
@@ -180,28 +191,19 @@ def _other_styles() -> None:
     parallelize(model, plan, group_of())
     data = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
     data[0, :2] = torch.tensor([2, 7])
-    outputs = [each(data) for each in (plain, model)]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
-    for output in outputs:
-        (output * torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()).sum().backward()
-    for name, param in model.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        placement, whole = module.shardings[leaf], plain.get_parameter(name).grad
-        expected = placement.local_part(whole, group_of().rank)
-        torch.testing.assert_close(
-            local_tensor(param.grad), expected, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name} {text}"
-        )
+    _same_gradients(plain, model, lambda each: each(data))
 
 
-def _heads_that_stand_together() -> None:
+@pytest.mark.ranks(2)
+def test_projections_of_all_three_head_by_head_are_divided() -> None:
     plain, data = gpt_neox().double(), tokens(0)
     for sequence_parallel in (False, True):
         model = parallelize(gpt_neox().double(), None, group_of(), sequence_parallel=sequence_parallel)
         _same_gradients(plain, model, lambda each: each(input_ids=data).logits)
 
 
-def _stacked_and_whole() -> None:
+@pytest.mark.ranks(2)
+def test_stacked_matrices_keep_the_order_of_full_features() -> None:
     """The outputs in the order of the layer that is not divided, and inputs that come in it."""
     torch.manual_seed(3)
     # One by one: behind each other, they would hide that both take the features in another order.
@@ -225,7 +227,8 @@ class Blocks(nn.Module):
         return y
 
 
-def _summands_within_a_divided_sequence() -> None:
+@pytest.mark.ranks(2)
+def test_summands_within_a_divided_sequence_are_added() -> None:
     plan = {
         "blocks.0.one": "gather",
         "blocks.0.one.up": "local_colwise",
@@ -254,7 +257,8 @@ def _same_gradients(plain: nn.Module, model: nn.Module, act: Any) -> None:
             torch.testing.assert_close(local_tensor(param.grad), expected, rtol=0, atol=1e-10)
 
 
-def _ranks_begin_alike() -> None:
+@pytest.mark.ranks(2)
+def test_ranks_begin_with_the_values_of_the_first() -> None:
     expected = llama()(input_ids=tokens(1)).logits
     model = llama()
     if group_of().rank:  # As from another seed.
@@ -265,7 +269,8 @@ def _ranks_begin_alike() -> None:
     parallelize(nn.Sequential(nn.Linear(3, 4, device="meta")), {"0": "colwise_rep"}, group_of())
 
 
-def _small_layers_beside() -> None:
+@pytest.mark.ranks(2)
+def test_the_plan_for_lora_has_the_plain_numbers() -> None:
     """The plan for LoRA that the guide shows."""
     torch.manual_seed(3)
     plain = Block()
@@ -276,55 +281,46 @@ def _small_layers_beside() -> None:
     _same_gradients(plain, model, lambda each: each(x))
 
 
-def _sizes_that_change() -> None:
-    """Code that takes a part for the whole is seen."""
-    for options in ({}, {"tie_word_embeddings": True}):
-        model = llama(**options)
-        plan = {**model._tp_plan, "model.embed_tokens": "embedding_rowwise"}
-        with pytest.raises(ShardedTensorError, match=r"getitem of a parameter of shape \(37, 24\).*full_tensor\(\)"):
-            parallelize(model, plan, group_of()).resize_token_embeddings(40, mean_resizing=False)
-    for kind, style, changed in (
-        (lambda: nn.Linear(4, 6), "colwise_rep", torch.zeros(4, 4)),
-        (lambda: nn.Linear(4, 6), Style("inputs"), torch.zeros(6, 3)),
-        (lambda: nn.Embedding(4, 6), "embedding_colwise", torch.zeros(4, 5)),
-    ):
-        torch.manual_seed(0)
-        plain, given = kind(), torch.arange(4) if kind().weight.shape[0] == 4 else torch.randn(2, 4)
-        layer = parallelize(copy.deepcopy(plain), style, group_of())  # A style by itself is that of the model.
-        torch.testing.assert_close(layer(given), plain(given))
-        with pytest.raises(ShardedTensorError, match=r"does not fit a parameter of shape"):
-            layer.weight.data = changed
-        with torch._C.DisableTorchFunctionSubclass():
-            layer.weight.data = changed
-        with pytest.raises(ValueError, match=r"change the size of a layer.* before parallelize"):
-            layer(given)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_code_that_takes_a_part_for_the_full_weight_is_seen(tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied)
+    plan = {**model._tp_plan, "model.embed_tokens": "embedding_rowwise"}
+    with pytest.raises(ShardedTensorError, match=r"getitem of a parameter of shape \(37, 24\).*full_tensor\(\)"):
+        parallelize(model, plan, group_of()).resize_token_embeddings(40, mean_resizing=False)
 
 
-def _ranks_differ() -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "layer_type, style, shape",
+    [
+        (nn.Linear, "colwise_rep", (4, 4)),
+        (nn.Linear, Style("inputs"), (6, 3)),
+        (nn.Embedding, "embedding_colwise", (4, 5)),
+    ],
+)
+def test_a_divided_weight_is_not_replaced_by_one_of_another_size(
+    layer_type: Any, style: Any, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    plain = layer_type(4, 6)
+    inputs = torch.arange(4) if layer_type is nn.Embedding else torch.randn(2, 4)
+    layer = parallelize(copy.deepcopy(plain), style, group_of())  # A style by itself is that of the model.
+    torch.testing.assert_close(layer(inputs), plain(inputs))
+    with pytest.raises(ShardedTensorError, match=r"does not fit a parameter of shape"):
+        layer.weight.data = torch.zeros(shape)
+    with torch._C.DisableTorchFunctionSubclass():
+        layer.weight.data = torch.zeros(shape)
+    with pytest.raises(ValueError, match=r"change the size of a layer.* before parallelize"):
+        layer(inputs)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_models_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 6 + group_of().rank), nn.ReLU())
     with pytest.raises(ValueError, match=r"rank 0: parallelize: .*\(6, 4\).*rank 1: parallelize: .*\(7, 4\)"):
         parallelize(model, {"0": "colwise"}, group_of())
     assert type(model[0]) is nn.Linear
-
-
-def _stories() -> None:
-    for story in (
-        _dtypes_and_norms,
-        _copies_and_unusual_use,
-        _other_styles,
-        _heads_that_stand_together,
-        _stacked_and_whole,
-        _summands_within_a_divided_sequence,
-        _ranks_begin_alike,
-        _small_layers_beside,
-        _sizes_that_change,
-        _ranks_differ,
-    ):
-        story()
-
-
-def test_two_ranks_keep_what_a_module_can_do() -> None:
-    run_ranks(_stories, 2)
 
 
 # What is refused is refused before anything is sent, so one process can play a rank of several.
@@ -371,7 +367,7 @@ def _refused(
     assert all(before[name] is param for name, param in model.named_parameters())
 
 
-def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_changed() -> None:
+def test_a_plan_that_does_not_fit_is_refused() -> None:
     block = nn.Sequential(Block())
     _refused(block, {"0.upp": "colwise"}, r"'0.upp' matches none of the 5 modules; near it are '0.up'")
     _refused(
@@ -412,7 +408,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_changed() -> None:
     _refused(block, {"0.up": "colwise"}, r"expected one nn.ModuleList of blocks that holds all", sequence_parallel=True)
 
 
-def test_an_optimizer_that_was_built_before_is_refused_when_it_steps() -> None:
+def test_an_optimizer_built_before_is_refused_when_it_steps() -> None:
     """It holds the full parameters, which nobody uses any more, and would train nothing."""
     model = nn.Sequential(Block())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -456,7 +452,9 @@ class NormedBlock(nn.Module):
         return y
 
 
-def _torchs_own_plan() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_block_that_holds_its_norm_has_the_plain_numbers(num_ranks: int) -> None:
     torch.manual_seed(0)
     plain = NormedBlock().double()
     model = parallelize(copy.deepcopy(plain), {"up": "colwise", "down": "rowwise"}, group_of())
@@ -467,11 +465,6 @@ def _torchs_own_plan() -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert type(model.norm) is nn.LayerNorm and not isinstance(model.head, ParallelModule)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_torchs_own_plan_for_a_block_that_holds_its_norm_gives_the_plain_models_numbers(num_ranks: int) -> None:
-    run_ranks(_torchs_own_plan, num_ranks)
 
 
 class HeadNorm(nn.Module):
@@ -527,9 +520,7 @@ class UnnamedHeads(nn.Module):
         ({"stem": nn.Conv1d(3, 4, 2), "channels": nn.BatchNorm1d(4), "words": nn.Embedding(9, 2)}, None),
     ],
 )
-def test_parameters_of_the_size_of_a_head_are_found_where_no_attribute_says_it(
-    beside: Mapping[str, nn.Module], refused: str | None
-) -> None:
+def test_parameters_of_the_size_of_a_head_need_a_style(beside: Mapping[str, nn.Module], refused: str | None) -> None:
     plan = {"wq": "colwise", "wo": "rowwise"}
     if refused is not None:
         _refused(UnnamedHeads(beside), plan, refused)
@@ -566,7 +557,7 @@ def test_a_part_of_the_sequence_that_nobody_has_is_refused() -> None:
     _refused(blocks, summing, r"'blocks.0' sums what its ranks give, and each has another part", sequence_parallel=True)
 
 
-def test_attention_that_no_rule_fits_is_refused_with_the_rule_to_write() -> None:
+def test_attention_without_a_rule_is_refused_with_one_to_write() -> None:
     model = nn.Sequential(Attention())
     _refused(
         model,
@@ -581,7 +572,7 @@ def test_attention_that_no_rule_fits_is_refused_with_the_rule_to_write() -> None
     _refused(few, {"0.q_proj": "colwise"}, r"'0': expected at least one head for each of 2 ranks, got 1 heads")
 
 
-def test_a_divided_model_is_not_divided_again_nor_between_other_ranks() -> None:
+def test_a_divided_model_is_not_divided_again() -> None:
     # One rank alone has nobody to divide with, so this is done by hand.
     for group, message in (
         (TWO, r"'0.down' is divided already"),
@@ -604,7 +595,7 @@ def test_on_one_rank_nothing_changes() -> None:
     assert [(type(module), id(module)) for module in model.modules()] == before
 
 
-def test_a_carried_plan_that_leaves_all_layers_whole_says_what_it_divides() -> None:
+def test_a_carried_plan_that_divides_no_block_is_refused() -> None:
     config = transformers.GptOssConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=4,
         num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, layer_types=["full_attention"],
@@ -624,7 +615,8 @@ def test_a_carried_plan_that_leaves_all_layers_whole_says_what_it_divides() -> N
     parallelize(llama(), None, Group())
 
 
-def see_memory_and_attributes() -> None:
+@pytest.mark.ranks(2)
+def test_shared_memory_is_refused_and_attributes_stay() -> None:
     plan: Plan = {"0": "embedding_rowwise", "1": "colwise_gather_output"}
     model = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 10, bias=False))
     model[1].weight.data = model[0].weight.data
@@ -644,7 +636,3 @@ def see_memory_and_attributes() -> None:
 
     init_as_full(model, mark)
     assert model[1].weight._initialized and set(vars(model[1].weight)) <= {"_initialized", "_shard_spec"}
-
-
-def test_shared_memory_is_refused_and_attributes_stay() -> None:
-    run_ranks(see_memory_and_attributes, 2)

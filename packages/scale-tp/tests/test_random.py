@@ -31,7 +31,7 @@ def seeded(seed: int, count: int) -> list[Tensor]:
     return [torch.rand(3) for _ in range(count)]
 
 
-def test_a_stream_is_what_its_seed_gives_and_leaves_the_others_alone() -> None:
+def test_a_stream_is_what_its_seed_gives_and_changes_no_other() -> None:
     first, second = seeded(11, 2), seeded(22, 2)
     torch.manual_seed(11)
     streams = RNGStatesTracker()
@@ -170,7 +170,7 @@ def draw_on_each_rank() -> tuple[list[float], list[float]]:
     return torch.rand(2).tolist(), own
 
 
-def test_ranks_draw_alike_but_in_the_stream_of_their_part_of_the_model() -> None:
+def test_ranks_draw_alike_but_in_their_part_of_the_model() -> None:
     (same, first), (also, second), *replica = run_ranks(draw_on_each_rank, 4)
     assert same == also
     assert first != second
@@ -202,7 +202,7 @@ def dropped(folder: Path, resumed: bool) -> tuple[list[Tensor], dict[str, Any]]:
     return found, objects["streams"].state_dict()
 
 
-def test_a_resumed_training_drops_what_the_uninterrupted_one_does(tmp_path: Path) -> None:
+def test_a_resumed_training_drops_what_an_uninterrupted_does(tmp_path: Path) -> None:
     expected = run_ranks(dropped, 2, tmp_path, False)
     for (ours, state), (theirs, its) in zip(run_ranks(dropped, 2, tmp_path, True), expected, strict=True):
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import GPT2_PLAN
 from scale_tp.layers.base import ParallelModule
@@ -24,7 +23,7 @@ def _randomness(rank: int, size: int = 2) -> RegionRNG:
     return RegionRNG(Group(rank, size, None, "fake", tuple(range(size))))
 
 
-def test_inside_ranks_draw_differently_and_outside_alike_however_much_they_drew() -> None:
+def test_inside_ranks_draw_differently_and_outside_alike() -> None:
     inside, outside = [], []
     for rank in range(3):
         torch.manual_seed(4)
@@ -48,7 +47,7 @@ def test_the_same_random_state_draws_the_same_again() -> None:
     assert found[0] == found[1]
 
 
-def test_where_nothing_can_be_dropped_the_random_state_is_not_touched() -> None:
+def test_without_dropout_the_random_state_is_not_touched() -> None:
     module, divided = nn.Module(), _randomness(0)
     module.attention_dropout, module.drop = 0.0, nn.Dropout(0.0)
     assert not has_dropout(module)
@@ -68,7 +67,7 @@ def test_where_nothing_can_be_dropped_the_random_state_is_not_touched() -> None:
     assert torch.equal(torch.get_rng_state(), within)
 
 
-def test_an_error_inside_leaves_the_numbers_of_all_ranks_where_they_were() -> None:
+def test_an_error_inside_leaves_the_numbers_of_all_ranks() -> None:
     divided, states = _randomness(0), []
     for fails in (False, True):
         torch.manual_seed(1)
@@ -100,7 +99,16 @@ def test_copies_have_not_entered() -> None:
     divided.exit()
 
 
-def _models_with_dropout_stay_alike() -> None:
+class _Recomputed:
+    def __init__(self, forward: object) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+@pytest.mark.ranks(2)
+def test_replicated_parameters_stay_equal_under_dropout() -> None:
     """Three heads on two ranks draw different numbers of elements; what is not divided has to stay equal."""
     for sequence_parallel, recompute in ((False, False), (False, True), (True, True)):
         torch.manual_seed(7)
@@ -124,18 +132,6 @@ def _models_with_dropout_stay_alike() -> None:
                     numbers.append(param.detach().view(torch.int32).sum().item())
         rows = exchange(numbers, group_of())
         assert rows[0] == rows[1], (sequence_parallel, recompute)
-
-
-class _Recomputed:
-    def __init__(self, forward: object) -> None:
-        self.forward = forward
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-
-
-def test_parameters_that_are_not_divided_stay_equal_under_dropout() -> None:
-    run_ranks(_models_with_dropout_stay_alike, 2)
 
 
 def test_a_module_without_dropout_is_told_by_its_attributes() -> None:

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from scale_core.comm.group import group_of
 from scale_core.errors import ShardedTensorError
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.replica_check import check_first_forward
 from scale_tp.layers.full_init import init_as_full
 
+IDS = torch.arange(8)[None]
 PLAN = {"unused": "colwise_rep", "up": "colwise", "down": "rowwise", "words": "embedding_rowwise"}
 
 
@@ -65,47 +65,56 @@ APART: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def _first_forwards() -> None:
-    ids = torch.arange(8)[None]
-    for change in ALIKE.values():
-        model = _divided()
-        torch.manual_seed(1)
-        change(model)
-        with pytest.raises(
-            RuntimeError, match=r"the ranks \[0, 1\] hold the same numbers in \d of \d .*'words.weight'"
-        ):
-            model(ids)
-        assert not any(module._forward_pre_hooks for module in (model.up, model.down))
-    with pytest.raises(ShardedTensorError, match=r"chunk of a parameter of shape \(8, 6\)"):
-        fully_shard(_divided())  # It would take one rank's part for the other's.
-    for change in APART.values():
-        model = _divided()
-        torch.manual_seed(1)
-        change(model)
-        for each in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-            with pytest.raises(IndexError):
-                each(ids + 1)  # A forward that fails has not been the first one.
-            each(ids)
-            assert not any(module._forward_pre_hooks for module in (each.words, each.up, each.down))
-    # It is the first one that is looked at.
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", ALIKE)
+def test_ranks_that_hold_the_same_as_their_parts_say_so(change: str) -> None:
+    model = _divided()
+    torch.manual_seed(1)
+    ALIKE[change](model)
+    with pytest.raises(RuntimeError, match=r"the ranks \[0, 1\] hold the same numbers in \d of \d .*'words.weight'"):
+        model(IDS)
+    assert not any(module._forward_pre_hooks for module in (model.up, model.down))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", APART)
+def test_ranks_that_hold_their_parts_are_looked_at_once(change: str) -> None:
+    model = _divided()
+    torch.manual_seed(1)
+    APART[change](model)
+    for divided in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        with pytest.raises(IndexError):
+            divided(IDS + 1)  # A forward that fails has not been the first one.
+        divided(IDS)
+        assert not any(module._forward_pre_hooks for module in (divided.words, divided.up, divided.down))
     _sent(model)
-    model(ids)
-    # A part of the weights may be alike in a model that is made of repeated ones.
+    model(IDS)
+
+
+@pytest.mark.ranks(2)
+def test_a_part_of_the_weights_may_be_alike() -> None:
+    """As in a model that is made of repeated ones."""
     model = _divided()
     dist.broadcast(model.up.weight.to_local().data, 0)
     with pytest.warns(UserWarning, match=r"hold the same numbers in 1 of 3 divided weights \('up.weight'\)"):
-        model(ids)
-    # What a compiler traces is looked at when it first runs without one.
+        model(IDS)
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_model_is_checked_when_it_first_runs_plain() -> None:
     model = _divided()
     _sent(model)
     with torch.no_grad():
-        torch.compile(model, backend="eager")(ids)
+        torch.compile(model, backend="eager")(IDS)
     with pytest.raises(RuntimeError, match="hold the same numbers"):
-        model(ids)
+        model(IDS)
 
 
-def test_ranks_that_hold_the_same_in_place_of_their_parts_say_so() -> None:
-    run_ranks(_first_forwards, 2)
+@pytest.mark.ranks(2)
+def test_fsdp2_around_divided_layers_is_refused() -> None:
+    """It would take one rank's part for the other's."""
+    with pytest.raises(ShardedTensorError, match=r"chunk of a parameter of shape \(8, 6\)"):
+        fully_shard(_divided())
 
 
 def test_one_process_has_nothing_to_compare() -> None:

@@ -28,7 +28,7 @@ CASES = [
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [1, 5, 8, 21])
-def test_the_blocks_of_all_ranks_are_the_pairs_that_attention_looks_at(length: int, causal: bool, order: str) -> None:
+def test_blocks_of_all_ranks_are_the_pairs_attention_looks_at(length: int, causal: bool, order: str) -> None:
     held = rank_positions(length, 3, order).ranges
     at = [[position for bounds in ranges for position in range(*bounds)] for ranges in held]
     seen = torch.zeros(length, length, dtype=torch.int64)
@@ -41,7 +41,7 @@ def test_the_blocks_of_all_ranks_are_the_pairs_that_attention_looks_at(length: i
     assert torch.equal(seen, expected.tril() if causal else expected)
 
 
-def test_in_zigzag_order_every_step_of_every_rank_is_one_block_of_the_same_size() -> None:
+def test_in_zigzag_order_every_step_is_one_block_of_one_size() -> None:
     held = rank_positions(32, 4).ranges
     for queries in range(4):
         for keys in range(4):
@@ -67,7 +67,7 @@ def _equals_whole(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_output_and_gradients_equal_attention_over_the_whole_sequence(world: int) -> None:
+def test_output_and_gradients_equal_full_attention(world: int) -> None:
     run_ranks(_equals_whole, world, CASES)
 
 
@@ -75,7 +75,8 @@ def test_one_process_needs_no_initialization() -> None:
     _equals_whole(CASES)
 
 
-def _wrong_use() -> None:
+@pytest.mark.ranks(2)
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
     group = group_of()
     query, key = torch.randn(2, 4, 5, 6), torch.randn(2, 2, 5, 6)
     with pytest.raises(ValueError, match=r"expected heads that are a multiple of the key-value heads"):
@@ -99,10 +100,6 @@ def _wrong_use() -> None:
         ring_attention(uneven, uneven, uneven, group)
     # And nothing is broken by that.
     _equals_whole([Case()])
-
-
-def test_bad_input_is_refused_before_anything_is_sent() -> None:
-    run_ranks(_wrong_use, 2)
 
 
 def test_a_padding_mask_is_of_the_whole_sequence() -> None:
@@ -133,7 +130,7 @@ def test_half_precision_is_computed_in_fp32_and_rounded_once() -> None:
         assert (mine == whole.bfloat16()).float().mean() > 0.99
 
 
-def test_autocast_chooses_the_dtype_and_leaves_the_computation_alone() -> None:
+def test_autocast_chooses_the_dtype_only() -> None:
     case = Case(length=9, dtype=torch.float32)
     query, key, value, _ = case.inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):

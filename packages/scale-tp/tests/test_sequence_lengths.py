@@ -23,14 +23,14 @@ def test_a_world_of_one_has_the_whole_sequence() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_sequences_can_be_confused_exactly_where_some_rank_has_as_much_of_both(num_ranks: int) -> None:
+def test_sequences_are_confused_where_a_rank_has_both_alike(num_ranks: int) -> None:
     for first, second in itertools.combinations(range(13), 2):
         one, other = even_sizes(first, num_ranks), even_sizes(second, num_ranks)
         assert is_ambiguous([one, other]) == any(a == b for a, b in zip(one, other, strict=True))
     assert not is_ambiguous([])
 
 
-def test_lengths_are_remembered_however_often_one_of_them_was_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_remembered_however_often_one_was_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that is recomputed asks for the length of a forward that many divisions of another one followed."""
     known, other = sequence_lengths._RecordedLengths(), sequence_lengths._RecordedLengths()  # Those of two ranks.
     for each in (known, other):
@@ -76,11 +76,12 @@ def count_questions() -> tuple[int, int, int]:
         sequence_lengths.exchange = exchange
 
 
-def test_ranks_ask_each_other_only_where_one_of_them_can_not_know() -> None:
+def test_ranks_ask_each_other_only_where_one_can_not_know() -> None:
     assert run_ranks(count_questions, 2) == [(3, 0, 5)] * 2
 
 
-def of_a_loader() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_parts_of_a_loader_are_known_by_recorded_lengths() -> None:
     """Parts that a loader has divided, of lengths that confuse: through two layers each, as in a training loop."""
     group, found = group_of(), []
     options = {"sequence_parallel": True, "process_group": group}
@@ -92,11 +93,7 @@ def of_a_loader() -> list[bool]:
             scale_tp.record_sequence_lengths(sizes, group)
             hidden = down(up(part)) + part
             found.append(tuple(down(up(hidden)).shape) == tuple(part.shape) and up(part).shape[1] == sum(sizes))
-    return found
-
-
-def test_parts_of_a_loader_of_data_are_known_by_the_lengths_that_were_recorded() -> None:
-    assert run_ranks(of_a_loader, 2) == [[True] * 10] * 2
+    assert found == [True] * 10
 
 
 def test_lengths_that_are_recorded_are_those_of_all_ranks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any
+from unittest import mock
 
 import emulated_ranks as emulated
 import pytest
@@ -14,7 +15,6 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
-from scale_core.testing import run_ranks
 from scale_tp import (
     ParallelLayerNorm,
     ParallelRMSNorm,
@@ -86,7 +86,14 @@ def compare(plain: nn.Module, ours: nn.Module, group: Group) -> None:
             assert torch.equal(param.grad, params[name].grad), name
 
 
-def on_parts_of_a_sequence() -> None:
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_each_rank_gets_the_gradient_of_the_whole_sequence(num_ranks: int) -> None:
     group = group_of()
     for plain_kind, kind, options in KINDS.values():
         ours = kind(3, process_group=group, **options)
@@ -96,20 +103,18 @@ def on_parts_of_a_sequence() -> None:
             shard = shard_of(param)
             assert [axis.placement for axis in shard.axes] == [Placement.REPLICATE]
             assert (shard.start, shard.stop, shard.shape) == (0, 3, (3,))
-    own = OwnNorm()
+
+
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_norm_of_ones_own_is_registered_in_place(num_ranks: int) -> None:
+    group, own = group_of(), OwnNorm()
     weight = own.weight
     assert register_grad_all_reduce(own, group) is own
-    assert isinstance(own, OwnNorm)
-    assert type(own).__name__ == "OwnNorm"
+    assert isinstance(own, OwnNorm) and type(own).__name__ == "OwnNorm"
     assert own.weight is weight
     compare(OwnNorm(), own, group)
     assert own.weight is weight
-    with pytest.raises(ValueError, match="OwnNorm are summed already: once is enough"):
-        register_grad_all_reduce(own, group)
-    with pytest.raises(
-        ValueError, match="got a RowParallelLinear that is divided between them, and sums what has to be"
-    ):
-        register_grad_all_reduce(RowParallelLinear(3, 3, process_group=group), group)
     assert f"gradients summed over {group.size} ranks" in repr(own)
     buffer = io.BytesIO()
     torch.save(own, buffer)
@@ -118,43 +123,32 @@ def on_parts_of_a_sequence() -> None:
         other.zero_grad()
         assert shard_of(other.weight) == shard_of(weight)
         compare(OwnNorm(), other, group)
-    one_message(group)
-    after_an_error(own)
-    parametrized_later(group)
-
-
-def one_message(group: Group) -> None:
-    """All parameters of a norm together."""
-    sent = []
-    sum_over = regions_module.all_reduce_sum
-    regions_module.all_reduce_sum = lambda tensor, ranks: sent.append(tensor.numel()) or sum_over(tensor, ranks)  # type: ignore
-    norm = ParallelLayerNorm(3, process_group=group)
-    norm(torch.randn(2, 3)).sum().backward()
-    regions_module.all_reduce_sum = sum_over
-    assert sent == [6]
-
-
-def after_an_error(own: OwnNorm) -> None:
     with pytest.raises(RuntimeError, match="must match"):
         own(torch.ones(2, 7))
-    assert isinstance(own.weight, nn.Parameter)
+    assert isinstance(own.weight, nn.Parameter)  # After an error, too.
 
 
-class Double(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
+@pytest.mark.ranks(2)
+def test_gradients_are_summed_once_and_in_one_message() -> None:
+    group, own = group_of(), register_grad_all_reduce(OwnNorm(), group_of())
+    with pytest.raises(ValueError, match="OwnNorm are summed already: once is enough"):
+        register_grad_all_reduce(own, group)
+    with pytest.raises(
+        ValueError, match="got a RowParallelLinear that is divided between them, and sums what has to be"
+    ):
+        register_grad_all_reduce(RowParallelLinear(3, 3, process_group=group), group)
+    norm, sum_over = ParallelLayerNorm(3, process_group=group), regions_module.all_reduce_sum
+    with mock.patch.object(regions_module, "all_reduce_sum", wraps=sum_over) as sums:
+        norm(torch.randn(2, 3)).sum().backward()
+    assert [call.args[0].numel() for call in sums.call_args_list] == [6]
 
 
-def parametrized_later(group: Group) -> None:
-    norm = ParallelLayerNorm(3, process_group=group)
+@pytest.mark.ranks(2)
+def test_a_norm_that_is_parametrized_later_is_refused() -> None:
+    norm = ParallelLayerNorm(3, process_group=group_of())
     register_parametrization(norm, "weight", Double())
     with pytest.raises(ValueError, match=r"weight has been taken away, as by a parametrization: parametrize no module"):
         norm(torch.ones(2, 3))
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_each_rank_gets_the_gradient_of_the_whole_sequence(num_ranks: int) -> None:
-    run_ranks(on_parts_of_a_sequence, num_ranks)
 
 
 def test_what_is_no_module_is_refused() -> None:

@@ -40,7 +40,7 @@ def _model() -> nn.Module:
     return model
 
 
-def test_it_goes_over_the_blocks_and_norms_in_them_compute_on_a_part() -> None:
+def test_norms_in_the_blocks_compute_on_a_part() -> None:
     region = _found(_model())
     assert region.path == "blocks" and len(region.blocks) == 2
     assert list(region.replicated) == ["blocks.0.norm", "blocks.1.norm"]
@@ -60,7 +60,7 @@ def test_a_model_without_one_list_of_blocks_is_refused() -> None:
         _found(two)
 
 
-def test_a_module_of_which_it_is_not_known_what_it_computes_on_is_refused() -> None:
+def test_a_module_of_unknown_computation_is_refused() -> None:
     between = _model()
     between.blocks[1].feed.norm = nn.LayerNorm(6)
     with pytest.raises(ValueError, match=r"'blocks.1.feed.norm' \(LayerNorm\) is between divided layers"):
@@ -136,7 +136,7 @@ def test_without_dropout_the_random_state_is_not_touched() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_block_that_is_called_in_another_way_is_refused_with_what_to_do() -> None:
+def test_a_block_called_in_another_way_is_refused_with_a_fix() -> None:
     model = _passing(0)
     with pytest.raises(
         TypeError, match=r"to be given the sequence as its first argument, .* got states, mask: pass it"
@@ -144,7 +144,7 @@ def test_a_block_that_is_called_in_another_way_is_refused_with_what_to_do() -> N
         model.blocks[0](states=torch.zeros(1, 4, 2), mask=None)
 
 
-def test_blocks_that_drop_are_not_called_outside_of_the_models_forward() -> None:
+def test_blocks_with_dropout_are_refused_outside_the_forward() -> None:
     """Behind the last one nobody would lead the ranks back to the same random numbers."""
     model = _passing(0)
     with pytest.raises(RuntimeError, match=r"'blocks' drops something, and its first block was called outside of the"):

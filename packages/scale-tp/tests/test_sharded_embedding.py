@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import group_of
-from scale_core.testing import run_ranks
 from scale_tp import parallelize
 from scale_tp.conversion.modules import is_embedding
 
@@ -21,7 +20,9 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 3.0
 
 
-def words_are_divided() -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.fault(90)
+def test_words_of_a_divided_embedding_are_the_plain_ones() -> None:
     group = group_of()
     ids = torch.tensor([[0, 6, 2, 2, 5], [6, 3, 6, 1, 0]])
     for kind in (nn.Embedding, Scaled):
@@ -52,11 +53,6 @@ def words_are_divided() -> None:
     counting = nn.Sequential(nn.Embedding(7, 5, scale_grad_by_freq=True))
     with pytest.raises(ValueError, match="'0': scale_grad_by_freq counts words"):
         parallelize(counting, {"0": "embedding_rowwise"}, group)
-
-
-@pytest.mark.fault(90)
-def test_words_of_a_divided_embedding_are_the_plain_ones_with_any_padding() -> None:
-    run_ranks(words_are_divided, 2)
 
 
 def test_what_is_an_embedding() -> None:

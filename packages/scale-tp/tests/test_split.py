@@ -18,7 +18,7 @@ def held(split: Split) -> list[list[int]]:
 
 
 @given(SIZES, RANKS)
-def test_even_sizes_differ_by_one_at_most_and_the_larger_come_first(total: int, num_ranks: int) -> None:
+def test_even_sizes_differ_by_one_and_the_larger_come_first(total: int, num_ranks: int) -> None:
     sizes = even_sizes(total, num_ranks)
     assert len(sizes) == num_ranks
     assert sum(sizes) == total
@@ -92,7 +92,7 @@ def test_of_copies_the_first_counts() -> None:
     assert torch.equal(split.join([split.take(whole, rank) for rank in range(4)]), whole)
 
 
-def test_ranges_that_have_something_in_common_are_the_same_or_refused() -> None:
+def test_ranges_in_common_are_the_same_or_refused() -> None:
     """Put together, they would be more than the whole."""
     with pytest.raises(ValueError, match=r"the same or to have nothing in common, got \[2, 5\) beside .* reach to 3"):
         Split(5, (((0, 3),), ((2, 5),)))

@@ -52,19 +52,17 @@ def change(average: nn.Module, model: nn.Module) -> None:
     state["second_head.weight"].data.mul_(2)
 
 
-def changed_as_plain() -> list[str]:
+@pytest.mark.ranks("world")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_averages_through_the_state_are_those_of_plain_pytorch(world):
     expected, model = Net(0), divided(0)
     change(expected, Net(1))
     change(model, divided(1))
-    return differences(model, expected)
+    assert not differences(model, expected)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_averages_through_the_state_are_those_of_plain_pytorch(world):
-    assert not any(run_ranks(changed_as_plain, world))
-
-
-def one_tensor_each() -> list[str]:
+@pytest.mark.ranks(2)
+def test_tied_layers_share_a_tensor_and_copies_do_not_write():
     """Tied names share a tensor, also in a given destination; files and copies are plain."""
     model, wrong = divided(), []
     state = model.state_dict()
@@ -88,11 +86,7 @@ def one_tensor_each() -> list[str]:
         expected.up.weight.zero_()
     if {type(value) for value in loaded.values()} != {Tensor}:
         wrong.append("a file has other types than tensors")
-    return wrong + differences(model, expected)
-
-
-def test_tied_layers_share_a_tensor_and_copies_do_not_write():
-    assert not any(run_ranks(one_tensor_each, 2))
+    assert not wrong + differences(model, expected)
 
 
 def after_a_step() -> list[str]:

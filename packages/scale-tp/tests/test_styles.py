@@ -49,14 +49,14 @@ def test_names_near_one_that_matches_nothing_are_listed() -> None:
         resolve_styles({"zzz": "colwise"}, NAMES)
 
 
-def test_a_plan_that_a_model_carries_may_speak_of_what_it_does_not_have() -> None:
+def test_a_carried_plan_may_name_what_the_model_lacks() -> None:
     plan = {"experts": "moe_tp_experts", "norm": "replicate"}
     assert list(resolve_styles(plan, NAMES, needs_all=False)) == ["norm"]
     with pytest.raises(ValueError, match=r"the style 'moe_tp_experts' is not supported"):
         resolve_styles(plan, [*NAMES, "experts"], needs_all=False)
 
 
-def test_styles_are_given_by_name_or_as_they_are_in_the_order_of_the_modules() -> None:
+def test_styles_are_given_by_name_in_the_order_of_the_modules() -> None:
     own = Style("outputs", output="part", stacked=3)
     assert resolve_styles({"norm": own, "embed_tokens": "embedding_rowwise"}, NAMES) == {
         "embed_tokens": Style("words"),
@@ -120,7 +120,7 @@ CARRIED: Plan = {
 }
 
 
-def test_of_a_carried_plan_that_is_not_supported_what_is_left_is_shown() -> None:
+def test_an_unsupported_carried_plan_shows_what_is_left() -> None:
     names = ["", *(f"layers.0.{name}" for name in ("q", "experts", "experts.up", "experts_too"))]
     with pytest.raises(
         ValueError, match=r"plan that Net carries asks for 'moe_tp_experts' of .*divides experts"
@@ -136,7 +136,7 @@ def test_of_a_carried_plan_that_is_not_supported_what_is_left_is_shown() -> None
     check_model_plan("Net", CARRIED, ["layers.0.q"])
 
 
-def test_a_carried_plan_that_matches_nothing_is_refused_with_the_names_that_there_are() -> None:
+def test_a_carried_plan_that_matches_nothing_is_refused() -> None:
     names = ["", "base_model", "base_model.model.layers.0.q", "base_model.model.layers.0.q.base_layer"]
     with pytest.raises(
         ValueError,

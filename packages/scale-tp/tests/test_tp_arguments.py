@@ -8,7 +8,7 @@ import scale_tp
 from scale_tp import ColumnParallelLinear, ParallelEmbedding, parallelize, ring_attention
 
 
-def test_a_wrong_argument_is_told_by_name_before_anything_has_changed() -> None:
+def test_a_wrong_argument_is_refused_before_a_change() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     heads = torch.ones(1, 2, 4, 8)
     plan = {"0": "colwise"}

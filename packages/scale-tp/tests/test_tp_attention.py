@@ -10,7 +10,6 @@ from torch import Tensor
 
 from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 from scale_tp.attention.ring import ring_attention
 from scale_tp.layers.attention import ParallelAttention
 from scale_tp.state_dict import full_state_dict
@@ -49,7 +48,9 @@ def _train(model: ParallelAttention, part: slice) -> list[Tensor]:
     return found
 
 
-def _equals_whole() -> None:
+@pytest.mark.ranks("world")
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_trains_as_on_one_process(world: int) -> None:
     group = group_of()
     sizes = [5 // group.size + (rank < 5 % group.size) for rank in range(group.size)]
     part = slice(sum(sizes[: group.rank]), sum(sizes[: group.rank + 1]))
@@ -70,11 +71,6 @@ def _equals_whole() -> None:
         torch.manual_seed(3)
         meta.reset_parameters()
         assert all(torch.equal(value, before[name]) for name, value in full_state_dict(meta).items())
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_it_trains_as_on_one_process(world: int) -> None:
-    run_ranks(_equals_whole, world)
 
 
 def test_any_attention_of_this_rank_s_heads_may_compute() -> None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from scale_core.comm import collectives
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import group_of
-from scale_core.testing import run_ranks
 from scale_tp import (
     GPT2_PLAN,
     ColumnParallelLinear,
@@ -112,7 +111,9 @@ def halves(num_sums: int) -> tuple[dict[str, int], dict[str, int]]:
     return both, both | {"sum": num_sums}
 
 
-def _layers() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_block_of_our_layers_takes_two_sums_each_way(num_ranks: int) -> None:
     group = group_of()
     for key_value_heads, bias in ((4, False), (4, True), (1, True)):
         # Copies of keys and values: for each of them the weight's and the bias's gradients.
@@ -132,7 +133,9 @@ def _layers() -> None:
         assert per_block(parts, torch.randn(2, length, 8).requires_grad_()) == (expected[0], expected[1] | copies)
 
 
-def _models_of_transformers() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_blocks_of_transformers_take_two_sums_each_way(num_ranks: int) -> None:
     words = torch.randint(37, (2, 7), generator=torch.Generator().manual_seed(0))
     group = group_of(dist.new_group())  # One that has not heard of other lengths, with which these may be confused.
     few: Any = {"num_key_value_heads": 1, "attention_bias": True}
@@ -153,13 +156,3 @@ def _models_of_transformers() -> None:
             return parallelize(model, GPT2_PLAN, group, sequence_parallel=sequence_parallel)
 
         assert per_block(build_gpt2, words) == (halves(4) if sequence_parallel else PLAIN)
-
-
-def _stories() -> None:
-    _layers()
-    _models_of_transformers()
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_block_takes_two_sums_in_each_direction(num_ranks: int) -> None:
-    run_ranks(_stories, num_ranks)

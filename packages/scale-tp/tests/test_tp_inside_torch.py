@@ -15,7 +15,6 @@ import scale_tp
 from scale_core import compat
 from scale_core.comm.group import Group, group_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 
 
 class Block(nn.Module):
@@ -40,29 +39,10 @@ def gradients(block: Block, call: Any, x: Tensor, params: Iterable[Tensor] | Non
     return [output.detach(), *torch.autograd.grad(output.square().sum(), of)]
 
 
-def in_all_places() -> None:
-    group = group_of()
-    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
-    for sequence_parallel in (False, True):
-        block = Block(group, sequence_parallel)
-        expected = gradients(block, block, x)
-        compiled = torch.compile(block, backend="eager")
-        for call in (lambda part, block=block: checkpoint(block, part, use_reentrant=False), compiled):
-            for one, other in zip(gradients(block, call, x), expected, strict=True):
-                assert torch.equal(one, other)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = gradients(block, block.up, x, block.up.parameters())
-        assert found[0].dtype == torch.bfloat16
-        assert all(grad.dtype == torch.float32 for grad in found[1:])
-        with torch.inference_mode():
-            part = scale_tp.scatter_to_sequence_parallel_region(x, group) if sequence_parallel else x
-            assert torch.equal(block(part), expected[0])
-    nothing(group)
-    gradients_of_gradients(group)
-
-
-def nothing(group: Group) -> None:
+@pytest.mark.ranks(2)
+def test_inputs_and_layers_without_elements_pass() -> None:
     """Batches, sequences and layers without elements, on some ranks or on all."""
+    group = group_of()
     for sequence_parallel in (False, True):
         block = Block(group, sequence_parallel)
         for shape in ((0, 3, 5), (2, 1, 5)):
@@ -74,7 +54,9 @@ def nothing(group: Group) -> None:
         assert kind(3, 1, process_group=group)(torch.ones(3)).shape == (1,)
 
 
-def gradients_of_gradients(group: Group) -> None:
+@pytest.mark.ranks(2)
+def test_a_row_layer_has_gradients_of_gradients() -> None:
+    group = group_of()
     layer = scale_tp.RowParallelLinear(4, 3, process_group=group, dtype=torch.float64)
     weight = layer.get_master_weight().requires_grad_()
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
@@ -88,9 +70,25 @@ def gradients_of_gradients(group: Group) -> None:
 
 
 # torch.compile looks at the gradient of every tensor that comes into a graph, and torch warns of that.
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_divided_block_is_the_same_inside_what_torch_has() -> None:
-    run_ranks(in_all_places, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_divided_block_is_the_same_inside_what_torch_has(sequence_parallel: bool) -> None:
+    group = group_of()
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    block = Block(group, sequence_parallel)
+    expected = gradients(block, block, x)
+    compiled = torch.compile(block, backend="eager")
+    for call in (lambda part, block=block: checkpoint(block, part, use_reentrant=False), compiled):
+        for one, other in zip(gradients(block, call, x), expected, strict=True):
+            assert torch.equal(one, other)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients(block, block.up, x, block.up.parameters())
+    assert found[0].dtype == torch.bfloat16
+    assert all(grad.dtype == torch.float32 for grad in found[1:])
+    with torch.inference_mode():
+        part = scale_tp.scatter_to_sequence_parallel_region(x, group) if sequence_parallel else x
+        assert torch.equal(block(part), expected[0])
 
 
 @pytest.mark.simulation

@@ -47,7 +47,7 @@ def load_and_save(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_parts_are_read_where_they_are_and_written_between_each_other(tmp_path: Path, world: int) -> None:
+def test_parts_are_read_in_place_and_written_between_ranks(tmp_path: Path, world: int) -> None:
     """Columns of a matrix, heads of a fused one, and copies of key-value heads that several ranks hold."""
     for name in NAMES:
         build(name).save_pretrained(tmp_path / name, max_shard_size="4KB")

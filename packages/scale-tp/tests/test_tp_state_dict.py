@@ -125,7 +125,7 @@ def _as_everybody_saves(folder: str) -> str:
     return told
 
 
-def test_a_state_dict_is_whole_and_one_rank_alone_is_told_to_call_the_others(tmp_path: Path) -> None:
+def test_a_state_dict_is_full_and_needs_all_ranks(tmp_path: Path) -> None:
     alone, _ = run_ranks(_as_everybody_saves, 2, str(tmp_path))
     assert "is divided between the ranks [0, 1], and not all of them have come to give their shards" in alone
     assert "call model.state_dict() on all ranks" in alone

@@ -20,7 +20,6 @@ import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_tp import Split
 
 WORDS, DIM, HIDDEN, LENGTH = 11, 5, 13, 7
@@ -146,7 +145,9 @@ def part_of(model: Divided, name: str, whole: Tensor) -> Tensor:
     return module.shardings[param_name].local_part(whole, module.group.rank) if hasattr(module, "shardings") else whole
 
 
-def five_steps() -> int:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_five_steps_are_those_of_the_plain_model(num_ranks: int) -> None:
     group = group_of()
     for case in CASES:
         ours, plain, same = Divided(case, group), Plain(case), Emulated(case, group.size)
@@ -170,12 +171,6 @@ def five_steps() -> int:
             torch.testing.assert_close(local_tensor(param), part_of(ours, name, plain.get_parameter(name)), **close)
         if case.clip is not None:
             torch.testing.assert_close(torch.stack(norms), torch.stack(expected_norms), **close)
-    return len(CASES)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_five_steps_are_those_of_the_plain_model(num_ranks: int) -> None:
-    assert run_ranks(five_steps, num_ranks) == [len(CASES)] * num_ranks
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -189,7 +184,8 @@ def test_one_process_trains_the_plain_model_to_the_bit(case: Case) -> None:
         assert torch.equal(param, plain.get_parameter(name))
 
 
-def accumulate() -> None:
+@pytest.mark.ranks(2)
+def test_gradients_of_several_batches_add_up() -> None:
     """Gradients of several batches add up: those of replicated parameters are summed once for each."""
     group = group_of()
     case = Case(sequence_parallel=True, dtype=torch.float64)
@@ -220,7 +216,8 @@ class Layers(nn.Module):
         return x
 
 
-def two_lengths() -> None:
+@pytest.mark.ranks(2)
+def test_gradients_of_sequences_of_two_lengths_add_up() -> None:
     """As where two answers are compared, one backward goes through sequences of two lengths, the first one's last.
 
     Rank 0 has 2 positions of both, and rank 1 has 1 and 2: what either knows of the first, after all that was divided
@@ -244,12 +241,3 @@ def two_lengths() -> None:
             whole = plain.get_submodule(path).get_parameter(name).grad
             grad = local_tensor(module.get_parameter(name).grad)
             torch.testing.assert_close(grad, placement.local_part(whole, group.rank))
-
-
-def several_backward_passes_or_one() -> None:
-    accumulate()
-    two_lengths()
-
-
-def test_gradients_of_several_batches_and_of_two_lengths_add_up() -> None:
-    run_ranks(several_backward_passes_or_one, 2)

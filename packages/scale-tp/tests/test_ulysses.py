@@ -44,7 +44,7 @@ def _equals_whole(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_output_and_gradients_equal_attention_over_the_whole_sequence(world: int) -> None:
+def test_output_and_gradients_equal_full_attention(world: int) -> None:
     run_ranks(_equals_whole, world, CASES)
 
 
@@ -58,7 +58,30 @@ def _attention_by_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.stack([F.softmax(q @ k.mT.contiguous(), -1) @ v for q, k, v in heads], 1)
 
 
-def _to_the_bit() -> None:
+def _without_a_group() -> None:
+    """It is the context axis, not all ranks: those of the model axis have other heads."""
+    part = torch.randn(1, 2, 4, 3)
+    for act in (ulysses_attention, ring_attention):
+        with pytest.raises(
+            ValueError, match=r"2 ranks have not been divided yet.*pass process_group=.*context_parallel_size=2"
+        ):
+            act(part, part, part)
+    initialize_model_parallel(2)
+    try:
+        torch.manual_seed(group_of().rank)
+        query, key, value = (torch.randn(1, 1, 4, 3) for _ in range(3))
+        expected = F.scaled_dot_product_attention(query, key, value)
+        assert torch.equal(ulysses_attention(query, key, value), expected)
+        torch.testing.assert_close(ring_attention(query, key, value), expected)
+        for order in ("zigzag", "contiguous"):
+            assert torch.equal(split_sequence(query, dim=2, order=order), query)
+            assert torch.equal(join_sequence(query, dim=2, order=order), query)
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.ranks(2)
+def test_attention_by_single_heads_gives_the_same_bits() -> None:
     group = group_of()
     case = Case(length=9, heads=3, key_value_heads=3, batch=1, dtype=torch.float32, causal=False)
     found = divided_attention(
@@ -87,29 +110,3 @@ def _to_the_bit() -> None:
     numbers = exchange([int(torch.randint(1 << 30, ()))], group)
     assert numbers[0] == numbers[1]
     _without_a_group()
-
-
-def _without_a_group() -> None:
-    """It is the context axis, not all ranks: those of the model axis have other heads."""
-    part = torch.randn(1, 2, 4, 3)
-    for act in (ulysses_attention, ring_attention):
-        with pytest.raises(
-            ValueError, match=r"2 ranks have not been divided yet.*pass process_group=.*context_parallel_size=2"
-        ):
-            act(part, part, part)
-    initialize_model_parallel(2)
-    try:
-        torch.manual_seed(group_of().rank)
-        query, key, value = (torch.randn(1, 1, 4, 3) for _ in range(3))
-        expected = F.scaled_dot_product_attention(query, key, value)
-        assert torch.equal(ulysses_attention(query, key, value), expected)
-        torch.testing.assert_close(ring_attention(query, key, value), expected)
-        for order in ("zigzag", "contiguous"):
-            assert torch.equal(split_sequence(query, dim=2, order=order), query)
-            assert torch.equal(join_sequence(query, dim=2, order=order), query)
-    finally:
-        destroy_model_parallel()
-
-
-def test_attention_that_treats_each_head_alone_gives_the_same_bits() -> None:
-    run_ranks(_to_the_bit, 2)

@@ -42,9 +42,7 @@ def block_size(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.mark.parametrize("name", INITIALISERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_part_has_the_values_of_the_whole_and_random_numbers_go_on_alike(
-    name: str, dtype: torch.dtype, block_size: int
-) -> None:
+def test_a_part_has_full_values_and_random_numbers_go_on(name: str, dtype: torch.dtype, block_size: int) -> None:
     fill = INITIALISERS[name]
     if name == "orthogonal" and dtype == torch.bfloat16:
         pytest.skip("torch decomposes no matrix of half precision")
