@@ -114,7 +114,7 @@ def take_long(limit: float, reports: bool) -> tuple[list[int], float]:
 
 
 @pytest.mark.fault(19)
-def test_a_rank_that_takes_longer_than_the_limit_is_waited_for_while_it_reports_progress() -> None:
+def test_a_slow_rank_is_waited_for_while_it_reports_progress() -> None:
     for results, limits in run_ranks(take_long, 3, scaled_by_load(0.5), True):
         assert results == [0, 1, 2] and limits > 2
 

@@ -194,7 +194,7 @@ class Costs:
     link: float = 0.0
 
 
-def test_classes_are_checked_when_they_are_made_and_stay_what_they_are() -> None:
+def test_classes_are_checked_when_they_are_built_and_not_changed() -> None:
     with pytest.raises(TypeError, match=r"^Layer: expected width to be an integer, got 'ab'"):
         Layer("ab")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^Costs: expected link to be a number, got None"):
@@ -243,7 +243,7 @@ def test_torch_compile_traces_through() -> None:
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
 
 
-def test_functions_of_scale_core_tell_of_wrong_arguments_before_anything_is_written(tmp_path: Path) -> None:
+def test_functions_refuse_wrong_arguments_before_they_write(tmp_path: Path) -> None:
     model = layers()
     wrong: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
         (

@@ -54,7 +54,7 @@ def source(*values: float) -> Tensor:
     return torch.tensor(values or (1.0, 2.0), requires_grad=True)
 
 
-def test_the_outputs_come_first_then_the_parameters_then_the_inputs() -> None:
+def test_outputs_come_first_then_parameters_then_inputs() -> None:
     module, x = Watched(lambda w, x: (w * x).relu()), source()
     module(x * 1).sum().backward()
     assert module.log == ["before", "weight", "after"]
@@ -86,7 +86,7 @@ def test_nobody_else_who_uses_an_input_is_waited_for() -> None:
     assert x.grad is not None and x.grad.tolist() == [7, 8]
 
 
-def test_without_an_input_that_needs_a_gradient_nobody_is_called_after() -> None:
+def test_without_an_input_with_gradient_nobody_is_called_after() -> None:
     module = Watched(lambda w, x: w * x)
     module(torch.ones(2)).sum().backward()
     assert module.log == ["before", "weight"]
@@ -102,7 +102,7 @@ def test_outputs_in_containers_are_watched() -> None:
     assert not before_backward({"a": torch.ones(2)}, lambda: None)
 
 
-def test_an_output_that_is_changed_in_place_afterwards_is_still_watched() -> None:
+def test_an_output_changed_in_place_is_still_watched() -> None:
     module = Watched(lambda w, x: w * x)
     out = module(source() * 1)
     out.mul_(2).relu_()
@@ -111,7 +111,7 @@ def test_an_output_that_is_changed_in_place_afterwards_is_still_watched() -> Non
 
 
 @pytest.mark.parametrize("change", ["relu_", "mul_ of a part", "a part set"])
-def test_an_output_that_is_a_view_is_still_watched_when_it_is_changed_in_place(change: str) -> None:
+def test_an_output_that_is_a_view_changed_in_place_is_watched(change: str) -> None:
     def run(output: Tensor) -> None:
         if change == "relu_":
             output.relu_()
@@ -131,7 +131,7 @@ def test_an_output_that_is_a_view_is_still_watched_when_it_is_changed_in_place(c
     assert weight.grad is not None and plain.grad is not None and torch.equal(weight.grad, plain.grad)
 
 
-def test_outputs_are_made_one_s_own_only_where_somebody_could_interfere() -> None:
+def test_outputs_are_copied_only_where_somebody_could_interfere() -> None:
     hooked = source() * 2
     hooked.register_hook(lambda grad: grad)
     fresh, plain = source() * 2, torch.ones(4).view(2, 2)
@@ -142,7 +142,7 @@ def test_outputs_are_made_one_s_own_only_where_somebody_could_interfere() -> Non
     own.sum().backward()
 
 
-def test_what_is_computed_after_the_outputs_has_its_backward_after_they_are_watched() -> None:
+def test_what_follows_the_outputs_has_its_backward_after_them() -> None:
     weight, log = nn.Parameter(torch.tensor([2.0, -3.0])), list[str]()
     output = weight * 3
     penalty = weight.pow(2).sum()
@@ -154,7 +154,7 @@ def test_what_is_computed_after_the_outputs_has_its_backward_after_they_are_watc
     assert weight.grad is not None and weight.grad.tolist() == [7, -3]
 
 
-def test_a_first_operation_in_place_keeps_the_gradients_right_and_is_not_waited_for() -> None:
+def test_an_operation_in_place_keeps_gradients_right() -> None:
     module, x = Watched(lambda w, x: x.mul_(3) * w), source()
     hidden = x * 1
     module(hidden).sum().backward()
@@ -163,7 +163,7 @@ def test_a_first_operation_in_place_keeps_the_gradients_right_and_is_not_waited_
     assert module.log == ["before", "weight"]
 
 
-def test_an_in_place_operation_on_one_input_does_not_hide_the_others() -> None:
+def test_an_in_place_operation_does_not_hide_the_other_inputs() -> None:
     module = Watched(lambda w, x, y: x.mul_(3) * w + y)
     module(source() * 1, source() * 1).sum().backward()
     assert module.log == ["before", "weight", "after"]
@@ -185,7 +185,7 @@ def test_every_backward_through_one_graph_is_told() -> None:
     assert module.log == ["before", "weight", "after"] * 2
 
 
-def test_a_parameter_s_callback_sees_its_gradient_and_can_be_removed() -> None:
+def test_a_parameter_callback_sees_its_gradient_and_is_removed() -> None:
     weight, seen = nn.Parameter(torch.ones(2)), []
 
     def look(param: Tensor) -> None:
@@ -214,7 +214,7 @@ def test_the_end_of_a_backward_comes_once_after_everything() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_who_waits_for_the_end_of_a_backward_is_told_when_it_does_not_come_before_the_caller_is(fails: bool) -> None:
+def test_whoever_awaits_a_backward_hears_of_one_that_fails_first(fails: bool) -> None:
     log: list[str] = []
 
     def fall(_: Tensor) -> None:
@@ -238,7 +238,7 @@ def test_who_waits_for_the_end_of_a_backward_is_told_when_it_does_not_come_befor
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_the_pass_of_a_reentrant_checkpoint_is_nested_in_one_whose_end_is_waited_for(use_reentrant: bool) -> None:
+def test_a_reentrant_checkpoint_is_nested_in_a_watched_backward(use_reentrant: bool) -> None:
     weight = torch.ones(3, requires_grad=True)
     found: list[bool] = []
     weight.register_hook(lambda _: found.append(is_nested()))
@@ -252,7 +252,7 @@ def test_the_pass_of_a_reentrant_checkpoint_is_nested_in_one_whose_end_is_waited
     assert found == [use_reentrant, False]
 
 
-def test_local_gradients_reach_all_who_asked_until_they_stop_asking() -> None:
+def test_local_gradients_reach_all_hooks_until_removed() -> None:
     heard: list[tuple[str, int]] = []
 
     def listener(name: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
@@ -281,7 +281,7 @@ def test_who_listens_to_local_gradients_records_no_graph() -> None:
     assert not products[0].requires_grad
 
 
-def test_reduced_gradients_are_told_of_to_all_who_asked_until_they_stop_asking() -> None:
+def test_reduced_gradients_reach_all_hooks_until_removed() -> None:
     heard: list[tuple[str, Sequence[Tensor]]] = []
     param = nn.Parameter(torch.ones(2))
     first = register_grad_published_hook(lambda params: heard.append(("first", params)))
@@ -295,7 +295,7 @@ def test_reduced_gradients_are_told_of_to_all_who_asked_until_they_stop_asking()
     assert heard[0][1][0] is param
 
 
-def test_who_hears_of_a_reduced_gradient_may_step_on_it_and_take_it_away() -> None:
+def test_a_hook_of_a_reduced_gradient_may_step_and_take_it_away() -> None:
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.full((2,), 0.5)
 
@@ -311,7 +311,7 @@ def test_who_hears_of_a_reduced_gradient_may_step_on_it_and_take_it_away() -> No
     assert param.tolist() == [0.5, 0.5] and param.grad is None and param.is_leaf
 
 
-def test_arriving_gradients_are_told_of_in_no_graph_until_nobody_asks() -> None:
+def test_arriving_gradients_reach_hooks_without_a_graph() -> None:
     param, grad = nn.Parameter(torch.ones(2)), torch.full((2,), 0.5)
     heard: list[tuple[Tensor, Tensor, Tensor]] = []
     handle = register_reduced_grad_hook(lambda params, grads: heard.append((params[0], grads[0], params[0] * grads[0])))
@@ -323,7 +323,7 @@ def test_arriving_gradients_are_told_of_in_no_graph_until_nobody_asks() -> None:
     assert told is param and given is grad and not product.requires_grad and param.grad is None
 
 
-def test_whose_gradient_is_used_at_once_is_asked_of_all_who_listen() -> None:
+def test_all_hooks_are_asked_whose_gradient_is_used_at_once() -> None:
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     growing = {params[0]}
     handles = [register_grad_published_hook(lambda _: None, each) for each in (growing, (), {params[1]})]
@@ -345,7 +345,7 @@ def test_it_is_known_whether_something_was_computed_later() -> None:
     assert are_newest_nodes([second]) and are_newest_nodes([]) and are_newest_nodes([leaf])
 
 
-def test_a_weak_hook_calls_a_method_while_its_object_lives_and_does_not_keep_it_alive() -> None:
+def test_a_weak_hook_calls_a_method_while_its_object_lives() -> None:
     class Listener:
         def __init__(self) -> None:
             self.heard: list[tuple[int, float]] = []

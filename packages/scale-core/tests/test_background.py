@@ -89,7 +89,7 @@ def test_what_is_trained_meanwhile_does_not_reach_the_files(tmp_path: Path, num_
 
 
 @on_local_tensors
-def test_a_second_save_waits_for_the_first_and_old_ones_are_removed(tmp_path: Path) -> None:
+def test_a_second_save_waits_for_the_first_and_old_ones_go(tmp_path: Path) -> None:
     objects = trained(1)
     savings = [async_save(tmp_path, number, objects, keep=2) for number in (1, 2, 3)]
     assert savings[0].done() and savings[1].done()
@@ -223,7 +223,7 @@ def hear_late(folder: Path) -> tuple[str, int]:
 
 
 @on_local_tensors
-def test_a_failure_is_raised_before_the_same_step_where_a_rank_hears_of_it_late(tmp_path: Path) -> None:
+def test_a_failure_heard_of_late_is_raised_before_the_same_step(tmp_path: Path) -> None:
     save(tmp_path, 1, trained(1))
     (_, at_step), (_, its_step) = run_ranks(hear_late, 2, tmp_path)
     assert at_step == its_step
@@ -263,7 +263,7 @@ if sys.argv[2] == "raise":
 
 @pytest.mark.parametrize(("how", "said"), [("end", ""), ("raise", "of the program"), ("fail", "No space left")])
 @on_local_tensors
-def test_a_program_that_ends_finishes_its_save_or_says_that_it_failed(tmp_path: Path, how: str, said: str) -> None:
+def test_a_program_that_ends_finishes_its_save_or_reports_it(tmp_path: Path, how: str, said: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), how], capture_output=True, text=True, timeout=600, check=False
     )

@@ -26,7 +26,7 @@ def test_scales_are_a_shard_of_those_of_the_whole_parameter(start: int, stop: in
 
 
 @pytest.mark.parametrize("holding", [part(100, 356), part(0, 256, shares_owner=True), part(0, 256, ranges=((0, 256),))])
-def test_a_part_that_is_cut_within_a_block_is_refused_with_the_line_to_write(holding: ParamSlice) -> None:
+def test_a_part_cut_within_a_block_is_refused_with_a_fix(holding: ParamSlice) -> None:
     with pytest.raises(ValueError, match=r"w.absmax1 has one value for 256 elements.*atom=BlockAtom\(256\)"):
         block_shard("absmax1", torch.zeros(1), holding)
 

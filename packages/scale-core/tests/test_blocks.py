@@ -65,7 +65,7 @@ def test_a_message_has_the_bytes_of_the_formula(name: Any, numel: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_multiples_of_a_scale_come_back_to_the_bit_in_every_dtype(name: Any) -> None:
+def test_multiples_of_a_scale_come_back_to_the_bit(name: Any) -> None:
     largest = {"int8": 127, "float8_e4m3": 448, "int4": 7}[name]
     block = torch.tensor([largest, -largest, 1, -3, 0, 2, -1, 4]) * 0.25
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -77,7 +77,7 @@ def test_multiples_of_a_scale_come_back_to_the_bit_in_every_dtype(name: Any) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_block_with_what_is_not_finite_is_nan_as_a_whole_and_no_other(name: Any, bad: float) -> None:
+def test_a_block_with_a_value_that_is_not_finite_is_nan(name: Any, bad: float) -> None:
     values = torch.ones(2, 20)
     values[1, 17] = bad
     found = round_trip(values, BlockFormat(name, 8))
@@ -86,7 +86,7 @@ def test_a_block_with_what_is_not_finite_is_nan_as_a_whole_and_no_other(name: An
     )
 
 
-def test_rows_are_messages_of_their_own_however_many_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_messages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(5, 300)
     for name in NAMES:
         together = quantize(values, BlockFormat(name))

@@ -30,7 +30,7 @@ def state_of(buffer: FlatBuffer) -> State:
 
 
 @pytest.mark.ranks(2)
-def test_a_part_that_is_kept_is_gathered_among_those_that_keep_it() -> None:
+def test_a_kept_part_is_gathered_among_those_that_keep_it() -> None:
     """What some ranks keep of the full buffer they gather among themselves; without it all ranks give their shards."""
     group, params = group_of(), whole_params()
     gathers: list[str] = []
@@ -53,7 +53,7 @@ def test_a_part_that_is_kept_is_gathered_among_those_that_keep_it() -> None:
 @pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @on_local_tensors
-def test_a_gathered_buffer_holds_all_parameters_and_a_released_one_no_memory(num_ranks: int) -> None:
+def test_a_gathered_buffer_holds_all_and_a_released_one_nothing(num_ranks: int) -> None:
     group, params = group_of(), whole_params()
     buffer = make(group, params=params)
     storage = buffer.full.untyped_storage()
@@ -128,7 +128,7 @@ def test_one_flat_parameter_can_stand_for_all(num_ranks: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_shard_that_is_written_to_makes_the_gathered_buffer_stale() -> None:
+def test_a_write_to_a_shard_makes_the_gathered_buffer_stale() -> None:
     """Whatever writes to a shard while its full buffer is gathered is noticed."""
     group, unnoticed = group_of(), []
     optimizers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -233,7 +233,7 @@ def test_a_world_of_one_computes_with_the_shard_itself() -> None:
     assert buffer.is_aliased and buffer.unsharded_params[0].data_ptr() == buffer.sharded_params[0].data_ptr()
 
 
-def test_a_write_to_a_gathered_parameter_is_seen_and_a_gather_is_none() -> None:
+def test_a_write_to_a_gathered_parameter_is_seen() -> None:
     aliased, buffer = make(Group()), make(Group(), DtypePolicy(compute=torch.float64))
     for each in (aliased, buffer):
         for _ in range(2):
@@ -264,7 +264,7 @@ def test_every_flat_tensor_that_lives_is_listed() -> None:
     assert kinds() == ["gathered", "gradient", "shard"]
 
 
-def test_parameters_that_are_not_contiguous_are_taken_in_row_major_order() -> None:
+def test_noncontiguous_parameters_are_taken_in_row_major_order() -> None:
     param = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     buffer = make(Group(), params=[param])
     assert torch.equal(gathered(buffer)[0], param.detach())
@@ -272,7 +272,7 @@ def test_parameters_that_are_not_contiguous_are_taken_in_row_major_order() -> No
 
 @pytest.mark.ranks(2)
 @on_local_tensors
-def test_a_buffer_moves_into_another_shard_and_its_parameters_stay_the_same_objects() -> None:
+def test_a_buffer_moves_into_another_shard_with_its_parameters() -> None:
     group = group_of()
     for flatten in (False, True):
         params = whole_params()
@@ -353,7 +353,7 @@ class ScaledWeight:
 
 @pytest.mark.ranks(2)
 @on_local_tensors
-def test_scales_of_fp8_are_of_what_all_ranks_send_now_and_one_that_is_not_made_keeps_nobody_waiting() -> None:
+def test_fp8_scales_are_of_what_all_ranks_send_and_block_nobody() -> None:
     """Rank 1 has no element of the weight: only rank 0 writes to its shard, and with `data` that counts no version."""
     group, weight, whole = group_of(), ScaledWeight(), torch.tensor([1.5])
     layout = FlatLayout.plan(["weight"], [(1,)], group.size)

@@ -115,7 +115,7 @@ def test_memory_that_an_array_shares_is_not_taken_from_it() -> None:
     assert array[0] == 3.0 and kept() == []
 
 
-def test_small_tensors_and_those_of_other_devices_are_left_to_torch() -> None:
+def test_small_tensors_and_other_devices_are_left_to_torch() -> None:
     for tensor in (torch.empty(NUMEL - 1), torch.empty(NUMEL, device="meta")):
         free(tensor)
         allocate(tensor)
@@ -124,7 +124,7 @@ def test_small_tensors_and_those_of_other_devices_are_left_to_torch() -> None:
 
 
 @swaps
-def test_a_new_tensor_takes_memory_that_was_kept_and_none_of_another_size() -> None:
+def test_a_new_tensor_takes_kept_memory_of_its_size_only() -> None:
     old = torch.full((NUMEL,), 3.0)
     place = old.data_ptr()
     free_unshared(old)
@@ -178,7 +178,7 @@ def test_tensors_of_a_simulation_are_left_to_torch() -> None:
 
 @pytest.mark.ranks(2)
 @on_local_tensors
-def test_who_keeps_a_gradient_that_was_told_of_has_its_numbers_later() -> None:
+def test_a_kept_local_gradient_has_its_numbers_later() -> None:
     group, shape = group_of(), (512, 1024)
     buffer = FlatBuffer(["weight"], [nn.Parameter(torch.ones(shape))], FlatLayout.plan(["weight"], [shape], 2), group)
     seen: list[Tensor] = []
@@ -202,7 +202,7 @@ def test_who_keeps_a_gradient_that_was_told_of_has_its_numbers_later() -> None:
 
 @pytest.mark.ranks(2)
 @on_local_tensors
-def test_steady_steps_gather_into_the_same_memory_and_mix_nothing_up() -> None:
+def test_steady_steps_gather_into_the_same_memory() -> None:
     shapes, names = [(1024, 400), (1024, 200)], ["weight", "bias"]
     group = group_of()
     params = [nn.Parameter(torch.ones(shape)) for shape in shapes]

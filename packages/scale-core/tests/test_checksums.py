@@ -6,7 +6,7 @@ from scale_core.snapshot.format.checksums import BlockChecksums, checksum, num_b
 
 
 @pytest.mark.parametrize("length", [0, 1, 9, 10, 11, 30, 99])
-def test_the_checksums_of_blocks_do_not_depend_on_the_pieces_in_which_bytes_come(length: int) -> None:
+def test_checksums_of_blocks_do_not_depend_on_the_pieces(length: int) -> None:
     drawn = random.Random(length)
     data = drawn.randbytes(length)
     expected = [checksum(data[begin : begin + 10]) for begin in range(0, length, 10)]

@@ -121,7 +121,7 @@ def test_every_element_counts_once_whoever_holds_it(num_ranks: int) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_over_two_mesh_axes_shards_are_combined_and_replicas_are_not() -> None:
+def test_over_two_axes_shards_combine_and_replicas_do_not() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     outer, inner = group_of(mesh["outer"]), group_of(mesh["inner"])
     grad = torch.randn(16, generator=torch.Generator().manual_seed(1))
@@ -188,7 +188,7 @@ def test_all_double_gradients_give_a_double() -> None:
     assert grad_norm([param, with_grad(torch.zeros(2))]).dtype == torch.float32
 
 
-def test_a_rank_without_gradients_clips_by_the_double_that_others_have() -> None:
+def test_a_rank_without_gradients_clips_by_the_others_double() -> None:
     first, second = run_ranks(doubles_on_one_rank, 2)
     assert first == second == (torch.float64, pytest.approx(math.sqrt(2 / 9), rel=1e-15))
 
@@ -227,14 +227,14 @@ def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, -math.inf, math.nan])
-def test_a_bound_that_would_turn_gradients_round_is_refused_and_changes_nothing(max_norm: float) -> None:
+def test_a_bound_that_would_turn_gradients_round_is_refused(max_norm: float) -> None:
     param = with_grad(torch.tensor([3.0, 4.0]))
     with pytest.raises(ValueError, match=f"max_norm of at least 0, got {max_norm}"):
         clip_grad_norm_(param, max_norm)
     assert param.grad is not None and param.grad.tolist() == [3.0, 4.0]
 
 
-def test_no_bound_only_measures_and_a_bound_of_zero_leaves_nothing() -> None:
+def test_no_bound_only_measures_and_zero_leaves_nothing() -> None:
     param = with_grad(torch.tensor([3.0, 4.0]))
     assert clip_grad_norm_(param, math.inf).item() == 5
     assert param.grad is not None and param.grad.tolist() == [3.0, 4.0]

@@ -111,7 +111,7 @@ def bytes_on_the_wire() -> list[float]:
 
 @pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_every_operation_is_right_to_the_bit_and_sums_in_rank_order(num_ranks: int) -> None:
+def test_every_operation_is_right_to_the_bit_in_rank_order(num_ranks: int) -> None:
     group = group_of()
     for dtype in DTYPES:
         for size in SIZES:
@@ -169,7 +169,7 @@ def test_no_more_bytes_are_sent_than_any_algorithm_needs(num_ranks: int) -> None
         assert all(part >= floor for part in sent)
 
 
-def test_halves_are_divided_before_they_are_added_by_the_power_of_two_next_to_the_root_of_the_ranks() -> None:
+def test_halves_are_divided_by_a_power_of_two_before_the_sum() -> None:
     before = [_divisor_before(torch.float16, size) for size in (1, 2, 3, 4, 8, 16, 64, 1024)]
     assert before == [1, 2, 2, 2, 4, 4, 8, 32]
     assert {_divisor_before(dtype, 8) for dtype in (torch.float32, torch.bfloat16, torch.float64)} == {1}

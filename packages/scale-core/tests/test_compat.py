@@ -23,14 +23,14 @@ def default_group() -> dist.ProcessGroup:
 
 
 @pytest.mark.simulation
-def test_the_flat_collectives_run_under_their_new_names_without_a_warning() -> None:
+def test_the_flat_collectives_run_under_their_new_names() -> None:
     with compat.fake_default_group(rank=1, world_size=4):
         compat.all_gather_single(torch.zeros(8), torch.zeros(2), default_group()).wait()
         compat.reduce_scatter_single(torch.zeros(2), torch.zeros(8), default_group()).wait()
 
 
 @pytest.mark.simulation
-def test_control_messages_stand_on_the_host_where_the_group_reaches_it() -> None:
+def test_control_messages_stand_on_the_host_if_it_is_reachable() -> None:
     with compat.fake_default_group(rank=0, world_size=2):
         assert compat.control_device(default_group()) == torch.device("cpu")
 
@@ -42,7 +42,7 @@ def test_a_message_stays_on_a_device_that_the_group_reaches() -> None:
             assert compat.control_device(default_group(), torch.device(wished)) == torch.device(found)
 
 
-def test_gradients_are_added_as_torch_adds_them_with_the_engine_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_added_as_torch_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0], requires_grad=True)
     other = torch.ones(2, requires_grad=True)
     for expected in ([10.0, 40.0], [20.0, 80.0]):
@@ -72,7 +72,7 @@ def test_in_a_simulation_values_are_what_is_taken_for_them() -> None:
         assert compat.values_of(torch.ones(2), simulated=[3.0, 4.0]) == [3.0, 4.0]
 
 
-def test_a_gradient_is_only_asked_for_in_a_pass_that_adds_to_none() -> None:
+def test_a_gradient_is_asked_for_in_a_pass_that_adds_to_none() -> None:
     param, found = torch.ones(2, requires_grad=True), list[bool]()
     param.register_hook(lambda grad: found.append(compat.is_autograd_grad(param)))
     param.square().sum().backward()
@@ -128,7 +128,7 @@ def test_another_torch_is_refused_with_both_versions_named(monkeypatch: pytest.M
 
 
 @pytest.mark.simulation
-def test_the_fake_group_ends_with_its_context_also_after_an_error() -> None:
+def test_the_fake_group_ends_with_its_context_after_an_error_too() -> None:
     with pytest.raises(KeyError), compat.fake_default_group(rank=2, world_size=5):
         assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
         raise KeyError
@@ -144,7 +144,7 @@ def test_the_fake_group_reaches_a_device_for_its_own_time_only() -> None:
 
 
 @pytest.mark.simulation
-def test_a_second_default_group_is_refused_and_the_first_one_stays() -> None:
+def test_a_second_default_group_is_refused() -> None:
     with compat.fake_default_group(rank=0, world_size=3):
         with pytest.raises(RuntimeError, match=r"got one of 3 ranks \(fake\)"), compat.fake_default_group(0, 2):
             pass
@@ -152,7 +152,7 @@ def test_a_second_default_group_is_refused_and_the_first_one_stays() -> None:
 
 
 @pytest.mark.simulation
-def test_the_group_of_an_operation_is_found_by_itself_and_by_name() -> None:
+def test_the_group_of_an_operation_is_found_by_name_too() -> None:
     with compat.fake_default_group(rank=1, world_size=4):
         group = dist.new_group([1, 3])
         assert isinstance(group, dist.ProcessGroup)
@@ -172,7 +172,7 @@ def test_a_wrapper_is_taken_apart_into_its_plain_tensors() -> None:
 
 
 @pytest.mark.simulation
-def test_each_resize_of_a_storage_is_reported_with_the_size_before_it() -> None:
+def test_each_resize_of_a_storage_is_reported_with_its_old_size() -> None:
     sizes: list[tuple[int, int]] = []
     tensor = torch.zeros(4)
     original = torch.UntypedStorage.resize_

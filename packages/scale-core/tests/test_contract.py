@@ -114,7 +114,7 @@ def some_give_up(who: list[int]) -> list[str]:
     return told
 
 
-def test_who_fails_where_all_compare_tells_them_at_the_next_comparison() -> None:
+def test_whoever_fails_tells_the_others_at_the_next_comparison() -> None:
     for world, who in ((2, [1]), (3, [0, 2]), (2, [0, 1])):
         reasons = "; ".join(f"rank {rank}: reason of {rank}" for rank in who)
         for told in run_ranks(some_give_up, world, who):
@@ -170,7 +170,7 @@ def test_different_models_are_told_apart_before_the_first_pass(num_ranks: int) -
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("step", [1, 2])
-def test_in_the_first_two_steps_another_order_is_seen_before_its_collective(step: int, num_ranks: int) -> None:
+def test_another_order_is_seen_before_its_collective_at_first(step: int, num_ranks: int) -> None:
     others = "rank 0" if num_ranks == 2 else "ranks 0, 2, 3"
     for rank, (kind, message, where, unit) in enumerate(run_ranks(differ_in_order_at_step, num_ranks, step)):
         assert (kind, where, unit) == ("ContractError", step, "c" if rank == 1 else "b")
@@ -179,7 +179,7 @@ def test_in_the_first_two_steps_another_order_is_seen_before_its_collective(step
         assert "fully_shard(" in message
 
 
-def test_a_later_step_that_leaves_the_recorded_order_is_an_error_on_every_rank() -> None:
+def test_a_later_step_out_of_the_recorded_order_is_an_error() -> None:
     for _, message, where, _ in run_ranks(differ_in_order_at_step, 2, 4):
         assert where == 4
         assert "unit 'b'" in message and "unit 'c'" in message and "rank 0" in message and "rank 1" in message
@@ -246,7 +246,7 @@ def test_ranks_that_deviate_alike_raise_no_alarm(num_ranks: int) -> None:
     assert rows == [[7, rank, -1] for rank in range(num_ranks)]
 
 
-def test_from_the_second_pass_on_the_order_is_known_until_it_is_left() -> None:
+def test_the_order_is_known_from_the_second_pass_on() -> None:
     expected = [(False, [""]), (True, ["ab"]), (False, ["ab"]), (True, ["ba"])]
     assert run_ranks(order_is_known_from_the_second_pass, 2) == [expected] * 2
 
@@ -295,7 +295,7 @@ def test_survivors_of_a_dead_rank_are_told_who_left_no_word(tmp_path: Path) -> N
 
 
 @pytest.mark.ranks(2)
-def test_what_all_ranks_do_together_is_compared_where_the_transport_would_mix_it_up() -> None:
+def test_common_calls_are_compared_where_transports_mix_them_up() -> None:
     """What a transport without tags would mix up; here its messages go over gloo like any others."""
     group = replace(group_of(), backend="nccl")
     Contract(group).sync_point(Event("full parameters", "a"))

@@ -23,13 +23,13 @@ def test_a_plain_state_dict_is_a_model():
 
 
 @pytest.mark.parametrize("word", ["model", "state_dict", "model_state_dict", "module"])
-def test_the_model_is_found_under_its_usual_names_and_the_rest_is_extra(word):
+def test_the_model_is_found_under_its_usual_names(word):
     state = stored_state({"epoch": 2, word: MODEL, "global_step": 7, "args": {"lr": [1, None]}}, Renaming())
     assert list(state.tensors) == ["model.a.weight", "model.b.weight"]
     assert state.step == 7 and state.extra == {"epoch": 2, "global_step": 7, "args": {"lr": [1, None]}}
 
 
-def test_a_model_under_another_name_is_said_and_a_wrong_name_lists_what_is_there():
+def test_a_model_under_another_name_is_named_or_listed():
     tree = {"generator": MODEL, "epoch": 1}
     assert list(stored_state(tree, Renaming(model="generator")).tensors) == ["model.a.weight", "model.b.weight"]
     with pytest.raises(ValueError, match=r"it has no dict 'net'; it has generator, epoch"):
@@ -62,7 +62,7 @@ def test_an_optimizers_state_by_name_is_kept(by):
     assert list(groups.values()) == [{"lr": 0.1, "betas": [0.9, 0.99], "params": ["a"]}]
 
 
-def test_an_optimizers_state_that_torch_has_flattened_is_put_together():
+def test_a_flattened_optimizer_state_is_put_together():
     optimizer = {
         "state.a.exp_avg": lazy(),
         "param_groups.a.lr": 0.1,
@@ -77,7 +77,7 @@ def test_an_optimizers_state_that_torch_has_flattened_is_put_together():
     ]
 
 
-def test_an_optimizers_state_by_number_is_refused_with_both_ways_out():
+def test_an_optimizer_state_by_number_is_refused_with_a_fix():
     optimizer = {"state": {0: {"exp_avg": lazy()}}, "param_groups": [{**GROUP, "params": [0]}]}
     with pytest.raises(ValueError, match=r"parameters by number \(0\) .* --skip optimizer, or save it by names"):
         stored_state({"model": MODEL, "optimizer": optimizer}, Renaming())

@@ -91,7 +91,7 @@ def test_a_training_state_of_torch_goes_on_from_a_snapshot(tmp_path):
     assert snapshot.extra == {"step": 2}
 
 
-def test_one_call_loads_what_was_converted_as_objects_named_model_and_optim(tmp_path):
+def test_one_call_loads_a_conversion_as_model_and_optim(tmp_path):
     model, optimizer = trained()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
     convert_checkpoint(tmp_path / "in.pt", tmp_path / "out")
@@ -101,7 +101,7 @@ def test_one_call_loads_what_was_converted_as_objects_named_model_and_optim(tmp_
     assert_equal_training((fresh, its_optimizer), (model, optimizer))
 
 
-def test_a_model_that_was_saved_under_another_name_is_consolidated_by_it(tmp_path):
+def test_a_model_of_another_name_is_consolidated_by_it(tmp_path):
     model, _ = trained()
     save(tmp_path / "in", 1, {"net": model})
     convert_checkpoint(
@@ -117,7 +117,7 @@ def test_a_model_that_was_saved_under_another_name_is_consolidated_by_it(tmp_pat
 
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
-def test_a_snapshot_goes_through_another_format_and_back_as_it_was(tmp_path, to):
+def test_a_snapshot_goes_through_another_format_and_back(tmp_path, to):
     model, optimizer = trained()
     save_snapshot(tmp_path / "in", 7, sharded_state_dict(model, optimizer), extra={"data": [1, 2]})
     there = convert_checkpoint(tmp_path / "in", tmp_path / "there", to=to)
@@ -143,7 +143,7 @@ def test_a_dcp_folder_that_is_written_loads_by_dcp_itself(tmp_path):
     assert_equal_training((fresh, its_optimizer), (model, optimizer))
 
 
-def test_consolidated_weights_have_the_plain_models_names_in_files_of_the_size_asked_for(tmp_path):
+def test_consolidated_weights_have_plain_names_and_file_sizes(tmp_path):
     model, optimizer = trained()
     save_snapshot(tmp_path / "in", 7, sharded_state_dict(model, optimizer))
     convert_checkpoint(tmp_path / "in", tmp_path / "one.safetensors", to="safetensors", model_only=True)

@@ -109,7 +109,7 @@ def test_a_shard_tells_torch_s_planner_each_of_its_boxes() -> None:
     assert shard.size() == torch.Size((4, 3))
 
 
-def test_what_is_held_whole_or_of_whole_ranges_may_have_any_strides() -> None:
+def test_full_tensors_and_full_ranges_may_have_any_strides() -> None:
     whole = torch.arange(12).view(4, 3)
     for shape, ranges in (((3, 4), ()), ((3, 8), (((0, 3),), ((1, 3), (5, 7))))):
         strided = whole.clone().t()
@@ -168,7 +168,7 @@ def test_a_shard_can_be_detached_copied_and_moved() -> None:
     assert not zeros.tensor.any()
 
 
-def test_a_shard_takes_its_elements_out_of_the_whole_or_the_same_shard() -> None:
+def test_a_shard_takes_its_elements_from_a_full_tensor_or_shard() -> None:
     tensor, whole = shard(), torch.arange(12.0).view(4, 3) * 10
     tensor.copy_(whole)
     assert tensor.tensor.tolist() == [float(10 * number) for number in range(2, 10)]

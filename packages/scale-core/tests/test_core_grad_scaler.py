@@ -365,7 +365,7 @@ def test_it_takes_a_device_first_as_torch_s_does():
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [2.0, INF])
 @on_local_tensors
-def test_gradients_on_the_host_are_divided_after_the_scale_has_come(value: float) -> None:
+def test_gradients_on_the_host_are_divided_after_the_scale(value: float) -> None:
     """As with parameters that are offloaded: the device is still busy when the host divides."""
     device = torch.device("cuda", torch.cuda.current_device())
     params = [nn.Parameter(torch.ones(3, device=place)) for place in ("cpu", device)]

@@ -36,7 +36,7 @@ def refusals(lengths: list[int], sizes: int) -> str:
 
 
 @pytest.mark.fault(20)
-def test_a_rank_that_has_run_out_gets_its_last_batch_again_and_counts_nothing() -> None:
+def test_a_rank_without_data_gets_its_last_batch_again() -> None:
     first, second, third = run_ranks(batches_of, 3, [1, 3, 2])
     assert first == [("00", True, None), ("00", False, LossShare(0.0, 2)), ("00", False, LossShare(0.0, 1))]
     assert second == [("10", True, None), ("11", True, LossShare(1.0, 2)), ("12", True, LossShare(1.0, 1))]

@@ -39,7 +39,7 @@ def test_the_proof_agrees_with_counting_on_random_chunks() -> None:
     assert seen == {True, False}
 
 
-def test_a_scalar_is_covered_by_one_chunk_and_an_empty_tensor_by_any_number() -> None:
+def test_a_scalar_has_one_chunk_and_an_empty_tensor_any_number() -> None:
     scalar, empty = Chunk((), ()), Chunk((0, 0), (0, 4))
     assert covers((), [scalar])
     assert not covers((), []) and not covers((), [scalar, scalar])

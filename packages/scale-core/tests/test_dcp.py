@@ -70,9 +70,7 @@ def is_same(ours: Any, theirs: Any) -> bool:
         ),
     ],
 )
-def test_a_state_goes_through_torch_s_format_to_another_number_of_ranks(
-    tmp_path: Path, old: int, new: int, key: str
-) -> None:
+def test_a_state_goes_through_dcp_to_another_number_of_ranks(tmp_path: Path, old: int, new: int, key: str) -> None:
     run_ranks(save, old, str(tmp_path), key)
     assert run_ranks(load, new, str(tmp_path), key) == [[]] * new
 
@@ -89,7 +87,7 @@ def refuse(folder: str) -> list[str]:
     return messages
 
 
-def test_another_model_or_optimizer_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_another_model_or_optimizer_is_refused_before_reading(tmp_path: Path) -> None:
     shape, groups = run_ranks(refuse, 1, str(tmp_path))[0]
     assert "model.embed.weight: the saved shape is (7, 5), expected (7, 6)" in shape
     assert "optim.groups: group 0 of the optimizer has frozen, which was saved in none" in groups

@@ -16,7 +16,7 @@ def test_ranks_that_say_the_same_stand_together() -> None:
     assert by_rank(["x", "y", "x", "z", "y"]) == "ranks 0, 2: x; ranks 1, 4: y; rank 3: z"
 
 
-def test_ranks_at_different_places_are_told_with_what_they_ran_last() -> None:
+def test_ranks_at_different_places_are_named_with_last_events() -> None:
     words = format_desync([RankRecord("here", ["a"], ["a", "b"]), RankRecord("there", ["a"], [])], "what they ran")
     assert words == (
         "the ranks are about to run different things: rank 0: here; rank 1: there. What they ran last: rank 0: a; "
@@ -24,14 +24,14 @@ def test_ranks_at_different_places_are_told_with_what_they_ran_last() -> None:
     )
 
 
-def test_ranks_that_have_come_to_different_things_in_the_same_way_are_told_which() -> None:
+def test_ranks_at_different_things_in_the_same_way_are_named() -> None:
     at_a, at_b = (RankRecord("the check", ["same"], [], of) for of in ("model a", "model b"))
     assert are_at_different_places([at_a, at_b]) and not are_at_different_places([at_a, at_a])
     words = format_desync([at_a, at_b], "it")
     assert words == "the ranks are about to run different units: rank 0: model a; rank 1: model b"
 
 
-def test_ranks_at_one_place_are_told_by_the_first_thing_in_which_they_differ() -> None:
+def test_ranks_at_one_place_are_named_by_their_first_difference() -> None:
     def standing(*lines: str) -> RankRecord:
         return RankRecord("the end", list(lines), [])
 

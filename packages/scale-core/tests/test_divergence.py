@@ -32,7 +32,7 @@ def changed_on_rank(changed: int) -> tuple[str, tuple[str, ...], tuple[int, ...]
     return error_of(check_replicas, here, step=7)
 
 
-def test_a_value_that_one_rank_changed_is_named_with_the_rank_on_all_ranks() -> None:
+def test_a_value_changed_on_one_rank_is_named_on_all_ranks() -> None:
     errors = run_ranks(changed_on_rank, 4, 2)
     assert len(set(errors)) == 1
     text, names, ranks = errors[0]
@@ -119,7 +119,7 @@ def test_a_digest_is_of_bits_and_knows_nan_and_the_sign_of_zero() -> None:
     assert bits(torch.ones(2, 3)) != bits(torch.ones(3, 2)) != bits(torch.ones(6))
 
 
-def test_a_digest_is_that_of_the_values_whatever_memory_they_stand_in() -> None:
+def test_a_digest_is_that_of_the_values_in_any_memory() -> None:
     base = torch.arange(1001, dtype=torch.float32).to(torch.bfloat16)
     assert bits(base[1:]) == bits(base[1:].clone())  # not at an address of whole words
     square = torch.arange(1024.0).view(32, 32)
@@ -129,7 +129,7 @@ def test_a_digest_is_that_of_the_values_whatever_memory_they_stand_in() -> None:
     assert bits(complex_values.conj()) != bits(complex_values)
 
 
-def test_a_world_of_one_and_tensors_without_values_have_nothing_to_compare() -> None:
+def test_a_world_of_one_has_nothing_to_compare() -> None:
     check_replicas(model())
     check_replicas([("meta", torch.empty(3, device="meta")), ("empty", torch.empty(0))])
 

@@ -104,9 +104,7 @@ def said() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("value", DIVERGED, ids=lambda value: value.__name__)
-def test_what_was_equal_and_has_changed_on_one_rank_is_an_error_on_all(
-    value: Value, said: list[dict[str, str]]
-) -> None:
+def test_an_equal_value_that_changes_on_one_rank_is_an_error(value: Value, said: list[dict[str, str]]) -> None:
     for outcome in said:
         assert (
             outcome[value.__name__].startswith("4: step 4: 1 of ") and f"'{value.__name__}'" in outcome[value.__name__]

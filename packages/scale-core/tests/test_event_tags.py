@@ -6,7 +6,7 @@ from scale_core.comm.collectives import UNIT_TAGS
 from scale_core.consistency.execution_order import END, Event, fingerprint_of, message_tag, unit_title
 
 
-def test_an_identity_is_equal_in_every_process_and_tells_words_apart() -> None:
+def test_an_identity_is_equal_in_every_process() -> None:
     assert fingerprint_of("forward", "a") == 1450230638849073103
     assert fingerprint_of("ab", "c") != fingerprint_of("a", "bc")
 

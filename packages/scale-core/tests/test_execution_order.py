@@ -37,7 +37,7 @@ def trained() -> History:
     return history
 
 
-def test_the_order_is_known_from_the_second_pass_of_a_kind_until_it_is_left() -> None:
+def test_the_order_is_known_from_the_second_pass_of_a_kind() -> None:
     history = History()
     run(history, FORWARD, "AaBb", ends=False)
     assert not history.matches_last_order and history.order == [] and history.position == 2
@@ -63,7 +63,7 @@ def test_the_rest_of_a_cycle_is_that_of_the_last_one() -> None:
     assert rest(history) == ["bBaA"]
 
 
-def test_nothing_is_foretold_in_the_first_cycle_or_outside_a_pass_or_off_course() -> None:
+def test_nothing_is_foretold_in_the_first_cycle_or_off_course() -> None:
     history = History()
     assert rest(history) is None
     run(history, FORWARD, "Aa", ends=False)
@@ -80,7 +80,7 @@ def test_nothing_is_foretold_in_the_first_cycle_or_outside_a_pass_or_off_course(
     assert rest(history) is None
 
 
-def test_transfers_that_began_earlier_count_where_the_transport_can_tell_them_apart() -> None:
+def test_earlier_transfers_count_if_they_are_told_apart() -> None:
     history = trained()
     run(history, FORWARD, "ABa", ends=False)
     assert rest(history) is None
@@ -127,7 +127,7 @@ def coming(history: History) -> list[PassKind]:
     return [each.kind for each in history.coming()]
 
 
-def test_a_backward_is_expected_after_the_forwards_of_the_last_cycle_and_no_forward_is() -> None:
+def test_a_backward_is_expected_after_the_forwards_of_a_cycle() -> None:
     history = History()
     run(history, FORWARD, "a")
     assert history.predicts_nothing and coming(history) == []  # There was no cycle yet.
@@ -144,7 +144,7 @@ def test_a_backward_is_expected_after_the_forwards_of_the_last_cycle_and_no_forw
     assert coming(history) == []
 
 
-def test_of_passes_after_which_programs_go_on_in_several_ways_nothing_is_expected() -> None:
+def test_nothing_is_expected_where_programs_differ_afterwards() -> None:
     history = History()
     run(history, FORWARD, "a")
     run(history, BACKWARD, "a", closes=True)

@@ -22,7 +22,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")  # Any second device will 
         (DevicePolicy(compute=CPU), META, CPU, META),
     ],
 )
-def test_reduced_gradients_are_where_the_shard_is_unless_it_is_said_otherwise(
+def test_reduced_gradients_are_where_the_shard_is_by_default(
     given: DevicePolicy, shard: torch.device, compute: torch.device, reduced: torch.device
 ) -> None:
     assert given.resolved(META) == DevicePolicy(shard, compute, reduced)
@@ -32,7 +32,7 @@ def test_without_a_word_a_buffer_is_shared_with_nobody() -> None:
     assert ShardGroups() == ShardGroups(Group(), Group(), None)
 
 
-def test_a_buffer_takes_one_group_or_what_says_who_shards_and_who_copies() -> None:
+def test_a_buffer_takes_a_group_or_one_for_shards_and_copies() -> None:
     params = [torch.nn.Parameter(torch.randn(3, 2))]
     layout = FlatLayout.plan(["weight"], [(3, 2)], 1)
     for groups in (Group(), ShardGroups(Group(), Group())):

@@ -67,7 +67,7 @@ def freeze_the_host_of_the_store(port: int) -> dict[int, str] | None:
         assert seconds < scaled_by_load(20)
 
 
-def test_a_store_whose_host_is_frozen_is_waited_for_no_longer_than_others() -> None:
+def test_a_store_with_a_frozen_host_is_waited_for_within_limits() -> None:
     serving = open_store("127.0.0.1", 0, serve=True, timeout=60)
     free = open_store("127.0.0.1", 0, serve=True, timeout=60)
     serving.set("free port", str(free.port))
@@ -103,7 +103,7 @@ def test_a_rank_that_left_no_word_is_named_after_a_short_wait() -> None:
     assert words[1].startswith("no flight record")
 
 
-def test_unfinished_collectives_on_nccl_are_told_where_torch_recorded_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_nccl_collectives_are_named_where_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps them where it was built with NCCL; here a stand-in for its dump."""
     entries = [
         {"profiling_name": "nccl:all_gather", "collective_seq_id": 6, "state": "completed", "input_sizes": [[4]]},
@@ -148,9 +148,7 @@ def test_without_a_store_nobody_has_left_a_word_and_nobody_waits() -> None:
     assert words.dump_all_ranks()[0].startswith("no flight record")
 
 
-def test_the_way_on_is_the_last_snapshot_that_was_written_or_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_way_on_is_the_last_snapshot_written_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "_last_snapshot", None)
     assert recovery_hint().endswith("start from the last checkpoint")
     for step in (1, 2):

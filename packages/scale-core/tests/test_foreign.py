@@ -94,7 +94,7 @@ def test_recognizing_runs_no_code(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x03\x04" + bytes(100), b"\xff" * 8 + b"{", bytes(30)])
-def test_what_is_damaged_or_too_short_is_not_taken_for_a_checkpoint(tmp_path, content):
+def test_a_damaged_or_short_file_is_not_taken_for_a_checkpoint(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
     assert recognize(tmp_path / "file") is None
 
@@ -121,7 +121,7 @@ def test_an_index_can_not_leave_its_folder(tmp_path):
         index_of(tmp_path)
 
 
-def test_a_pickle_that_announces_more_than_there_is_takes_no_memory(tmp_path):
+def test_a_pickle_that_announces_too_much_takes_no_memory(tmp_path):
     torch.save(MODEL.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with (tmp_path / "old.pt").open("rb") as file:
         for _ in range(3):

@@ -71,7 +71,7 @@ def train_in_a_fork() -> None:
     raise LaunchError("trained")
 
 
-def test_a_process_that_is_forked_before_it_has_a_group_may_make_one() -> None:
+def test_a_process_forked_before_it_has_a_group_may_build_one() -> None:
     assert in_fork(train_in_a_fork) == "LaunchError: trained"
 
 
@@ -101,7 +101,7 @@ os._exit(0)  # torch's own end of a gloo group aborts now and then, without a fo
 
 
 @pytest.mark.fault(99)
-def test_a_fork_of_a_program_ends_with_its_error_and_the_program_goes_on(tmp_path: Path) -> None:
+def test_a_fork_ends_with_its_error_and_the_program_goes_on(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

@@ -154,7 +154,7 @@ def differ_beside_the_group() -> str:
     return " / ".join(results)
 
 
-def test_copies_on_other_ranks_are_compared_and_one_of_them_is_sent() -> None:
+def test_copies_on_other_ranks_are_compared_and_one_is_sent() -> None:
     said = run_ranks(differ_beside_the_group, 4)
     assert [text.partition(" / ")[0] for text in said] == ["[]", "[]", "[[0.0, 1.0, 2.0, 3.0]]", "[]"]
     assert all("w.step differs between the ranks: 3.0 (torch.float32) on rank 0, 4.0" in text for text in said)

@@ -55,7 +55,7 @@ HALF = DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16)
 
 @pytest.mark.parametrize("dtypes", [HALF, DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)])
 @on_local_tensors
-def test_a_pass_that_is_revoked_leaves_the_sum_of_those_before_it_untouched(dtypes: DtypePolicy) -> None:
+def test_a_revoked_pass_leaves_the_sum_of_those_before_it(dtypes: DtypePolicy) -> None:
     good = [[0, 1, 4], [0, 2]]
     buffer, expected = summed(dtypes, good), summed(dtypes, good)
     one_pass(buffer, [0, 3, 4, 0], 7)
@@ -71,7 +71,7 @@ def test_a_pass_that_is_revoked_leaves_the_sum_of_those_before_it_untouched(dtyp
 
 @pytest.mark.parametrize("dtypes", [HALF, DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)])
 @on_local_tensors
-def test_the_sum_is_that_of_all_passes_in_the_wide_dtype_wherever_they_stood(dtypes: DtypePolicy) -> None:
+def test_the_sum_is_that_of_all_passes_in_the_wide_dtype(dtypes: DtypePolicy) -> None:
     buffer = summed(dtypes, [[0, 1], [1, 2]])
     one_pass(buffer, [1, 3], 2)
     assert buffer.gradient.flat is not None
@@ -87,7 +87,7 @@ def test_the_sum_is_that_of_all_passes_in_the_wide_dtype_wherever_they_stood(dty
 
 
 @on_local_tensors
-def test_gradients_that_come_several_times_in_a_pass_are_added_one_by_one_as_autograd_does() -> None:
+def test_repeated_gradients_are_added_as_autograd_does() -> None:
     order = [[0, 1, 1], [1, 0, 1, 2, 1, 2], [0, 0, 1]]
     for settles_last in (False, True):
         buffer = summed(HALF, order[:2])
@@ -104,7 +104,7 @@ def test_gradients_that_come_several_times_in_a_pass_are_added_one_by_one_as_aut
 
 
 @on_local_tensors
-def test_a_sum_is_taken_once_and_comes_back_if_the_pass_is_revoked() -> None:
+def test_a_sum_is_taken_once_and_comes_back_if_revoked() -> None:
     here = torch.device("cpu")
     buffer = summed(HALF, [[0, 4]])
     first = buffer.gradient.take(here)
@@ -131,7 +131,7 @@ def test_what_is_withheld_is_zero_until_the_pass_is_revoked() -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 @on_local_tensors
 @on_local_tensors
-def test_held_gradients_become_the_flat_gradient_when_they_are_packed(accumulate: bool) -> None:
+def test_held_gradients_become_the_flat_gradient_when_packed(accumulate: bool) -> None:
     """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
     group = group_of()
     held, packed = (make(group, DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16)) for _ in range(2))
@@ -166,7 +166,7 @@ def test_held_gradients_become_the_flat_gradient_when_they_are_packed(accumulate
 @pytest.mark.ranks(2)
 @on_local_tensors
 @on_local_tensors
-def test_a_single_gradient_that_fills_the_buffer_is_taken_over_and_not_copied() -> None:
+def test_a_single_gradient_of_full_size_is_taken_over() -> None:
     """One parameter that fills its buffer: autograd's own gradient becomes the flat one."""
     group = group_of()
     buffer = make(group, params=[nn.Parameter(torch.ones(4, 3))])
@@ -203,7 +203,7 @@ def test_a_gradient_that_is_the_weight_outlives_the_full_buffer() -> None:
 
 
 @on_local_tensors
-def test_a_gradient_with_a_gradient_of_its_own_is_refused_by_name() -> None:
+def test_a_gradient_with_a_gradient_is_refused_by_name() -> None:
     buffer = make(Group())
     buffer.unsharded_params[0].grad = (
         torch.ones(5, 3, requires_grad=True) * 2

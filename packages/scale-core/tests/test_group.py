@@ -106,7 +106,7 @@ def found_again() -> tuple[bytes, bytes]:
     return pickle.dumps(whole), pickle.dumps(part)
 
 
-def test_a_pickled_group_is_found_again_among_those_of_the_process() -> None:
+def test_a_pickled_group_is_found_again_in_the_process() -> None:
     written = run_ranks(found_again, 2)
     for whole, part in written:
         assert pickle.loads(part) == Group()

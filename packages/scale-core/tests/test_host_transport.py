@@ -72,7 +72,7 @@ def on_devices_alone() -> list[str]:
     return keep_limits_and_find_who_is_missing()
 
 
-def test_a_group_of_devices_alone_moves_what_is_on_the_host_within_the_limit() -> None:
+def test_a_group_of_devices_moves_what_is_on_the_host_in_time() -> None:
     (late, absent), nothing = run_ranks(on_devices_alone, 2, backend="cuda:gloo")
     assert late.startswith("exchange with rank 1 failed: ")
     assert absent.startswith("meeting on the host with rank 1 failed: no answer within 1 s. ")

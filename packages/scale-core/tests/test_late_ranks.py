@@ -46,7 +46,7 @@ def one_rank_is_late() -> tuple[list[list[float] | None], list[str]]:
     return found, texts
 
 
-def test_a_rank_that_the_others_wait_for_is_named_with_its_milliseconds() -> None:
+def test_a_rank_that_others_wait_for_is_named_with_its_time() -> None:
     (found, texts), *others = run_ranks(one_rank_is_late, 3)
     assert found[0] is found[2] is None
     assert found[1] is not None and found[1][2] == max(found[1]) >= 150

@@ -130,7 +130,7 @@ def end_late() -> None:
 
 
 @pytest.mark.fault(100)
-def test_a_rank_that_still_runs_when_others_have_ended_is_named_once(
+def test_a_rank_that_outlives_the_others_is_named_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SCALE_LIMIT_SECONDS", "1")
@@ -144,7 +144,7 @@ def end_blocked() -> None:
 
 
 @pytest.mark.fault(100)
-def test_a_rank_whose_process_group_is_not_destroyed_in_time_ends_nevertheless(
+def test_a_rank_whose_group_stays_ends_nevertheless(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SCALE_LIMIT_SECONDS", "5")
@@ -154,7 +154,7 @@ def test_a_rank_whose_process_group_is_not_destroyed_in_time_ends_nevertheless(
     assert "rank 1: destroy_process_group() still blocks after 5 s; the rank ends" in capfd.readouterr().err
 
 
-def test_a_signal_reaches_every_rank_and_one_that_all_handle_is_no_failure(tmp_path: Path) -> None:
+def test_a_signal_reaches_every_rank_and_may_be_handled(tmp_path: Path) -> None:
     process, pids = start_program(tmp_path, "catch")
     process.send_signal(signal.SIGTERM)
     assert process.wait(600) == 0
@@ -189,7 +189,7 @@ def test_ranks_end_when_the_program_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.fault(93)
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="the system cannot hold signals back")
-def test_ctrl_c_while_a_rank_is_loading_ends_it_when_it_has_loaded(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_rank_is_loading_ends_it_afterwards(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(INTERRUPTED_PROGRAM)
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
@@ -217,7 +217,7 @@ def test_a_rank_that_fails_between_two_looks_at_it_is_seen(looks: int) -> None:
         os.close(rank.sentinel)
 
 
-def test_ranks_share_the_cores_unless_the_user_has_said_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_cores_unless_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = [launch._variables(0, num_ranks, 1, "cpu")["OMP_NUM_THREADS"] for num_ranks in (1, 3, 9)]

@@ -64,7 +64,7 @@ def started(arguments: list[str], text: str = "") -> subprocess.Popen[str]:
 
 
 @pytest.mark.fault(95)
-def test_programs_that_new_processes_cannot_follow_end_with_what_to_write(tmp_path: Path) -> None:
+def test_programs_new_processes_cannot_follow_are_refused(tmp_path: Path) -> None:
     scripts = [tmp_path / name for name in ("launch.py", "run.py", "spawn.py", "of_a_module.py")]
     for script, text in zip(scripts, (LAUNCH, RUN, SPAWN + RUN, OF_A_MODULE), strict=True):
         script.write_text(text)

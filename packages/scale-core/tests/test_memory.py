@@ -58,7 +58,7 @@ def test_what_is_learned_after_the_peak_counts_for_the_peak() -> None:
     assert tracker.current_by_kind() == {"parameters": 10}
 
 
-def test_stronger_evidence_replaces_weaker_and_the_first_of_equals_stays() -> None:
+def test_stronger_evidence_replaces_weaker() -> None:
     tracker = MemoryTracker()
     tensor = num_bytes(10)
     for kind, evidence, expected in [
@@ -72,7 +72,7 @@ def test_stronger_evidence_replaces_weaker_and_the_first_of_equals_stays() -> No
         assert tracker.current_by_kind() == {expected: 10}
 
 
-def test_a_storage_that_is_released_and_filled_again_is_a_gathered_one() -> None:
+def test_a_storage_released_and_filled_again_is_gathered() -> None:
     tracker = MemoryTracker()
     tensor = num_bytes(100)
     storage = tensor.untyped_storage()
@@ -102,7 +102,7 @@ def test_a_restart_keeps_what_lives_and_what_is_known_of_it() -> None:
     assert tracker.current_by_kind() == {"activations": 7}
 
 
-def test_the_largest_at_the_peak_are_counted_together_where_they_are_alike() -> None:
+def test_the_largest_at_the_peak_are_counted_together() -> None:
     tracker = MemoryTracker()
     weights = [num_bytes(10) for _ in range(3)]
     for weight in weights:
@@ -117,7 +117,7 @@ def test_the_largest_at_the_peak_are_counted_together_where_they_are_alike() -> 
     ]
 
 
-def test_a_memory_learns_what_has_become_known_before_it_tells_kinds() -> None:
+def test_a_memory_learns_the_kinds_before_it_reports() -> None:
     tracker = MemoryTracker()
     weight = num_bytes(10)
     observe(tracker, weight)

@@ -29,12 +29,12 @@ def differ_in_their_tags() -> str:
     return str(caught.value)
 
 
-def test_ranks_with_different_tags_time_out_and_get_no_wrong_data() -> None:
+def test_ranks_with_different_tags_time_out() -> None:
     for rank, message in enumerate(run_ranks(differ_in_their_tags, 2)):
         assert message.startswith(f"all_gather with rank {1 - rank} failed: ")
 
 
-def test_the_tags_of_data_records_and_units_have_nothing_in_common() -> None:
+def test_tags_of_data_records_and_units_are_disjoint() -> None:
     records = range(1, LONGEST_RECORD + 2)  # One more than the length: a record may be empty.
     assert records[0] > UNTAGGED and records[-1] < UNIT_TAGS[0]
     assert UNIT_TAGS[-1] == (1 << 31) - 1  # Gloo's tags are signed, of 32 bits.

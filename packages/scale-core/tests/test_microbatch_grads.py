@@ -73,7 +73,7 @@ def test_a_step_tells_all_who_listen_to_it_until_it_ends() -> None:
     assert heard == [] and not other.has_observers and not microbatch_steps_wanted()
 
 
-def test_who_refuses_a_step_fails_it_for_those_who_were_told_before() -> None:
+def test_an_observer_that_refuses_fails_the_step_for_others() -> None:
     heard: list[str] = []
 
     def refuses(step: MicrobatchStep) -> StepObserver:
@@ -103,7 +103,7 @@ def test_parameters_are_told_apart_by_identity() -> None:
     assert other in step.counted_elsewhere and one not in step.counted_elsewhere
 
 
-def test_a_module_announces_as_long_as_it_lives_and_for_the_parameters_that_it_has_then() -> None:
+def test_a_module_announces_while_it_lives_for_its_parameters() -> None:
     module = nn.Linear(2, 2)
     before = module.weight
     ranks = Group(0, 2, None, "fake", (0, 1))
@@ -118,7 +118,7 @@ def test_a_module_announces_as_long_as_it_lives_and_for_the_parameters_that_it_h
     assert pipeline_ranks([after]) is None
 
 
-def test_samples_of_unequal_size_end_with_what_each_counts_and_those_who_listen_name_their_terms() -> None:
+def test_samples_of_unequal_size_end_with_their_weights() -> None:
     found: list[Sequence[float]] = []
     terms = StepSignature((0, 3), "two of these")
     listeners = [StepObserver(found.append, print, print), StepObserver(found.append, print, print, terms)]

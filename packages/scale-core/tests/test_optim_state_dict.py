@@ -60,7 +60,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @on_local_tensors
-def test_a_flat_parameter_s_state_stands_under_the_names_that_it_holds() -> None:
+def test_a_flat_parameter_has_states_under_the_names_it_holds() -> None:
     plain = sharded_state_dict(*made(Trained(), 3))
     ranks = [sharded_state_dict(*made(Flat(Trained(), rank, WORLD), 3)) for rank in range(WORLD)]
     assert_same(whole(ranks), plain)
@@ -90,7 +90,7 @@ def assert_same_shards(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @on_local_tensors
-def test_the_target_of_a_fresh_flat_optimizer_is_one_tensor_for_each_kind_of_state() -> None:
+def test_a_fresh_flat_optimizer_has_a_tensor_for_each_state() -> None:
     plain = sharded_state_dict(*made(Trained(), 2))
     saved = {
         key: SavedTensor(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
@@ -165,7 +165,7 @@ def test_what_a_flat_parameter_shares_must_be_alike(change: Any, message: str) -
 
 
 @on_local_tensors
-def test_names_of_parameters_that_an_optimizer_was_given_are_not_saved() -> None:
+def test_names_of_parameters_of_an_optimizer_are_not_saved() -> None:
     model = Trained()
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.01)
     state = copy.deepcopy(sharded_state_dict(model, optimizer))

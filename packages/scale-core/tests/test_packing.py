@@ -76,14 +76,12 @@ def test_padding_stays_below_the_stated_bound_and_no_atom_is_cut(
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(MATRICES, st.integers(2, 70))
-def test_the_bound_holds_for_matrices_whose_row_lengths_have_nothing_in_common(
-    matrices: list[tuple[int, int, bool]], world_size: int
-) -> None:
+def test_the_bound_holds_for_unrelated_row_lengths(matrices: list[tuple[int, int, bool]], world_size: int) -> None:
     pieces = [(rows * length, rows * length if whole else length) for rows, length, whole in matrices]
     check(in_order(pieces), world_size)
 
 
-def test_atoms_without_a_common_multiple_do_not_blow_the_shards_up() -> None:
+def test_atoms_without_a_common_multiple_keep_shards_small() -> None:
     primes = [97, 89, 83, 79, 73, 71, 67, 61]
     pieces = [Piece(64 * prime, prime) for prime in primes]
     size, _ = pack(pieces, 8)

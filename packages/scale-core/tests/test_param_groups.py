@@ -47,7 +47,7 @@ def found(names: Names, state: dict[str, Any], elsewhere: str = "") -> list[Any]
     return [each.get("lr") for each in options]
 
 
-def test_parts_of_a_group_are_entries_of_their_own_and_equal_ones_are_one() -> None:
+def test_parts_of_a_group_are_entries_and_equal_ones_are_one() -> None:
     both = entries(([["a"], ["b"]], [1.0, 2.0]), ([["c"], []], [1.0, 2.0]), ([["a"], ["b"]], [1.0, 2.0]))
     assert len(both) == 4 and all(is_group(key) for key in both)
     assert [(group.number, group.names) for group in saved_groups(both)] == [
@@ -59,7 +59,7 @@ def test_parts_of_a_group_are_entries_of_their_own_and_equal_ones_are_one() -> N
     assert not is_group("optim.groups.0.weight.exp_avg"), "a module of a model may be called so"
 
 
-def test_a_group_is_put_together_from_the_parts_of_several_ranks_and_cut_again() -> None:
+def test_a_group_is_joined_from_parts_of_ranks_and_cut_again() -> None:
     cut = entries(([["a"], ["b"]], [1.0, 2.0]), ([["c"], []], [1.0, 2.0]))
     assert found([["a", "c"], ["b"]], cut) == [1.0, 2.0]
     whole = entries(([["a", "c"], ["b"]], [1.0, 2.0]))
@@ -97,7 +97,7 @@ def test_options_get_lists_of_their_own() -> None:
     assert one.param_groups[0]["betas"] is not one.param_groups[1]["betas"]
 
 
-def test_groups_in_one_list_as_older_snapshots_have_them_are_read() -> None:
+def test_groups_in_one_list_of_older_snapshots_are_read() -> None:
     model = nn.Linear(2, 2)
     made = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}], lr=0.1)
     state = sharded_state_dict(model, made)
@@ -111,7 +111,7 @@ def test_groups_in_one_list_as_older_snapshots_have_them_are_read() -> None:
     assert [group["lr"] for group in other.param_groups] == [0.1, 0.5]
 
 
-def test_several_optimizers_of_one_model_are_saved_and_loaded_together() -> None:
+def test_several_optimizers_of_one_model_are_saved_together() -> None:
     def built(scale: float) -> tuple[nn.Linear, list[torch.optim.Optimizer]]:
         model = nn.Linear(2, 2)
         made: list[torch.optim.Optimizer] = [
@@ -134,7 +134,7 @@ def test_several_optimizers_of_one_model_are_saved_and_loaded_together() -> None
 
 
 @pytest.mark.fault(112)
-def test_options_of_another_kind_are_refused_and_those_of_the_user_are_not() -> None:
+def test_options_of_another_kind_are_refused() -> None:
     live = {"lr": 0.1, "eps": (None, 0.1), "betas": (0.9, 0.99), "amsgrad": False, "foreach": None, "own": [1, 2]}
     right = {"lr": 1, "eps": [1e-30, None], "betas": [0.5, 0.5], "amsgrad": 1, "foreach": True, "own": [1]}
     defaults = {name: value for name, value in live.items() if name != "own"}

@@ -108,7 +108,7 @@ def test_of_a_scalar_the_name_tells_a_count_from_a_state(
 
 @pytest.mark.parametrize("rank", range(WORLD))
 @on_local_tensors
-def test_whole_parameters_are_counted_whatever_a_rank_holds_of_them(rank: int) -> None:
+def test_full_parameters_are_counted_whatever_a_rank_holds(rank: int) -> None:
     whole = sum(param.numel() for param in Model().parameters())
     for model in (Model(), cut(Model(), rank, WORLD), Flat(Model(), rank, WORLD)):
         assert num_parameters(model) == whole

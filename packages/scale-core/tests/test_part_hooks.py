@@ -32,7 +32,7 @@ class Fails(nn.Module):
         raise RuntimeError("no")
 
 
-def test_a_part_gets_the_hooks_that_are_for_each_part_with_their_options_and_no_others() -> None:
+def test_a_part_gets_the_hooks_for_each_part_with_options() -> None:
     seen, others = Seen(), []
     whole, part = nn.Identity(), nn.Identity()
     whole.register_forward_pre_hook(lambda *given: others.append(given))

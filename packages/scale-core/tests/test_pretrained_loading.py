@@ -87,7 +87,7 @@ def loads_and_saves(folder: str, copy: str) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 4])
 @on_local_tensors
-def test_each_rank_reads_its_own_parts_and_writes_them_where_they_belong(tmp_path: Path, world: int) -> None:
+def test_each_rank_reads_its_own_parts_and_writes_them_back(tmp_path: Path, world: int) -> None:
     folder = write_folder(tmp_path / "hub", weights(trained()))
     assert not any(run_ranks(loads_and_saves, world, str(folder), str(tmp_path / "copy")))
     read, wanted = read_folder(tmp_path / "copy"), weights(trained())
@@ -158,7 +158,7 @@ def cut_on_meta() -> Any:
 
 
 @on_local_tensors
-def test_a_model_on_meta_gets_memory_its_ties_and_its_own_buffers(tmp_path: Path) -> None:
+def test_a_model_on_meta_gets_memory_ties_and_buffers(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hub", weights(trained()))
     with pytest.raises(SnapshotError, match=r"no file has the buffer scratch, on the meta device: pass init="):
         load_pretrained(cut_on_meta(), folder)
@@ -226,7 +226,7 @@ def test_a_tied_weight_may_be_saved_twice_if_both_are_equal(tmp_path: Path) -> N
 
 
 @on_local_tensors
-def test_a_folder_of_pickles_is_refused_with_the_line_that_converts_it(tmp_path: Path) -> None:
+def test_a_folder_of_pickles_is_refused_with_a_fix(tmp_path: Path) -> None:
     from scale_core.convert import convert_checkpoint
 
     folder = tmp_path / "old"
@@ -276,7 +276,7 @@ def damage(folder: Path, how: str) -> None:
     ],
 )
 @on_local_tensors
-def test_a_folder_that_is_not_whole_is_refused_before_anything_changes(tmp_path: Path, how: str, expected: str) -> None:
+def test_a_folder_that_is_incomplete_changes_nothing(tmp_path: Path, how: str, expected: str) -> None:
     folder = write_folder(tmp_path / "hub", weights(trained()))
     damage(folder, how)
     model = emptied()
@@ -286,7 +286,7 @@ def test_a_folder_that_is_not_whole_is_refused_before_anything_changes(tmp_path:
 
 
 @on_local_tensors
-def test_links_of_a_downloads_cache_are_followed_and_one_file_will_do(tmp_path: Path) -> None:
+def test_links_of_a_download_cache_and_single_files_are_read(tmp_path: Path) -> None:
     save_file(weights(trained()), tmp_path / "blob")
     (tmp_path / "model.safetensors").symlink_to("blob")
     for source in (tmp_path, tmp_path / "model.safetensors"):
@@ -296,9 +296,7 @@ def test_links_of_a_downloads_cache_are_followed_and_one_file_will_do(tmp_path: 
 
 
 @on_local_tensors
-def test_saving_leaves_nothing_under_the_name_unless_all_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_leaves_nothing_unless_all_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -129,7 +129,7 @@ def test_the_error_of_a_sum_that_is_not_finite_does_not_wait() -> None:
     assert torch.equal(feedback.add_to(torch.zeros(3)), torch.tensor([0.25, 0.0, 0.0]))
 
 
-def test_errors_are_those_of_gradients_that_are_not_scaled_and_a_skipped_step_gives_back_what_waited() -> None:
+def test_errors_are_of_unscaled_gradients_and_a_skip_releases() -> None:
     set_loss_scale(None)  # Another test may have left its scaler's.
     feedback, scale = ErrorFeedback(), torch.tensor(4.0)
     feedback.keep(torch.tensor([1.0]), torch.tensor([0.75]))
@@ -179,7 +179,7 @@ def fail_to_round() -> list[str]:
     return told
 
 
-def test_a_rank_without_memory_sends_zeros_and_raises_where_it_waits() -> None:
+def test_a_rank_without_memory_sends_zeros_and_raises_in_wait() -> None:
     first, second = run_ranks(fail_to_round, 2)
     assert first == []
     assert second == [f"{n}: no memory to quantize" for n in range(3)] + [

@@ -69,7 +69,7 @@ def test_files_of_another_run_are_found_out(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_flat_parameters_without_metadata_are_refused_with_the_way_to_save_them(tmp_path):
+def test_flat_parameters_without_metadata_are_refused(tmp_path):
     torch.save({"model": {"_flat_param": torch.ones(3)}}, tmp_path / "rank0.pt")
     with pytest.raises(ValueError, match=r"nothing says which parameters they hold: .*local_metadata_dict\(\)"):
         open_checkpoint(tmp_path)
@@ -86,7 +86,7 @@ def scale_fsdp_state(rank: int) -> OrderedDict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("key", [None, "model"])
-def test_local_states_of_scale_fsdp_say_themselves_what_they_hold(tmp_path, key):
+def test_local_states_of_scale_fsdp_describe_themselves(tmp_path, key):
     for rank in range(2):
         state = scale_fsdp_state(rank)
         torch.save(state if key is None else {key: state, "epoch": 3}, tmp_path / f"rank{rank}.pt")
@@ -134,7 +134,7 @@ def of_fsdp1(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     return folder, run_ranks(save_as_fsdp1, 2, folder)[0]
 
 
-def test_fsdp1s_sharded_state_dicts_become_the_plain_models_weights(of_fsdp1):
+def test_fsdp1_sharded_state_dicts_become_plain_weights(of_fsdp1):
     folder, full = of_fsdp1
     state = open_checkpoint(folder / "SHARDED_STATE_DICT")
     assert_same_bits(loaded(state.tensors, "model."), full)

@@ -123,7 +123,7 @@ def test_a_snapshot_that_goes_before_it_is_locked_is_no_damage(tmp_path: Path) -
 
 @pytest.mark.fault(111)
 @pytest.mark.parametrize("phase", ["find_damage", "read_tensors"])
-def test_without_locks_a_reader_that_loses_its_snapshot_reads_the_next(
+def test_without_locks_a_lost_snapshot_is_read_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     monkeypatch.setattr(read_lock, "try_lock", lambda descriptor, exclusive: Lock.UNSUPPORTED)
@@ -138,9 +138,7 @@ def test_without_locks_a_reader_that_loses_its_snapshot_reads_the_next(
 
 
 @pytest.mark.fault(111)
-def test_without_locks_the_loss_of_the_snapshot_that_was_asked_for_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_the_loss_of_an_asked_step_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_lock, "try_lock", lambda descriptor, exclusive: Lock.UNSUPPORTED)
     save(tmp_path, 1)
     with (

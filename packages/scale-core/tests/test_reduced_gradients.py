@@ -46,14 +46,14 @@ def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | N
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 @on_local_tensors
-def test_gradients_are_averaged_and_what_a_rank_has_not_used_counts_as_zeros(reduce_dtype: torch.dtype | None) -> None:
+def test_gradients_are_averaged_and_unused_ones_are_zeros(reduce_dtype: torch.dtype | None) -> None:
     run_ranks(reductions, 3, {1: [0, 2], 2: []}, reduce_dtype)
 
 
 @pytest.mark.ranks(2)
 @on_local_tensors
 @on_local_tensors
-def test_the_gradient_of_a_rank_that_has_run_out_of_data_counts_nothing() -> None:
+def test_the_gradient_of_a_rank_without_data_counts_nothing() -> None:
     """Rank 0 has one batch and rank 1 two, the second of which alone counts; then samples are what counts."""
     group = group_of()
     buffer = make(group)
@@ -195,7 +195,7 @@ def test_local_gradients_are_reported_whole_and_unreduced() -> None:
 
 
 @on_local_tensors
-def test_what_was_reduced_stands_aside_and_is_handed_out_once_to_some_or_at_last_to_all() -> None:
+def test_a_reduction_stands_aside_and_is_handed_out_once() -> None:
     for flatten in (False, True):
         buffer = make(Group(), flatten=flatten)
         for used in (range(5), (1, 4)):

@@ -89,9 +89,7 @@ def test_ranks_find_each_other_by_the_variables(tmp_path: Path) -> None:
     assert sorted(results) == [("0 of 2", 3.0), ("1 of 2", 3.0)]
 
 
-def test_a_second_call_returns_the_same_group_and_one_may_leave_and_join_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_call_returns_the_same_group_until_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEETING", str(tmp_path))
     assert run_ranks(join_twice, 2, free_port(), backend=None) == [[True, True]] * 2
 
@@ -119,7 +117,7 @@ def test_tensors_of_either_device_can_be_sent(monkeypatch: pytest.MonkeyPatch, d
         ({}, 1, None),
     ],
 )
-def test_a_rank_takes_the_device_of_its_number_or_the_only_one_that_it_was_given(
+def test_a_rank_takes_the_device_of_its_number_or_the_only_one(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], visible: int, expected: int | None
 ) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID"):
@@ -198,9 +196,7 @@ def test_wrong_variables_are_named_with_what_was_seen(
 # Of the second one (RFC 5737) not even a refusal comes.
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1"])
-def test_an_address_where_nobody_answers_is_an_error_within_the_limit(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_where_nobody_answers_is_an_error_in_time(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
@@ -234,7 +230,7 @@ while True:
         (b"", "something listens there, and has not answered as torch's store does"),
     ],
 )
-def test_a_foreign_program_on_the_port_is_an_error_within_the_limit(
+def test_a_foreign_program_on_the_port_is_an_error_in_time(
     said: bytes, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A process of its own: its connections end with it, also one that comes in at the very end.

@@ -26,7 +26,7 @@ def test_only_generators_that_were_drawn_from_are_replayed() -> None:
     assert torch.equal(torch.default_generator.get_state(), following)
 
 
-def test_an_accelerator_that_is_initialized_on_the_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_that_is_initialized_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     before = rng.generator_states()
     found: list[Any] = [torch.default_generator, SimpleNamespace(device=torch.device("cuda", 0))]
     monkeypatch.setattr(rng, "_generators", lambda: found)
@@ -40,7 +40,7 @@ def test_an_accelerator_that_is_initialized_on_the_way_is_an_error(monkeypatch: 
     assert [one.generator for one in rng.drawn_since(before)] == [generators[1]]
 
 
-def test_a_thread_may_look_at_the_generators_of_the_host_and_of_one_device_alone(
+def test_a_thread_may_read_generators_of_host_and_one_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     devices = [torch.device("cuda", index) for index in range(3)]

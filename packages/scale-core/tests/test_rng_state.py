@@ -59,7 +59,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_at_another_number_of_ranks_they_are_refused_or_seeded_anew(tmp_path: Path) -> None:
+def test_at_another_number_of_ranks_generators_are_refused(tmp_path: Path) -> None:
     run_ranks(save_and_draw, 2, tmp_path)
     (message, *_) = run_ranks(refused, 3, tmp_path)
     assert "'random' was saved by 2 ranks, each of which had a state of its own, and there are 3 ranks now" in message

@@ -48,7 +48,7 @@ def test_all_ranks_get_the_name_of_one_start() -> None:
     assert len(set(first)) == len(set(again)) == 1 and first != again
 
 
-def test_what_ranks_that_have_ended_left_in_the_store_is_passed_over() -> None:
+def test_what_ended_ranks_left_in_the_store_is_passed_over() -> None:
     """One rank of an earlier start never came, and its rank 0 has ended without a verdict."""
     store = HashStore()
     store.set("start", "earlier")
@@ -79,7 +79,7 @@ def of_job(origin: str, rank: int = 0, **job: str) -> RankFacts:
     return RankFacts(rank, 2, {}, None, job, origin)
 
 
-def test_ranks_of_one_launcher_begin_at_once_and_others_give_time_to_contradict() -> None:
+def test_ranks_of_one_launcher_begin_at_once_and_others_wait() -> None:
     for job in ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, {"TORCHELASTIC_RUN_ID": "a"}, {"agent": "12 on here"}):
         assert grace([of_job("a", **job), of_job("b", **job)], 300) == 0
     by_hand, elsewhere = (grace([of_job("a"), of_job(other)], 300) for other in "ab")
@@ -98,7 +98,7 @@ def test_ranks_of_two_jobs_are_told_at_once(name: str) -> None:
     )
 
 
-def test_a_second_rank_0_ends_a_start_and_does_not_disturb_a_job_that_has_begun() -> None:
+def test_a_second_rank_0_ends_a_start_but_no_running_job() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=60))
     told = [""]

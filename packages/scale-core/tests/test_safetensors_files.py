@@ -40,7 +40,7 @@ def test_an_index_that_does_not_fit_the_files_is_refused(tmp_path, index, words)
         read_safetensors_folder(tmp_path)
 
 
-def test_files_without_an_index_that_have_one_tensor_twice_are_refused(tmp_path):
+def test_one_tensor_in_two_files_without_an_index_is_refused(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
     save_file({"a": torch.ones(1)}, tmp_path / "two.safetensors")
     with pytest.raises(ValueError, match=r"a is in two\.safetensors and in another file"):

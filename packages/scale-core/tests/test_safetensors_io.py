@@ -139,7 +139,7 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_name(tmp_path: Path) -> Non
         write(tmp_path / "file", {"codes": torch.empty(1, dtype=torch.bits8)})
 
 
-def test_complex_numbers_of_double_precision_are_pairs_in_the_file(tmp_path: Path) -> None:
+def test_complex128_numbers_are_pairs_in_the_file(tmp_path: Path) -> None:
     spectrum = torch.randn(3, 2, dtype=torch.complex128)
     write(tmp_path / "file.safetensors", {"spectrum": spectrum})
     with safe_open(tmp_path / "file.safetensors", framework="pt") as file:

@@ -94,7 +94,7 @@ def test_equal_tensors_are_told_apart() -> None:
     assert shard_of(other) is None
 
 
-def test_a_record_stands_on_the_parameter_and_keeps_no_tensor_alive() -> None:
+def test_a_record_stands_on_the_parameter_and_keeps_no_tensor() -> None:
     param = nn.Parameter(torch.ones(6))
     set_shard(param, piece())
     assert list(vars(param).values()) == [piece()]

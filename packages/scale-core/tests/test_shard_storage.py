@@ -50,7 +50,7 @@ def test_each_piece_says_what_it_is_a_piece_of() -> None:
 
 
 @on_local_tensors
-def test_flattened_an_optimizer_sees_one_parameter_that_trains_if_any_does() -> None:
+def test_a_flattened_optimizer_sees_one_parameter() -> None:
     shard = shard_on(1, 2, flatten=True, trainable=(False, True, False))
     (param,) = shard.sharded_params
     assert param.requires_grad and shard.trains and param.numel() == shard.layout.shard_numel
@@ -61,7 +61,7 @@ def test_flattened_an_optimizer_sees_one_parameter_that_trains_if_any_does() -> 
 
 
 @on_local_tensors
-def test_a_write_to_any_piece_counts_as_one_to_the_shard_even_where_it_is_empty() -> None:
+def test_a_write_to_any_piece_counts_as_one_to_the_shard() -> None:
     for rank in range(5):
         shard = shard_on(rank, 5)
         for param in shard.sharded_params:
@@ -72,7 +72,7 @@ def test_a_write_to_any_piece_counts_as_one_to_the_shard_even_where_it_is_empty(
 
 
 @on_local_tensors
-def test_parameters_that_exist_stay_the_same_objects_in_other_memory() -> None:
+def test_existing_parameters_stay_the_same_objects() -> None:
     shard = shard_on(0, 2)
     before = list(shard.sharded_params)
     before[0].grad = torch.ones_like(before[0])
@@ -91,7 +91,7 @@ def test_a_whole_without_values_changes_nothing() -> None:
 
 
 @on_local_tensors
-def test_pieces_carry_the_attributes_that_users_gave_to_the_parameters() -> None:
+def test_pieces_carry_the_attributes_of_the_parameters() -> None:
     params = [nn.Parameter(whole) for whole in WHOLES]
     params[1]._no_weight_decay = True  # type: ignore[attr-defined]
     shard = shard_on(0, 2)

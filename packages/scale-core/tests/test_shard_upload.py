@@ -83,7 +83,7 @@ def test_it_is_cast_where_it_arrives_in_small_pieces(
     assert sizes.largest <= 8
 
 
-def test_the_shard_may_be_written_to_when_the_last_copy_has_ended_and_no_mark_is_waited_for_twice() -> None:
+def test_a_shard_is_written_to_after_the_last_copy_has_ended() -> None:
     log: list[str] = []
     sending, shard, target = HostToDeviceCopy(Told(log, "shards")), torch.ones(3), torch.zeros(3)
     sending.wait()
@@ -140,7 +140,7 @@ def reduce(buffer: FlatBuffer) -> None:
     buffer.wait_reduced()
 
 
-def test_gradients_have_a_stream_of_their_own_also_where_they_alone_go_to_the_host(
+def test_gradients_have_a_stream_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with told_streams(monkeypatch) as log:
@@ -167,7 +167,7 @@ def test_where_nothing_moves_there_is_no_stream(monkeypatch: pytest.MonkeyPatch)
         assert log == []
 
 
-def test_a_copy_to_a_device_is_waited_for_by_the_device_and_one_to_the_host_by_the_host() -> None:
+def test_a_copy_is_waited_for_by_the_side_that_receives_it() -> None:
     log: list[str] = []
     there = copy_over(torch.ones(3), torch.device("meta"), Told(log, "copies"))
     assert there.is_meta and there.shape == (3,) and log == ["copies: run", "copies: join"]
@@ -180,7 +180,7 @@ def test_a_copy_to_a_device_is_waited_for_by_the_device_and_one_to_the_host_by_t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_cuda_a_cast_shard_equals_that_of_the_host_and_does_not_stop_the_host(dtype: torch.dtype) -> None:
+def test_on_cuda_a_cast_shard_equals_that_of_the_host(dtype: torch.dtype) -> None:
     shard = torch.randn((1 << 25) + 5).pin_memory()
     device = torch.device("cuda", torch.cuda.current_device())
     stream = flat_reduced.copy_stream(device, "shards")

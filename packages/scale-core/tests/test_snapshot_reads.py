@@ -35,9 +35,7 @@ def test_random_parts_land_in_their_places(tmp_path: Path, monkeypatch: pytest.M
         assert torch.equal(into, expected.to(into.dtype)), (shape, offsets, sizes)
 
 
-def test_neighbors_are_read_by_one_call_and_each_file_is_opened_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbors_are_read_by_one_call_and_files_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch.arange(12.0)
     (tmp_path / "file").write_bytes(memory_of(source).tobytes())
     calls: list[tuple[int, int]] = []

@@ -76,7 +76,7 @@ def as_torch_save(path: Path, length: int) -> None:
 
 @pytest.mark.fault(112)
 @pytest.mark.parametrize("key", ["layers.1", "halves"])
-def test_chunks_that_the_manifest_exchanges_are_found_by_their_names_in_the_file(tmp_path: Path, key: str) -> None:
+def test_chunks_that_the_manifest_exchanges_are_found(tmp_path: Path, key: str) -> None:
     """A manifest with a right checksum, as of a program that rewrites it."""
     run_ranks(save_in_halves, 2, tmp_path)
     place = tmp_path / "step-00000001"
@@ -101,7 +101,7 @@ def save_in_halves(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [as_torch_save, lambda path, length: path.write_bytes(b"\x80\x04" * (length // 2))])
-def test_a_file_of_the_right_length_that_is_no_safetensors_file_is_refused(place: Path, write: Any) -> None:
+def test_a_file_of_the_right_length_but_another_form_is_refused(place: Path, write: Any) -> None:
     write(place / NAME, (place / NAME).stat().st_size)
     with pytest.raises(DamagedSnapshotError, match="it is no safetensors file"):
         verify_snapshot(place)
@@ -127,7 +127,7 @@ def test_what_no_rank_reads_is_shared_out_evenly(place: Path) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_each_host_verifies_what_its_ranks_read_and_no_block_twice(place: Path) -> None:
+def test_each_host_verifies_what_its_ranks_read_once(place: Path) -> None:
     (((_, total),),) = all_blocks(read_manifest(place)).values()
     reads = [RankReads("a", {NAME: [(1, 4)]}), RankReads("b", {NAME: [(2, 3)]}), RankReads("a", {NAME: [(0, 2)]})]
     shares = verified_by(place, reads)
@@ -137,7 +137,7 @@ def test_each_host_verifies_what_its_ranks_read_and_no_block_twice(place: Path) 
     assert abs(len(shares[0]) - len(shares[2])) <= 1
 
 
-def test_ranks_of_a_host_that_all_read_everything_share_the_verification(place: Path) -> None:
+def test_ranks_of_a_host_that_read_all_share_the_verification(place: Path) -> None:
     manifest = read_manifest(place)
     shares = verified_by(place, [RankReads("a", all_blocks(manifest))] * 3)
     assert sorted(itertools.chain(*shares)) == list(range(len(manifest.files[NAME].checksums)))

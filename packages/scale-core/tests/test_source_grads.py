@@ -21,7 +21,7 @@ from scale_core.sharded_tensor.tensor import set_shard
 TWO = Group(0, 2, None, "fake", (0, 1))
 
 
-def test_each_use_is_reported_with_its_gradient_and_the_sum_is_that_without_a_report() -> None:
+def test_each_use_is_reported_with_its_gradient() -> None:
     param, seen = nn.Parameter(torch.tensor([2.0, 3.0])), list[tuple[Tensor, list[float], int]]()
     assert not has_source_grad_hooks()
     handle = register_source_grad_hook(lambda param, grad, source: seen.append((param, grad.tolist(), source)))

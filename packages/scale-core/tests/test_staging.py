@@ -9,7 +9,7 @@ from scale_core.snapshot.staging import copy_to_host, kept_bytes
 from scale_core.state.local_shard import LocalShard
 
 
-def test_a_copy_has_the_values_and_the_places_and_shares_no_memory() -> None:
+def test_a_copy_has_the_values_and_shares_no_memory() -> None:
     shard = torch.arange(3.0)
     state: dict[str, Any] = {
         "whole": torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(),

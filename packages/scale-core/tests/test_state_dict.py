@@ -89,7 +89,7 @@ def test_the_shards_of_all_ranks_together_are_the_plain_state(optimizer: str) ->
 
 
 @on_local_tensors
-def test_names_are_those_of_the_plain_model_and_a_tied_parameter_stands_once() -> None:
+def test_names_are_plain_and_a_tied_parameter_stands_once() -> None:
     keys = [key for key in sharded_state_dict(Model()) if key.startswith("model.")]
     assert keys == [
         "model.scale",
@@ -162,7 +162,7 @@ def test_a_loaded_optimizer_shares_no_memory_with_the_state() -> None:
 
 
 @on_local_tensors
-def test_groups_get_their_saved_hyperparameters_back_in_their_own_types() -> None:
+def test_groups_get_saved_hyperparameters_in_their_own_types() -> None:
     model = Model()
     optimizer = adam(model)
     train(model, optimizer, 1)
@@ -181,7 +181,7 @@ def json_round_trip(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @on_local_tensors
-def test_the_target_of_a_fresh_optimizer_has_room_for_all_that_was_saved() -> None:
+def test_a_fresh_optimizer_has_room_for_all_that_was_saved() -> None:
     plain = sharded_state_dict(*trained())
     saved = {
         key: SavedTensor(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
@@ -214,7 +214,7 @@ def test_the_target_of_a_fresh_optimizer_has_room_for_all_that_was_saved() -> No
     ],
 )
 @on_local_tensors
-def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(key: str, value: Any, message: str) -> None:
+def test_a_state_that_does_not_fit_is_refused_before_writing(key: str, value: Any, message: str) -> None:
     state = dict(sharded_state_dict(*trained()))
     if key == GROUPS:  # As older snapshots have them.
         state = {name: each for name, each in state.items() if not is_group(name)}
@@ -232,7 +232,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(key: st
 
 
 @on_local_tensors
-def test_all_that_differs_is_listed_at_once_and_what_fits_is_loaded_where_that_is_asked_for() -> None:
+def test_all_differences_are_listed_and_what_fits_is_loaded() -> None:
     state: dict[str, Any] = dict(sharded_state_dict(*trained()))
     del state["model.scale"]
     state |= {
@@ -264,7 +264,7 @@ def test_all_that_differs_is_listed_at_once_and_what_fits_is_loaded_where_that_i
 
 
 @on_local_tensors
-def test_the_state_of_another_kind_of_optimizer_is_left_out_as_a_whole() -> None:
+def test_the_state_of_another_kind_of_optimizer_is_left_out() -> None:
     state = sharded_state_dict(*trained(optimizer="momentum"))
     model, optimizer = trained(optimizer="adamw", steps=0)
     with pytest.warns(UserWarning, match="the option 'dampening', which this one does not know"):
@@ -296,7 +296,7 @@ def test_an_optimizer_over_other_parameters_says_how_to_mend_it() -> None:
 
 
 @on_local_tensors
-def test_an_optimizer_that_needs_whole_parameters_is_refused_on_shards() -> None:
+def test_an_optimizer_of_full_parameters_is_refused_on_shards() -> None:
     model = nn.Linear(4, 4)
     weight = nn.Parameter(torch.ones(2, 4))
     set_shard(weight, Shard("weight", (4, 4), 0, 8))
@@ -337,7 +337,7 @@ class Pair(nn.Module):
 
 
 @on_local_tensors
-def test_a_tied_parameter_is_found_under_any_of_its_names_and_never_takes_one_of_two() -> None:
+def test_a_tied_parameter_is_found_under_any_of_its_names() -> None:
     saved, other = Pair("embed", "head"), Pair("head", "embed")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (saved, other)]
     saved.embed.grad = torch.ones(3)
@@ -367,7 +367,7 @@ class Part(nn.Module):
 
 
 @on_local_tensors
-def test_a_part_of_a_model_has_the_names_of_the_whole_and_leaves_what_it_shares_to_the_first_holder() -> None:
+def test_a_part_of_a_model_has_names_of_the_full_one() -> None:
     model = Part()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.head.grad, model.bias.grad = torch.ones(3), torch.ones(2)

@@ -169,7 +169,7 @@ def save_loaders(folder: Path) -> list[str]:
     return keys_of(save(folder, 1, {"loader": Loader({"yielded": 3})}))
 
 
-def test_the_state_of_a_data_loader_is_one_of_its_rank_even_where_all_are_equal(tmp_path: Path) -> None:
+def test_the_state_of_a_data_loader_is_one_of_its_rank(tmp_path: Path) -> None:
     keys, _ = run_ranks(save_loaders, 2, tmp_path)
     assert keys == ["loader.ranks[0].yielded", "loader.ranks[1].yielded", "scale.objects"]
 

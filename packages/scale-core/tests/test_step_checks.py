@@ -48,7 +48,7 @@ def as_shard(param: nn.Parameter) -> nn.Parameter:
     return param
 
 
-def test_a_step_on_replaced_parameters_is_refused_by_name_and_changes_nothing() -> None:
+def test_a_step_on_replaced_parameters_is_refused_by_name() -> None:
     param, owner = with_grad(), Owner()
     optimizer = torch.optim.SGD([with_grad(), param], lr=1.0)
     register_replaced(param, owner, 1)
@@ -70,7 +70,7 @@ def test_an_optimizer_around_another_says_itself_how_it_is_built() -> None:
         optimizer.step()
 
 
-def test_a_group_that_is_added_between_two_steps_is_looked_at_too() -> None:
+def test_a_group_added_between_two_steps_is_looked_at() -> None:
     replaced = with_grad()
     register_replaced(replaced, Owner(), 0)
     optimizer = torch.optim.SGD([with_grad()], lr=1.0)
@@ -80,7 +80,7 @@ def test_a_group_that_is_added_between_two_steps_is_looked_at_too() -> None:
         optimizer.step()
 
 
-def test_an_optimizer_that_has_stepped_before_its_parameters_were_replaced_is_refused() -> None:
+def test_an_optimizer_stepped_before_a_replacement_is_refused() -> None:
     param = with_grad()
     optimizer = torch.optim.SGD([param], lr=1.0)
     optimizer.step()
@@ -98,7 +98,7 @@ class Around(torch.optim.SGD):
         inner.outer = self  # type: ignore[attr-defined]
 
 
-def test_an_optimizer_that_gets_no_gradients_is_refused_while_somebody_keeps_them_from_it() -> None:
+def test_an_optimizer_without_gradients_is_refused_if_withheld() -> None:
     param = with_grad()
     early, owner, wrapper = torch.optim.SGD([param], lr=1.0), torch.optim.Adam([param], lr=1.0), nn.Identity()
     early.step()
@@ -114,7 +114,7 @@ def test_an_optimizer_that_gets_no_gradients_is_refused_while_somebody_keeps_the
     early.step()
 
 
-def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> None:
+def test_waiting_gradients_refuse_steps_of_their_parameters_only() -> None:
     mine, other = with_grad(), with_grad()
     owner = Owner(mine)
     register_shard_owner(owner)
@@ -129,7 +129,7 @@ def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> 
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_where_a_closure_runs_the_last_backward_what_waits_is_looked_at_after_it(by_name: bool) -> None:
+def test_after_a_closure_what_waits_is_looked_at(by_name: bool) -> None:
     param = with_grad()
     owner = Owner(param)
     register_shard_owner(owner)
@@ -150,7 +150,7 @@ def test_where_a_closure_runs_the_last_backward_what_waits_is_looked_at_after_it
     assert param.tolist() == [0.0, 0.0]
 
 
-def test_an_optimizer_that_is_given_other_parameters_is_checked_again() -> None:
+def test_an_optimizer_given_other_parameters_is_checked_again() -> None:
     mine, other = with_grad(), with_grad()
     optimizer = torch.optim.SGD([other], lr=1.0)
     owner = Owner(mine)
@@ -172,7 +172,7 @@ def test_an_owner_that_is_gone_refuses_nothing() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_every_step_on_a_shard_counts_as_a_new_version_also_of_what_it_is_a_view_of(fused: bool) -> None:
+def test_every_step_on_a_shard_counts_as_a_new_version(fused: bool) -> None:
     flat: Tensor = torch.ones(4)
     piece = as_shard(nn.Parameter(flat[:2]))
     piece.grad = torch.ones(2)
@@ -182,7 +182,7 @@ def test_every_step_on_a_shard_counts_as_a_new_version_also_of_what_it_is_a_view
     assert piece._version == flat._version
 
 
-def test_a_parameter_that_is_exchanged_inside_of_a_group_counts_the_steps_on_it() -> None:
+def test_a_parameter_exchanged_in_a_group_counts_its_steps() -> None:
     first, old, new = (as_shard(with_grad()) for _ in range(3))
     optimizer = torch.optim.SGD([first, old], lr=1.0, fused=True)
     optimizer.step()
@@ -192,7 +192,7 @@ def test_a_parameter_that_is_exchanged_inside_of_a_group_counts_the_steps_on_it(
     assert [param._version for param in (old, new)] == [before[0], before[1] + 1]
 
 
-def test_an_optimizer_keeps_no_parameter_that_it_does_not_have_any_more() -> None:
+def test_an_optimizer_keeps_no_parameter_that_it_has_lost() -> None:
     optimizer = torch.optim.SGD([{"params": [as_shard(with_grad())]}, {"params": [with_grad()]}], lr=1.0)
     optimizer.step()
     gone = weakref.ref(optimizer.param_groups.pop(0)["params"][0])
@@ -200,7 +200,7 @@ def test_an_optimizer_keeps_no_parameter_that_it_does_not_have_any_more() -> Non
     assert gone() is None
 
 
-def test_a_shallow_copy_of_a_replaced_parameter_is_a_parameter_like_any() -> None:
+def test_a_shallow_copy_of_a_replaced_parameter_is_ordinary() -> None:
     param = with_grad()
     register_replaced(param, Owner(), 0)
     copied = copy.copy(param)
@@ -277,15 +277,13 @@ def test_the_state_of_a_shard_is_sharded_where_it_is_read() -> None:
     "cls, reason", [(torch.optim.LBFGS, "cat of 'layer.weight'"), (torch.optim.SparseAdam, "dense")]
 )
 @pytest.mark.parametrize("held", [(0, 4), (0, 2)])
-def test_what_no_shard_can_be_trained_with_is_refused_on_all_ranks_alike(
-    cls: type, reason: str, held: tuple[int, int]
-) -> None:
+def test_what_no_shard_can_train_with_is_refused_on_all_ranks(cls: type, reason: str, held: tuple[int, int]) -> None:
     optimizer = cls([piece_of((4,), *held)], lr=1.0)
     with pytest.raises(RuntimeError, match=rf"{cls.__name__}.step\(\): .*{reason}"):
         optimizer.step(lambda: torch.zeros(()))
 
 
-def test_one_rank_may_step_for_all_others_with_what_looks_at_all_parameters() -> None:
+def test_one_rank_may_step_for_all_that_look_at_all_parameters() -> None:
     piece = piece_of((4, 1), 0, 4)
     optimizer = Svd([piece], lr=1.0)
     allow_full_state(optimizer)

@@ -60,7 +60,7 @@ class FailingDisk:
 @pytest.mark.fault(109)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["manifest.json", TENSORS])
-def test_the_newest_snapshot_is_loaded_though_a_read_of_it_failed(
+def test_the_newest_snapshot_is_loaded_after_a_failed_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
 ) -> None:
     save(tmp_path, 1, 2)
@@ -75,7 +75,7 @@ def test_the_newest_snapshot_is_loaded_though_a_read_of_it_failed(
 @pytest.mark.fault(110)
 @pytest.mark.filterwarnings("ignore:.*trying again:UserWarning")
 @pytest.mark.parametrize("name", ["manifest.json", TENSORS])
-def test_what_stays_unread_is_an_error_that_says_so_and_nothing_older_is_loaded(
+def test_what_stays_unread_is_an_error_and_nothing_older_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     save(tmp_path, 1, 2)
@@ -99,9 +99,7 @@ def test_what_stays_unread_is_an_error_that_says_so_and_nothing_older_is_loaded(
 
 @pytest.mark.fault(110)
 @pytest.mark.filterwarnings("ignore:.*trying again:UserWarning")
-def test_a_snapshot_that_stays_unread_is_not_set_aside_by_the_next_save_of_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unread_snapshot_is_not_set_aside_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 2)
     monkeypatch.setenv("SCALE_READ_RETRY_SECONDS", "0.2")
     with monkeypatch.context() as patched:

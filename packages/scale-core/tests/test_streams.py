@@ -58,7 +58,7 @@ def test_what_the_host_s_worker_raises_comes_out_of_the_future() -> None:
         future.result()
 
 
-def test_the_host_reaches_what_is_on_it_and_gives_memory_for_copies() -> None:
+def test_the_host_reaches_what_is_on_it() -> None:
     assert on_host(torch.ones(2)) and not on_host(torch.ones(2, device="meta"))
     memory = host_memory(5, torch.bfloat16, torch.device("cpu"))
     assert on_host(memory) and memory.shape == (5,) and memory.dtype == torch.bfloat16 and not memory.is_pinned()
@@ -71,7 +71,7 @@ def test_a_copy_into_memory_converts_as_it_goes() -> None:
 
 
 @pytest.mark.gpu
-def test_copies_into_pinned_memory_and_back_are_whole_after_their_streams() -> None:
+def test_copies_into_pinned_memory_are_complete_after_streams() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source, stream = torch.arange(1 << 20, dtype=torch.float32, device=device), stream_for(device)
     memory = host_memory(1 << 20, torch.float32, device)
@@ -85,7 +85,7 @@ def test_copies_into_pinned_memory_and_back_are_whole_after_their_streams() -> N
 
 
 @pytest.mark.gpu
-def test_memory_for_copies_from_cuda_is_pinned_and_its_worker_is_a_thread() -> None:
+def test_memory_for_copies_from_cuda_is_pinned() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert host_memory(5, torch.float32, device).is_pinned() and not on_host(torch.ones(1, device=device))
     worker = worker_for(device)

@@ -31,7 +31,7 @@ def of_ranks_in_different_numbers_of_groups() -> list[tuple[int, ...]]:
     return found
 
 
-def test_ranks_in_different_numbers_of_groups_make_one_of_which_others_know_nothing() -> None:
+def test_ranks_in_different_numbers_of_groups_make_one() -> None:
     first, second, third, fourth = run_ranks(of_ranks_in_different_numbers_of_groups, 4)
     assert [first[0], first[2]] == [(0, 1), (0, 1, 2)] and len(first[1]) == 1
     assert second == [(0, 1), (1, 2), (0, 1, 2)]
@@ -39,7 +39,7 @@ def test_ranks_in_different_numbers_of_groups_make_one_of_which_others_know_noth
 
 
 @pytest.mark.ranks(3)
-def test_a_group_is_not_split_from_one_whose_other_ranks_never_call() -> None:
+def test_a_group_is_not_split_if_other_ranks_never_call() -> None:
     """Makes a group of two of three ranks as after `init_process_group(device_id=...)`; torch's splits are recorded."""
     asked: list[str] = []
     default: Any = dist.group.WORLD

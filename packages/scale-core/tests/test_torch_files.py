@@ -22,7 +22,7 @@ def test_a_state_dict_is_read_equal_to_the_bit_in_all_dtypes(tmp_path, is_zip):
     assert_same_bits(loaded(read_torch_file(tmp_path / "w.pt")), weights)
 
 
-def test_objects_of_other_classes_are_refused_by_name_unless_the_file_is_trusted(tmp_path):
+def test_objects_of_other_classes_are_refused_unless_trusted(tmp_path):
     torch.save({"model": {"w": torch.ones(2)}, "args": Settings()}, tmp_path / "w.pt")
     with pytest.raises(ValueError, match=r"holds objects of .*Settings.*: --trust"):
         read_torch_file(tmp_path / "w.pt")
@@ -46,7 +46,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path, is_zip):
         read_torch_file(tmp_path / "w.pt")
 
 
-def test_a_flipped_bit_of_a_zip_file_is_found_where_it_would_change_what_is_read(tmp_path):
+def test_a_flipped_bit_of_a_zip_file_is_found_where_it_matters(tmp_path):
     file, weights = tmp_path / "w.pt", {"a.weight": torch.rand(5, 4), "b": torch.arange(3)}
     torch.save(weights, file)
     content = file.read_bytes()
@@ -97,7 +97,7 @@ def test_a_folder_that_lacks_what_its_index_names_is_refused(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_a_flipped_bit_in_the_structure_of_an_older_file_is_refused_by_name(tmp_path):
+def test_a_flipped_bit_in_an_older_file_is_refused_by_name(tmp_path):
     torch.save({"weight": torch.ones(2), "b": torch.ones(3)}, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
     whole = (tmp_path / "w.pt").read_bytes()
     refused = 0

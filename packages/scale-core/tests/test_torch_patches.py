@@ -228,11 +228,11 @@ def test_what_is_no_shard_is_clipped_as_ever() -> None:
     nothing_else_is_different()
 
 
-def test_bounds_are_checked_and_what_is_not_finite_is_refused_on_all_ranks() -> None:
+def test_bounds_are_checked_and_infinities_refused_on_all_ranks() -> None:
     assert set(run_ranks(bounds_and_numbers_that_are_none, 3)) == {f"{2 * math.sqrt(12):.4f}"}
 
 
-def test_stages_have_one_norm_and_a_rank_without_parameters_takes_part() -> None:
+def test_stages_have_one_norm_with_ranks_without_parameters() -> None:
     expected = math.sqrt(2 * 1 + 3 * 1 + 3 * 9)
     found = run_ranks(stages_of_one_model, 3)
     clipped = [0.5, 3 * 3**0.5]
@@ -275,7 +275,7 @@ def test_gradients_that_stand_elsewhere_are_clipped_there() -> None:
 
 @pytest.mark.ranks(2)
 @on_local_tensors
-def test_distributed_data_parallel_is_refused_around_shards_and_stages() -> None:
+def test_ddp_is_refused_around_shards_and_stages() -> None:
     """Whatever is refused has its values still; what is whole on all ranks is wrapped."""
     group = group_of()
     shard = Axis(group, Placement.SHARD)
@@ -310,7 +310,7 @@ def test_distributed_data_parallel_is_refused_around_shards_and_stages() -> None
 
 
 @on_local_tensors
-def test_a_fresh_optimizer_takes_its_part_of_a_plain_state_and_says_what_it_has() -> None:
+def test_a_fresh_optimizer_takes_its_part_of_a_plain_state() -> None:
     plain = Model()
     reference = adam(plain)
     train(plain, reference, 2)
@@ -332,7 +332,7 @@ def test_a_fresh_optimizer_takes_its_part_of_a_plain_state_and_says_what_it_has(
     train(model, optimizer, 1, first=2)
 
 
-def test_a_full_vector_is_cut_into_shards_and_none_is_made_of_them() -> None:
+def test_a_full_vector_is_cut_into_shards_and_none_is_made() -> None:
     model = cut_model(nn.Sequential(nn.Linear(4, 4)), 0, 2)
     with pytest.raises(RuntimeError, match=r"cat of '0.weight' \[16\].*full_tensor\(\)"):
         parameters_to_vector(model.parameters())
@@ -341,7 +341,7 @@ def test_a_full_vector_is_cut_into_shards_and_none_is_made_of_them() -> None:
     assert weight == list(range(8)) and bias == [16.0, 17.0]
 
 
-def test_whole_parameters_and_those_of_a_world_of_one_make_vectors() -> None:
+def test_full_parameters_and_a_world_of_one_make_vectors() -> None:
     for model in (nn.Linear(2, 2), cut_model(nn.Sequential(nn.Linear(2, 2)), 0, 1)):
         vector = parameters_to_vector(model.parameters())
         assert vector.shape == (6,)

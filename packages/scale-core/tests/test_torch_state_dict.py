@@ -30,7 +30,7 @@ def stepped(model: nn.Module, *, by: Any = torch.optim.Adam) -> Optimizer:
     return optimizer
 
 
-def test_torch_s_functions_get_the_range_of_each_tensor_and_others_the_tensors() -> None:
+def test_torchs_functions_get_ranges_and_others_tensors() -> None:
     model = cut(Model(), 1, 3)
     optimizer = stepped(model)
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)["state"]
@@ -97,7 +97,7 @@ def test_flat_parameters_are_refused_with_what_to_call() -> None:
         get_optimizer_state_dict(model, optimizer)
 
 
-def test_one_that_has_not_stepped_can_be_shown_and_gets_its_hooks_once() -> None:
+def test_an_optimizer_before_its_first_step_gets_hooks_once() -> None:
     model = cut(Model(), 1, 3)
     optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad])
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_one_that_has_not_stepped_can_be_shown_and_gets_its_hooks_once() -> None
     assert len(optimizer._optimizer_state_dict_post_hooks) == len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
 
 
-def test_one_on_whole_parameters_gets_none_until_it_is_given_a_shard() -> None:
+def test_an_optimizer_of_full_parameters_gets_hooks_with_a_shard() -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
     install_hooks(optimizer)
     assert not optimizer._optimizer_state_dict_post_hooks
@@ -115,7 +115,7 @@ def test_one_on_whole_parameters_gets_none_until_it_is_given_a_shard() -> None:
     install_hooks("no optimizer")
 
 
-def test_one_whose_parameters_become_shards_after_it_was_looked_at_gets_them() -> None:
+def test_an_optimizer_whose_parameters_become_shards_gets_hooks() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
     install_hooks(optimizer)
     optimizer.param_groups[0]["params"] = [next(cut(Model(), 0, 2).parameters())]
@@ -145,7 +145,7 @@ def saved_and_read(state: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def test_a_state_says_whose_part_it_is_and_loads_where_that_is_held() -> None:
+def test_a_state_says_whose_part_it_is_and_loads_there() -> None:
     model = cut(Model(), 1, 3)
     optimizer = stepped(model)
     state = saved_and_read(copy.deepcopy(optimizer.state_dict()))
@@ -160,7 +160,7 @@ def test_a_state_says_whose_part_it_is_and_loads_where_that_is_held() -> None:
     assert "shards" not in stepped(Model()).state_dict()
 
 
-def test_a_part_of_another_rank_or_world_or_model_is_refused_before_its_first_step_too() -> None:
+def test_a_part_of_another_rank_is_refused_before_a_step_too() -> None:
     def trained(rank: int, size: int) -> list[nn.Parameter]:
         return [param for param in cut(Model(), rank, size).parameters() if param.requires_grad]
 

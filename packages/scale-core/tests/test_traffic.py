@@ -74,7 +74,7 @@ def test_each_collective_sends_what_its_ring_sends(op: str, run: Callable[[], ob
         (lambda: dist.all_to_all([zeros(1)] * 3, [zeros(1)] * 4), "4 output tensors, got 3"),
     ],
 )
-def test_buffers_that_do_not_fit_are_an_error_that_gives_both_sizes(run: Callable[[], object], message: str) -> None:
+def test_buffers_that_do_not_fit_are_an_error_with_both_sizes(run: Callable[[], object], message: str) -> None:
     with simulate(world_size=WORLD), pytest.raises(ValueError, match=message):
         run()
 
@@ -90,7 +90,7 @@ def test_without_the_check_wrong_sizes_pass_as_they_do_in_torch() -> None:
     assert len(simulation.collectives) == 1
 
 
-def test_the_collectives_of_the_house_are_native_and_send_the_least() -> None:
+def test_our_collectives_are_native_and_send_the_least() -> None:
     with simulate(rank=3, world_size=8) as simulation:
         group = group_of()
         all_gather(torch.empty(80, dtype=torch.bfloat16), torch.empty(10, dtype=torch.bfloat16), group).wait()
@@ -130,6 +130,6 @@ def test_functional_collectives_are_counted_as_well() -> None:
     assert simulation.bytes_sent == sent
 
 
-def test_an_operator_that_is_not_known_is_refused_and_not_taken_for_free() -> None:
+def test_an_unknown_operator_is_refused_and_not_free() -> None:
     with pytest.raises(NotImplementedError, match="c10d::new_thing_"):
         read_collective("c10d::new_thing_", [], rank=0, phase="forward", check=True)

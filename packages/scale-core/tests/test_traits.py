@@ -29,7 +29,7 @@ def test_every_class_of_torch_is_known() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
-def test_an_elementwise_optimizer_treats_each_element_as_if_it_were_alone(kind: type[Optimizer]) -> None:
+def test_an_elementwise_optimizer_treats_each_element_alone(kind: type[Optimizer]) -> None:
     generator = torch.Generator().manual_seed(0)
     start, grads = torch.randn(8, generator=generator), torch.randn(3, 8, generator=generator)
     options = OPTIONS.get(kind, {})

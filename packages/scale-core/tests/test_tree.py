@@ -209,7 +209,7 @@ def test_a_structure_that_torch_returns_stays_one() -> None:
     assert mapped.values.tolist() == [2, 2] and mapped.indices.tolist() == [0, 0]
 
 
-def test_a_tensor_that_stands_twice_is_mapped_once_and_yielded_twice() -> None:
+def test_a_tensor_that_stands_twice_is_mapped_once() -> None:
     tensor = one()
     first, second = map_tensors(double, (tensor, {"again": tensor}))
     assert first is second["again"]

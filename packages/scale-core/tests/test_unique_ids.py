@@ -17,5 +17,5 @@ def number_alone_and_together() -> list[int]:
     return [*numbers, *together, next_unique_id("a thing", mine)]
 
 
-def test_the_next_number_is_new_in_its_group_and_the_same_on_all_ranks() -> None:
+def test_the_next_number_is_new_and_the_same_on_all_ranks() -> None:
     assert run_ranks(number_alone_and_together, 2) == [[0, 1, 0, 0], [0, 1, 2, 0, 1, 0, 3]]

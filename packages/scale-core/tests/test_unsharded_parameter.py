@@ -8,7 +8,7 @@ from torch import nn
 from scale_core.flat.buffer import UnshardedParameter
 
 
-def test_one_that_is_released_says_so_and_one_that_is_gathered_shows_its_values() -> None:
+def test_released_parameters_say_so_and_gathered_ones_show() -> None:
     full = torch.arange(7.0)
     matrix, scalar = (
         UnshardedParameter(full[:6].view(2, 3), requires_grad=False),

@@ -27,7 +27,7 @@ from scale_core.testing import run_ranks
 
 
 @pytest.mark.ranks(2)
-def test_on_a_dead_group_every_operation_fails_when_it_is_waited_for() -> None:
+def test_on_a_dead_group_every_operation_fails_in_its_wait() -> None:
     group = group_of()
     all_gather(torch.zeros(2), torch.zeros(1), group).wait()
     handle = all_gather(torch.zeros(2), torch.zeros(1), group, tag=30 + group.rank)
@@ -62,7 +62,7 @@ def test_a_handle_that_is_dropped_without_wait_warns() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_handle_that_is_canceled_does_not_warn_and_has_no_result() -> None:
+def test_a_canceled_handle_does_not_warn_and_has_no_result() -> None:
     group = group_of()
     handle = all_gather(torch.zeros(2 * group.size), torch.zeros(2), group)
     handle.cancel()
@@ -87,7 +87,7 @@ class _Interrupting:
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt(), RuntimeWarning("that is an error")])
-def test_a_wait_that_is_interrupted_ends_when_nobody_writes_into_the_buffers_any_more(
+def test_an_interrupted_wait_ends_when_nobody_writes_any_more(
     interruption: BaseException,
 ) -> None:
     works = [_Interrupting(), _Interrupting(interruption), _Interrupting(), _Interrupting()]
@@ -153,7 +153,7 @@ class Slow:
 
 
 @pytest.mark.fault(19)
-def test_a_rank_that_nearly_lets_a_wait_fail_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_nearly_lets_a_wait_fail_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for("all_gather", 3, Slow(), 0.1)  # Under load a fraction of a second says nothing.
     monkeypatch.setattr(pending, "_LONG_SECONDS", 0.01)
     words = r"all_gather waited \d+ ms for rank 3, more than half of limit_seconds=0.1"
@@ -182,7 +182,7 @@ def wait_with_the_limit_of_the_process() -> list[str]:
     return told
 
 
-def test_one_variable_is_the_limit_of_every_wait_that_is_given_none() -> None:
+def test_one_variable_limits_every_wait_without_a_limit() -> None:
     first, *later = run_ranks(wait_with_the_limit_of_the_process, 2)[0]
     assert first.startswith(
         "all_gather with rank 1 failed: no answer within 0.5 s. The process group can't be used any"

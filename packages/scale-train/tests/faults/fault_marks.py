@@ -17,7 +17,7 @@ from pathlib import Path
 MATRIX = Path(__file__).with_name("faults.md")
 PACKAGES = Path(__file__).parents[3]
 _ROW = re.compile(r"^\| (\d+) \| (.*) \| (.*) \| (.*) \|$")
-# Functions that start ranks, of this project's tests; the number of ranks is an argument.
+# Functions that start ranks, of this project's tests; the number of ranks is an argument, as of the mark `ranks`.
 _STARTERS = frozenset({"run_ranks", "launch_local"})
 
 
@@ -147,7 +147,9 @@ def _parameters(function: ast.FunctionDef, constants: dict[str, ast.expr]) -> It
         if not isinstance(mark, ast.Call) or _mark_of(mark) != "parametrize":
             continue
         names = mark.args[0]
-        if isinstance(names, ast.Constant) and "," not in str(names.value):
+        if isinstance(names, ast.Constant) and "," in str(names.value):
+            names = ast.Tuple([ast.Constant(name.strip()) for name in str(names.value).split(",")])
+        if isinstance(names, ast.Constant):
             yield str(names.value), _items(mark.args[1], constants)
         elif isinstance(names, ast.Tuple):
             items = _items(mark.args[1], constants)
@@ -183,11 +185,13 @@ def _ranks_of(
 ) -> Iterator[int]:
     """The numbers of ranks that a function starts."""
     for call in ast.walk(function):
-        if not isinstance(call, ast.Call) or len(call.args) < 2:
+        if not isinstance(call, ast.Call) or not call.args:
             continue
         name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-        if name in _STARTERS:
-            number = call.args[1]
+        if name == "ranks" or (name in _STARTERS and len(call.args) > 1):
+            number = call.args[0 if name == "ranks" else 1]
+            if name == "ranks" and isinstance(number, ast.Constant) and isinstance(number.value, str):
+                number = ast.Name(number.value)  # The mark names a parameter of the test.
             candidates = [number]
             if isinstance(number, ast.Name):
                 candidates = values.get(number.id, [constants.get(number.id, number)])
