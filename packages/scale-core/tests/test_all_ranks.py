@@ -36,47 +36,38 @@ def fail_on(failing: list[int], odd: bool) -> tuple[str, str]:
     return str(caught.value), type(caught.value.__cause__).__name__
 
 
-def succeed() -> tuple[list[int], object, list[int]]:
-    rank = dist.get_rank()
+@pytest.mark.ranks(2)
+def test_every_rank_gets_what_all_did_and_what_the_first_did() -> None:
+    rank, calls = dist.get_rank(), list[int]()
     together = CollectiveCall(group_of(), "baking", BakingError)
-    calls: list[int] = []
 
     def speak() -> str:
         calls.append(rank)
         return f"rank {rank}'s word"
 
-    first = together.rank0(speak)
+    assert together.rank0(speak) == "rank 0's word" and calls == ([] if rank else [0])
     own: Callable[[], int] = together.each_rank(lambda: partial(getattr, rank, "real"))
     assert own() == rank
-    return together.all_ranks(lambda: rank * 10), first, calls
+    assert together.all_ranks(lambda: rank * 10) == [0, 10]
 
 
-def test_every_rank_gets_what_all_did_and_what_the_first_did() -> None:
-    assert run_ranks(succeed, 2) == [([0, 10], "rank 0's word", [0]), ([0, 10], "rank 0's word", [])]
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    "failing, text",
+    [
+        ([1], "baking failed on rank 1 of 3: ValueError: no flour on 1"),
+        ([0, 2], "baking failed on rank 0 of 3 (and so did ranks 2): ValueError: no flour on 0"),
+    ],
+)
+def test_the_first_failure_is_raised_on_all_with_their_count(failing: list[int], text: str) -> None:
+    assert fail_on(failing, False) == (text, "ValueError")
 
 
-def test_one_rank_s_failure_is_raised_on_all() -> None:
-    expected = ("baking failed on rank 1 of 3: ValueError: no flour on 1", "ValueError")
-    assert run_ranks(fail_on, 3, [1], False) == [expected] * 3
-
-
-def test_several_failures_are_counted() -> None:
-    expected = ("baking failed on rank 0 of 3 (and so did ranks 2): ValueError: no flour on 0", "ValueError")
-    assert run_ranks(fail_on, 3, [0, 2], False) == [expected] * 3
-
-
+@pytest.mark.ranks(2)
 def test_an_error_that_does_not_unpickle_travels_as_its_text() -> None:
-    other, own = run_ranks(fail_on, 2, [1], True)
-    assert other == ("baking failed on rank 1 of 2: RuntimeError: Burnt: bread after 1 minutes", "RuntimeError")
-    assert own == ("baking failed on rank 1 of 2: Burnt: bread after 1 minutes", "Burnt")
-
-
-def bake_other_things() -> str:
-    group = group_of()
-    with pytest.raises(ScaleDistributedError) as caught:
-        CollectiveCall(group, f"baking loaf {group.rank}", BakingError).all_ranks(lambda: None)
-    dist.barrier()  # The group still works.
-    return str(caught.value)
+    error = "Burnt" if dist.get_rank() == 1 else "RuntimeError"
+    text = "Burnt: bread after 1 minutes" if dist.get_rank() == 1 else "RuntimeError: Burnt: bread after 1 minutes"
+    assert fail_on([1], True) == (f"baking failed on rank 1 of 2: {text}", error)
 
 
 def lose_a_rank(folder: Path) -> ScaleDistributedError | None:
@@ -114,27 +105,30 @@ def take_long(limit: float, reports: bool) -> tuple[list[int], float]:
 
 
 @pytest.mark.fault(19)
+@pytest.mark.ranks(3)
 def test_a_slow_rank_is_waited_for_while_it_reports_progress() -> None:
-    for results, limits in run_ranks(take_long, 3, scaled_by_load(0.5), True):
-        assert results == [0, 1, 2] and limits > 2
+    results, limits = take_long(scaled_by_load(0.5), reports=True)
+    assert results == [0, 1, 2] and limits > 2
 
 
+@pytest.mark.ranks(2)
 def test_without_progress_it_is_named_at_the_limit() -> None:
-    told = run_ranks(take_long_in_vain, 2, scaled_by_load(0.5))
-    assert told[0].startswith("saving runs/1/step-00000013 failed: exchange with rank 1 failed: no answer within")
-    assert "What each rank did last:" in told[1]
-
-
-def take_long_in_vain(limit: float) -> str:
     exchange([], group_of())  # The ranks have met before.
     with pytest.raises(ScaleDistributedError) as caught:
-        take_long(limit, reports=False)
-    return str(caught.value)
+        take_long(scaled_by_load(0.5), reports=False)
+    text = "saving runs/1/step-00000013 failed: exchange with rank 1 failed: no answer within"
+    assert (
+        str(caught.value).startswith(text) if dist.get_rank() == 0 else "What each rank did last:" in str(caught.value)
+    )
 
 
+@pytest.mark.ranks(2)
 def test_ranks_that_do_different_things_hear_what() -> None:
-    told = "the ranks do different things: rank 0: baking loaf 0; rank 1: baking loaf 1. All ranks have to make this"
-    assert all(message.startswith(told) for message in run_ranks(bake_other_things, 2))
+    group = group_of()
+    text = "the ranks do different things: rank 0: baking loaf 0; rank 1: baking loaf 1. All ranks have to make this"
+    with pytest.raises(ScaleDistributedError, match=text):
+        CollectiveCall(group, f"baking loaf {group.rank}", BakingError).all_ranks(lambda: None)
+    dist.barrier()  # The group still works.
 
 
 def test_a_rank_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> None:

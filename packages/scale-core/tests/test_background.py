@@ -32,7 +32,6 @@ T = TypeVar("T")
 LONG = 60.0  # Longer than any test waits.
 
 
-@on_local_tensors
 def at(point: str, act: Callable[[], object]) -> None:
     """Calls `act` when a save of this process reaches a stage."""
     vars(scale_core.snapshot.snapshot)["at_stage"] = lambda now, path: act() if now == point else None
@@ -44,7 +43,6 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", scale_core.snapshot.snapshot.at_stage)
 
 
-@on_local_tensors
 def trained(num_steps: int) -> dict[str, Any]:
     model = cut(Model(), dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Model()
     objects: dict[str, Any] = {"model": model, "optimizer": adam(model)}
@@ -99,13 +97,11 @@ def test_a_second_save_waits_for_the_first_and_old_ones_go(tmp_path: Path) -> No
     assert staging.kept_bytes() >= size
 
 
-@on_local_tensors
 def big_model() -> dict[str, Any]:
     torch.manual_seed(0)
     return {"model": cut(nn.Linear(2048, 2048), dist.get_rank(), dist.get_world_size())}
 
 
-@on_local_tensors
 def peak_bytes(write: Callable[[], object]) -> int:
     """How much more memory the process held at most while it wrote; tells it from the state of its pages."""
     peak, over = 0, threading.Event()
@@ -131,26 +127,22 @@ def peak_bytes(write: Callable[[], object]) -> int:
 @pytest.mark.ranks(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @on_local_tensors
-@on_local_tensors
 def test_the_copy_needs_no_more_than_a_shard_and_a_tenth(tmp_path: Path) -> None:
-    folder = tmp_path
-    save(folder / "warm", 1, {"model": nn.Linear(2, 2)})
-    async_save(folder / "warm", 2, {"model": nn.Linear(2, 2)}).wait()
+    save(tmp_path / "warm", 1, {"model": nn.Linear(2, 2)})
+    async_save(tmp_path / "warm", 2, {"model": nn.Linear(2, 2)}).wait()
     objects = big_model()
     size = sum(param.nbytes for param in objects["model"].parameters())
-    size, extra = size, peak_bytes(lambda: async_save(folder, 1, objects).wait())
+    extra = peak_bytes(lambda: async_save(tmp_path, 1, objects).wait())
     assert extra <= 1.1 * size + (1 << 20)
 
 
 # ------------------------------------------------------------------------------------------------------ what fails
 
 
-@on_local_tensors
 def fail() -> None:
     raise OSError(28, "No space left on device")
 
 
-@on_local_tensors
 def fail_on_rank_1() -> None:
     if dist.get_rank() == 1:
         fail()
@@ -277,15 +269,13 @@ def test_a_program_that_ends_finishes_its_save_or_reports_it(tmp_path: Path, how
 
 @pytest.mark.ranks(2)
 @on_local_tensors
-@on_local_tensors
 def test_a_save_goes_on_when_the_process_group_is_destroyed(tmp_path: Path) -> None:
-    folder = tmp_path
     objects = trained(1)
     at("tensor", lambda: time.sleep(0.02))
-    saving = async_save(folder, 1, objects)
+    saving = async_save(tmp_path, 1, objects)
     saves = weakref.ref(cast(object, background.background_group(group_of()).process_group))
     dist.destroy_process_group()
-    assert saving.wait() == latest(folder) == folder / "step-00000001"
+    assert saving.wait() == latest(tmp_path) == tmp_path / "step-00000001"
     del saving, objects
     gc.collect()
     assert saves() is None, "the group of the saves has outlived the group that it was made for"

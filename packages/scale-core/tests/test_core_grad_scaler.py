@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,7 +25,6 @@ SIZE, STEPS = 11, 24
 INF = float("inf")
 
 
-@on_local_tensors
 def piece_of(whole: Tensor, group: Group) -> nn.Parameter:
     """This rank's even piece, marked; the last ranks may hold nothing."""
     size = -(-whole.numel() // group.size)
@@ -34,7 +34,6 @@ def piece_of(whole: Tensor, group: Group) -> nn.Parameter:
     return piece
 
 
-@on_local_tensors
 def inputs(step: int, numel: int = SIZE) -> Tensor:
     """What one element of fp16 overflows for, at every seventh step and at large scales."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(step)) * 8
@@ -43,14 +42,12 @@ def inputs(step: int, numel: int = SIZE) -> Tensor:
     return values
 
 
-@on_local_tensors
 def backward(scaler: GradScaler, piece: nn.Parameter, x: Tensor) -> None:
     """An fp16 product as autocast makes it: the gradient overflows where scale times x does."""
     loss = (piece.half() * x.half()).float().sum() + 0 * piece.sum()
     scaler.scale(loss).backward()
 
 
-@on_local_tensors
 def train(
     scaler: GradScaler,
     piece: nn.Parameter,
@@ -79,55 +76,50 @@ OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]]
 SETTINGS: dict[str, Any] = {"init_scale": 2.0**12, "growth_interval": 3}
 
 
-@on_local_tensors
-def as_torch_on_one_process() -> None:
-    group = group_of()
+def as_torch_on_one_process(name: str, clips: bool) -> None:
+    group, make = group_of(), OPTIMIZERS[name]
     whole = torch.linspace(-1, 1, SIZE, dtype=torch.float64)
-    for name, make in OPTIMIZERS.items():
-        for clips in (False, True):
-            theirs = nn.Parameter(whole.clone())
-            clip_whole = (lambda params: clip_grad_norm_(params, 0.5)) if clips else None
-            expected = train(GradScaler("cpu", **SETTINGS), theirs, lambda x: x, make([theirs]), clip_whole)
-            assert len(set(expected)) > 3 and min(expected) < SETTINGS["init_scale"] < max(expected)
-            ours = piece_of(whole, group)
-            found = train(
-                ShardedGradScaler(**SETTINGS),
-                ours,
-                lambda x: piece_of(x, group).detach(),
-                make([ours]),
-                (lambda params: clip_grad_norm_(params, 0.5)) if clips else None,
-            )
-            assert found == expected
-            # A norm may differ in its last place, and fused kernels compute the last elements of a tensor otherwise.
-            tolerance = 1e-10 if clips or "fused" in name else 0.0
-            reference = piece_of(theirs.detach(), group)
-            torch.testing.assert_close(ours.detach(), reference.detach(), rtol=tolerance, atol=tolerance)
+    clip = (lambda params: clip_grad_norm_(params, 0.5)) if clips else None
+    plain, piece = nn.Parameter(whole.clone()), piece_of(whole, group)
+    expected = train(GradScaler("cpu", **SETTINGS), plain, lambda x: x, make([plain]), clip)
+    assert len(set(expected)) > 3 and min(expected) < SETTINGS["init_scale"] < max(expected)
+    scaler = ShardedGradScaler(**SETTINGS)
+    assert train(scaler, piece, lambda x: piece_of(x, group).detach(), make([piece]), clip) == expected
+    # A norm may differ in its last place, and fused kernels compute the last elements of a tensor otherwise.
+    tolerance = 1e-10 if clips or "fused" in name else 0.0
+    reference = piece_of(plain.detach(), group)
+    torch.testing.assert_close(piece.detach(), reference.detach(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.fault(70)
 @on_local_tensors
-def gradients_of_every_kind() -> None:
+def test_a_bad_gradient_on_one_rank_is_a_step_on_none(num_ranks: int) -> None:
+    """In any dtype, and on any rank."""
     group = group_of()
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for bad in (INF, -INF, float("nan")):
-            for where in range(group.size):
-                param = nn.Parameter(torch.ones(3, dtype=dtype))
-                optimizer = torch.optim.SGD([param], lr=1.0)
-                scaler = ShardedGradScaler(init_scale=8.0)
-                for step in range(2):
-                    scaler.scale(param.sum()).backward()
-                    assert param.grad is not None and param.grad.tolist() == [8, 8, 8]
-                    if step == 0 and group.rank == where:
-                        param.grad[1] = bad
-                    scaler.step(optimizer)
-                    scaler.update()
-                    optimizer.zero_grad()
-                    assert scaler.get_scale() == (4 if step == 0 else 8)
-                    assert param.tolist() == ([1, 1, 1] if step == 0 else [0, 0, 0])
-                    scaler.update(8.0)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for dtype, bad, bad_rank in product(dtypes, (INF, -INF, float("nan")), range(group.size)):
+        param = nn.Parameter(torch.ones(3, dtype=dtype))
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        scaler = ShardedGradScaler(init_scale=8.0)
+        for step in range(2):
+            scaler.scale(param.sum()).backward()
+            assert param.grad is not None and param.grad.tolist() == [8, 8, 8]
+            if step == 0 and group.rank == bad_rank:
+                param.grad[1] = bad
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == (4 if step == 0 else 8)
+            assert param.tolist() == ([1, 1, 1] if step == 0 else [0, 0, 0])
+            scaler.update(8.0)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.fault(70)
 @on_local_tensors
-def some_own_nothing() -> None:
+def test_ranks_without_elements_or_losses_step_too() -> None:
     """One rank holds an empty shard, one no gradient; the scale of one that computes no loss is made all the same."""
     group = group_of()
     rank = group.rank
@@ -149,8 +141,11 @@ def some_own_nothing() -> None:
             assert changed == (rank == 0 and not skipped)
 
 
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.fault(70)
 @on_local_tensors
-def each_optimizer_has_its_verdict() -> None:
+def test_each_optimizer_has_its_verdict(num_ranks: int) -> None:
     group = group_of()
     params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([param], lr=0.5) for param in params]
@@ -166,11 +161,10 @@ def each_optimizer_has_its_verdict() -> None:
     assert scaler.get_scale() == 8
 
 
+@pytest.mark.ranks(3)
 @on_local_tensors
-def what_ranks_disagree_about() -> None:
-    group = group_of()
-    param = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+def test_scales_that_differ_or_were_never_used_are_refused() -> None:
+    group, param = group_of(), nn.Parameter(torch.ones(2))
     for name in OPTIMIZERS:
         scaler = ShardedGradScaler(init_scale=2.0 if group.rank else 4.0)
         scaler.scale(param.sum()).backward()
@@ -181,6 +175,12 @@ def what_ranks_disagree_about() -> None:
             scaler.step(OPTIMIZERS[name]([param]))
     assert param.tolist() == [1, 1]
 
+
+@pytest.mark.ranks(3)
+@on_local_tensors
+def test_a_group_that_lacks_ranks_of_a_shard_is_refused() -> None:
+    """And that of one rank has a scale of its own."""
+    group, param = group_of(), nn.Parameter(torch.ones(2))
     alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
     piece = piece_of(torch.ones(4), group)
     scaler = ShardedGradScaler(process_group=alone)
@@ -193,32 +193,29 @@ def what_ranks_disagree_about() -> None:
     if group.rank == 0:
         assert param.grad is not None
         param.grad[0] = INF
-    scaler.step(optimizer)
+    scaler.step(torch.optim.SGD([param], lr=1.0))
     scaler.update()
     assert scaler.get_scale() == (2 if group.rank == 0 else 4)
 
 
+each_training = pytest.mark.parametrize(
+    "name, clips", [(name, clips) for name in OPTIMIZERS for clips in (False, True)]
+)
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.fault(70)
+@each_training
 @on_local_tensors
-@on_local_tensors
-def test_three_ranks_step_together_or_not_at_all() -> None:
-    for check in (
-        as_torch_on_one_process,
-        gradients_of_every_kind,
-        some_own_nothing,
-        each_optimizer_has_its_verdict,
-        what_ranks_disagree_about,
-    ):
-        check()
+def test_three_ranks_step_together_or_not_at_all(name: str, clips: bool) -> None:
+    as_torch_on_one_process(name, clips)
 
 
+@each_training
 @on_local_tensors
-def test_a_world_of_one_needs_no_torch_distributed() -> None:
+def test_a_world_of_one_needs_no_torch_distributed(name: str, clips: bool) -> None:
     assert not dist.is_initialized()
-    as_torch_on_one_process()
-    gradients_of_every_kind()
-    each_optimizer_has_its_verdict()
+    as_torch_on_one_process(name, clips)
 
 
 @on_local_tensors

@@ -7,13 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from scale_core import DivergenceError
 from scale_core.comm.group import group_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.equal_values import EqualValues
-from scale_core.testing import run_ranks
 
 Value = Callable[[int, int], float]  # of a rank, in a pass
 
@@ -72,46 +70,32 @@ def train(values: list[Value], dtype: torch.dtype = torch.float32) -> str:
     return "nothing"
 
 
-def grown_cache() -> str:
-    """A table that one rank makes anew for a longer batch."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("value", DIVERGED)
+def test_an_equal_value_that_changes_on_one_rank_is_an_error(value: Value) -> None:
+    text = train([*EQUAL, value, *OF_EACH_RANK])
+    assert text.startswith("4: step 4: 1 of ") and f"'{value.__name__}'" in text
+    assert "pass check_replicas_every=0" in text
+
+
+@pytest.mark.ranks(2)
+def test_values_of_each_rank_and_counters_are_no_error() -> None:
+    assert train([*EQUAL, *OF_EACH_RANK]) == "nothing"
+    assert train(DIVERGED, dtype=torch.int64) == "nothing"
+
+
+@pytest.mark.ranks(2)
+def test_a_table_that_grows_on_one_rank_is_no_error() -> None:
+    """As that of a cache, for a longer batch."""
     equal, contract, table = EqualValues(), Contract(group_of()), torch.arange(1.0, 5.0)
     for number in range(6):
         if number == 4 and dist.get_rank() == 1:
             table = torch.arange(1.0, 9.0)
         equal.compare([("table", table)], contract, number)
-    return "nothing"
 
 
-def other_tensors() -> str:
+@pytest.mark.ranks(2)
+def test_tensors_of_other_names_are_no_error() -> None:
     equal, contract = EqualValues(), Contract(group_of())
     for number in range(5):
-        named: list[tuple[str, Tensor]] = [(f"of rank {dist.get_rank()}", torch.full((2,), float(number)))]
-        equal.compare(named, contract, number)
-    return "nothing"
-
-
-def outcomes() -> dict[str, str]:
-    said = {value.__name__: train([*EQUAL, value, *OF_EACH_RANK]) for value in DIVERGED}
-    said["alike"] = train([*EQUAL, *OF_EACH_RANK])
-    said["counters"] = train(DIVERGED, dtype=torch.int64)
-    said["others"], said["cache"] = other_tensors(), grown_cache()
-    return said
-
-
-@pytest.fixture(scope="module")
-def said() -> list[dict[str, str]]:
-    return run_ranks(outcomes, 2)
-
-
-@pytest.mark.parametrize("value", DIVERGED, ids=lambda value: value.__name__)
-def test_an_equal_value_that_changes_on_one_rank_is_an_error(value: Value, said: list[dict[str, str]]) -> None:
-    for outcome in said:
-        assert (
-            outcome[value.__name__].startswith("4: step 4: 1 of ") and f"'{value.__name__}'" in outcome[value.__name__]
-        )
-        assert "pass check_replicas_every=0" in outcome[value.__name__]
-
-
-def test_what_each_rank_has_for_itself_is_none(said: list[dict[str, str]]) -> None:
-    for outcome in said:
-        assert [outcome[name] for name in ("alike", "counters", "others", "cache")] == ["nothing"] * 4
+        equal.compare([(f"of rank {dist.get_rank()}", torch.full((2,), float(number)))], contract, number)

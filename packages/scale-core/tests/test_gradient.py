@@ -30,7 +30,6 @@ class HalfSquare(torch.autograd.Function):
         return result
 
 
-@on_local_tensors
 def one_pass(buffer: FlatBuffer, indices: Sequence[int], number: int) -> None:
     """Packs bfloat16 gradients as one pass of several brings them."""
     for index in indices:
@@ -39,7 +38,6 @@ def one_pass(buffer: FlatBuffer, indices: Sequence[int], number: int) -> None:
         buffer.gradient.accumulate(index, wide=True)
 
 
-@on_local_tensors
 def summed(dtypes: DtypePolicy, passes: Sequence[Sequence[int]]) -> FlatBuffer:
     """A buffer after these passes, each of which has gone well and brought gradients of these parameters."""
     buffer = make(Group(), dtypes)
@@ -130,7 +128,6 @@ def test_what_is_withheld_is_zero_until_the_pass_is_revoked() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("accumulate", [False, True])
 @on_local_tensors
-@on_local_tensors
 def test_held_gradients_become_the_flat_gradient_when_packed(accumulate: bool) -> None:
     """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
     group = group_of()
@@ -165,7 +162,6 @@ def test_held_gradients_become_the_flat_gradient_when_packed(accumulate: bool) -
 
 @pytest.mark.ranks(2)
 @on_local_tensors
-@on_local_tensors
 def test_a_single_gradient_of_full_size_is_taken_over() -> None:
     """One parameter that fills its buffer: autograd's own gradient becomes the flat one."""
     group = group_of()
@@ -186,7 +182,6 @@ def test_a_single_gradient_of_full_size_is_taken_over() -> None:
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 @on_local_tensors
 def test_a_gradient_that_is_the_weight_outlives_the_full_buffer() -> None:
     group = group_of()

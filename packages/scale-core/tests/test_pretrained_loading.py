@@ -25,7 +25,6 @@ from scale_core.state.param_ownership import register_flat_param
 from scale_core.testing import run_ranks
 
 
-@on_local_tensors
 def write_folder(folder: Path, tensors: dict[str, Tensor], per_file: int = 3) -> Path:
     """As `save_pretrained` of Hugging Face writes it, by the library of the format."""
     folder.mkdir(exist_ok=True)
@@ -39,19 +38,16 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], per_file: int = 3) ->
     return folder
 
 
-@on_local_tensors
 def read_folder(folder: Path) -> dict[str, Tensor]:
     files = {*json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()}
     return {name: tensor for file in sorted(files) for name, tensor in load_file(folder / file).items()}
 
 
-@on_local_tensors
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """A tied weight once, as the format has it."""
     return {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
 
 
-@on_local_tensors
 def trained() -> Model:
     model = Model()
     with torch.no_grad():
@@ -60,12 +56,10 @@ def trained() -> Model:
     return model
 
 
-@on_local_tensors
 def own_part(model: nn.Module) -> nn.Module:
     return cut(model, dist.get_rank(), dist.get_world_size(), leave_whole=("frozen", "inner.0.bias"))
 
 
-@on_local_tensors
 def emptied() -> Model:
     model = Model()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -121,7 +115,6 @@ def test_a_flat_parameter_is_filled_by_the_names_that_it_holds(tmp_path: Path) -
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
-@on_local_tensors
 def columns(held: tuple[tuple[int, int], ...], value: Tensor) -> nn.Module:
     """A layer of which this process has some columns alone."""
     layer = nn.Linear(6, 4, bias=False)
@@ -150,7 +143,6 @@ def test_columns_are_written_between_those_of_other_ranks(tmp_path: Path, monkey
     assert torch.equal(layer.weight, whole[:, [1, 4, 5]])
 
 
-@on_local_tensors
 def cut_on_meta() -> Any:
     model = Model().to("meta")
     model.head.weight = model.embed.weight  # `to` unties.
@@ -242,7 +234,6 @@ def test_a_folder_of_pickles_is_refused_with_a_fix(tmp_path: Path) -> None:
     assert torch.equal(model.embed.weight, trained().embed.weight)
 
 
-@on_local_tensors
 def damage(folder: Path, how: str) -> None:
     first = next(iter(sorted(folder.glob("*.safetensors"))))
     index = folder / "model.safetensors.index.json"

@@ -52,7 +52,6 @@ def test_gradients_are_averaged_and_unused_ones_are_zeros(reduce_dtype: torch.dt
 
 @pytest.mark.ranks(2)
 @on_local_tensors
-@on_local_tensors
 def test_the_gradient_of_a_rank_without_data_counts_nothing() -> None:
     """Rank 0 has one batch and rank 1 two, the second of which alone counts; then samples are what counts."""
     group = group_of()
@@ -73,7 +72,6 @@ def test_the_gradient_of_a_rank_without_data_counts_nothing() -> None:
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 @on_local_tensors
 def test_each_backward_pass_is_reported_alone() -> None:
     """Of passes whose gradients are summed, those that are not reduced are told of when they have gone well."""
@@ -118,7 +116,6 @@ def test_what_nobody_used_gets_zeros() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.fault(74)
 @on_local_tensors
-@on_local_tensors
 def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
     """Micro-batches are summed in a dtype that is wide enough, and sent once."""
     group = group_of()
@@ -140,7 +137,6 @@ def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.fault(74)
 @on_local_tensors
-@on_local_tensors
 def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
     group, params = group_of(), whole_params(torch.bfloat16)
     buffer = make(group, DtypePolicy(reduce=torch.float32), params=params)
@@ -155,7 +151,6 @@ def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 @on_local_tensors
 def test_a_late_gradient_is_added_by_the_next_reduction() -> None:
     """A gradient that comes while its buffer is being reduced goes into the next reduction, and adds."""
@@ -174,7 +169,6 @@ def test_a_late_gradient_is_added_by_the_next_reduction() -> None:
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 @on_local_tensors
 def test_local_gradients_are_reported_whole_and_unreduced() -> None:
     group, heard = group_of(), []

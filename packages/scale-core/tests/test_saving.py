@@ -283,9 +283,8 @@ def test_wrong_arguments_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None
 
 @pytest.mark.ranks(2)
 def test_ranks_of_which_one_saves_and_one_loads_both_hear_of_it(tmp_path: Path) -> None:
-    folder = tmp_path
     with pytest.raises(ScaleDistributedError) as caught:
-        save(folder, 1, {"a": 1}) if dist.get_rank() == 0 else load(folder, {"a": 1})
+        save(tmp_path, 1, {"a": 1}) if dist.get_rank() == 0 else load(tmp_path, {"a": 1})
     message = str(caught.value)
     assert "the ranks do different things: rank 0: saving objects; rank 1: loading objects" in message
 

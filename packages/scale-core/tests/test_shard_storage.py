@@ -17,7 +17,6 @@ NAMES = ["weight", "bias", "scale"]
 WHOLES = [torch.arange(21.0).view(7, 3), torch.arange(100.0, 105.0), torch.tensor(7.0)]
 
 
-@on_local_tensors
 def shard_on(rank: int, size: int, flatten: bool = False, trainable: Sequence[bool] = (True, True, True)) -> FlatBuffer:
     """What one rank keeps of the parameters above; the others need not exist for that."""
     group = Group(rank=rank, size=size, backend="fake", ranks=tuple(range(size)))

@@ -58,18 +58,15 @@ def test_parameters_of_other_shapes_differ() -> None:
     assert not torch.equal(piece_of(FULL, "first", 5), piece_of(FULL.reshape(-1)[:10], "other", 5))
 
 
-def written_to_a_full_parameter() -> list[Tensor]:
+@pytest.mark.ranks(2)
+def test_a_sharded_result_is_gathered_for_a_full_parameter() -> None:
     """What a program makes of a sharded gradient, as of ShardedDataParallel, goes to the parameter of each rank."""
+    expected = [1 + 2 * FULL, FULL, 1 - FULL]
     moved, copied, listed = (nn.Parameter(torch.ones(5, 4)) for _ in range(3))
     move = piece_of(FULL, "move", 7)
     with torch.no_grad():
         moved.add_(move, alpha=2)
         copied.copy_(move)
         torch._foreach_sub_([listed], [move])
-    return [moved.detach(), copied.detach(), listed.detach()]
-
-
-def test_a_sharded_result_is_gathered_for_a_full_parameter() -> None:
-    expected = [1 + 2 * FULL, FULL, 1 - FULL]
-    for found in run_ranks(written_to_a_full_parameter, 2):
-        assert all(map(torch.equal, found, expected))
+    found = [moved.detach(), copied.detach(), listed.detach()]
+    assert all(map(torch.equal, found, expected))

@@ -35,7 +35,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 }
 
 
-@on_local_tensors
 def full(state: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
     """Puts the shards of several ranks together."""
     whole: dict[str, Any] = {}
@@ -48,7 +47,6 @@ def full(state: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-@on_local_tensors
 def assert_same(first: dict[str, Any], second: dict[str, Any], rtol: float = 0.0) -> None:
     assert first.keys() == second.keys()
     for key, value in first.items():
@@ -58,19 +56,16 @@ def assert_same(first: dict[str, Any], second: dict[str, Any], rtol: float = 0.0
             assert value == second[key], key
 
 
-@on_local_tensors
 def tolerance(optimizer: str) -> float:
     """A fused kernel rounds the last elements of a range, which fill no vector, in another way."""
     return 1e-10 if optimizer.startswith("fused") else 0.0
 
 
-@on_local_tensors
 def model_of(rank: int, size: int, dtype: torch.dtype) -> nn.Module:
     model = Model().to(dtype)
     return model if size == 1 else cut(model, rank, size)
 
 
-@on_local_tensors
 def trained(
     rank: int = 0, size: int = 1, optimizer: str = "adamw", steps: int = 3, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, Any]:
@@ -143,7 +138,6 @@ def test_a_plain_state_loads_into_shards_with_a_fresh_optimizer(optimizer: str, 
     assert_same(plain, expected)
 
 
-@on_local_tensors
 def assert_equal_states(first: dict[str, Any], second: dict[str, Any], rtol: float) -> None:
     def strip(state: dict[str, Any]) -> dict[str, Any]:
         return {key: value.tensor if isinstance(value, LocalShard) else value for key, value in state.items()}
@@ -175,7 +169,6 @@ def test_groups_get_saved_hyperparameters_in_their_own_types() -> None:
     assert other.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-@on_local_tensors
 def json_round_trip(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v if isinstance(v, Tensor | LocalShard) else json.loads(json.dumps(v)) for k, v in state.items()}
 

@@ -43,43 +43,44 @@ from scale_core.shard import (
 )
 from scale_core.sharded_tensor.replicated_parameter import set_reduced_gradient
 from scale_core.sharded_tensor.tensor import local_tensor, mark_sharded, set_shard
-from scale_core.testing import run_ranks
 
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
 
 
-def equal_torch_on_the_whole() -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("way", ["at once", "in two", "by value"])
+def test_clipping_shards_equals_clipping_the_whole(way: str, num_ranks: int) -> None:
     group = group_of()
     for norm_type in NORM_TYPES:
-        for way in ("at once", "in two", "by value"):
-            grads = whole_grads(torch.float64)
-            plain = [with_grad(grad.clone()) for grad in grads.values() if grad.numel()]
-            # An odd one that all ranks have whole, and one without a gradient on the others than the first.
-            shards = [cut(name, grad, group) for name, grad in grads.items()]
-            twos, threes = torch.full((3,), 2.0).double(), torch.full((2 * group.size,), 3.0).double()
-            shards += [with_grad(twos), cut("on one", threes, group)]
-            plain += [with_grad(twos.clone()), with_grad(threes[:2].clone())]
-            if group.rank:
-                shards[-1].grad = None
-            if way == "by value":
-                clip_grad_value_(shards, 0.7)
-                clip_grad_value_(plain, 0.7)
+        grads = whole_grads(torch.float64)
+        plain = [with_grad(grad.clone()) for grad in grads.values() if grad.numel()]
+        # An odd one that all ranks have whole, and one without a gradient on the others than the first.
+        shards = [cut(name, grad, group) for name, grad in grads.items()]
+        twos, threes = torch.full((3,), 2.0).double(), torch.full((2 * group.size,), 3.0).double()
+        shards += [with_grad(twos), cut("on one", threes, group)]
+        plain += [with_grad(twos.clone()), with_grad(threes[:2].clone())]
+        if group.rank:
+            shards[-1].grad = None
+        if way == "by value":
+            clip_grad_value_(shards, 0.7)
+            clip_grad_value_(plain, 0.7)
+        else:
+            expected = clip_grad_norm_(plain, 0.5, norm_type)
+            if way == "at once":
+                norm = clip_grad_norm_((param for param in shards), 0.5, norm_type, foreach=group.rank == 0)
             else:
-                expected = clip_grad_norm_(plain, 0.5, norm_type)
-                if way == "at once":
-                    found = clip_grad_norm_((param for param in shards), 0.5, norm_type, foreach=group.rank == 0)
-                else:
-                    # The parameters without a gradient here are those of a class that others have, too.
-                    found = get_total_norm([p.grad for p in shards if p.grad is not None], norm_type)
-                    clip_grads_with_norm_(shards, 0.5, found)
-                torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-            for name, shard, whole in zip(grads, shards, [*plain[:3], None, plain[3]], strict=False):
-                if whole is not None:
-                    assert shard.grad is not None and whole.grad is not None
-                    torch.testing.assert_close(shard.grad, cut(name, whole.grad, group).grad, rtol=1e-12, atol=0)
+                # The parameters without a gradient here are those of a class that others have, too.
+                norm = get_total_norm([p.grad for p in shards if p.grad is not None], norm_type)
+                clip_grads_with_norm_(shards, 0.5, norm)
+            torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        for name, shard, whole in zip(grads, shards, [*plain[:3], None, plain[3]], strict=False):
+            if whole is not None:
+                assert shard.grad is not None and whole.grad is not None
+                torch.testing.assert_close(shard.grad, cut(name, whole.grad, group).grad, rtol=1e-12, atol=0)
 
 
-def nothing_else_is_different() -> None:
+def test_what_is_no_shard_is_clipped_as_ever() -> None:
     """In a process with shards, what is no shard is clipped to the bit as torch does it."""
     set_shard(with_grad(torch.ones(2)), Shard("there is one", (2,), 0, 2))
     own = clip_grad_norm_.__closure__[0].cell_contents.args[0]
@@ -100,7 +101,8 @@ def nothing_else_is_different() -> None:
     assert len(caught) == 1 and "empty generator" in str(caught[0].message)
 
 
-def bounds_and_numbers_that_are_none() -> str:
+@pytest.mark.ranks(3)
+def test_bounds_are_checked_and_infinities_refused_on_all_ranks() -> None:
     group = group_of()
     param = cut("weight", torch.ones(2 * group.size), group)
     assert clip_grad_norm_(param, math.inf).item() == pytest.approx(math.sqrt(2 * group.size))
@@ -119,7 +121,7 @@ def bounds_and_numbers_that_are_none() -> str:
     weights = piece_of("", torch.full((4 * group.size,), 2.0), 4 * group.rank, 4 * group.rank + 4)
     set_shard(weights, Shard("weight", (4 * group.size,), 0, 4, (Axis(group, Placement.SHARD),)))
     weights.data.fill_(2.0)
-    return f"{get_total_norm([weights]).item():.4f}"
+    assert get_total_norm([weights]).item() == pytest.approx(2 * math.sqrt(12))
 
 
 class Stages(nn.Module):
@@ -139,7 +141,8 @@ class Stages(nn.Module):
         return {self.shared} if self.shared is not None and self.group.rank else set()
 
 
-def stages_of_one_model() -> list[float]:
+@pytest.mark.ranks(3)
+def test_stages_have_one_norm_with_ranks_without_parameters() -> None:
     """Rank 1 has no parameter at all, and still takes part."""
     group = group_of()
     model = Stages(group, 0 if group.rank == 1 else 3)
@@ -173,10 +176,13 @@ def stages_of_one_model() -> list[float]:
         assert clip_grad_norm_([nn.Parameter(torch.zeros(2))], 1.0).item() == 0
     clip_grad_value_(model.parameters(), 0.5)
     assert all(param.grad is not None and param.grad.eq(0.5).all() for param in model.parameters())
-    return [norm.item() for norm in norms]
+    expected = math.sqrt(2 * 1 + 3 * 1 + 3 * 9)
+    assert [norm.item() for norm in norms] == pytest.approx([expected, expected, 3.0, 0.5, 3 * 3**0.5])
 
 
-def stages_of_doubles(narrow: int | None) -> list[tuple[torch.dtype, float]]:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("narrow", "dtype"), [(None, torch.float64), (2, torch.float32)])
+def test_the_norm_of_stages_has_one_dtype_on_all_ranks(narrow: int | None, dtype: torch.dtype) -> None:
     """The norms of stages in fp64, but for that of one rank: rank 1 has no parameter, and rank 2 has frozen its own."""
     group = group_of()
     model = Stages(group, 0 if group.rank == 1 else 3, torch.float32 if group.rank == narrow else torch.float64)
@@ -186,7 +192,9 @@ def stages_of_doubles(narrow: int | None) -> list[tuple[torch.dtype, float]]:
         model.zero_grad()
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     norms = [clip_grad_norm_(model.parameters(), math.inf), get_total_norm(grads)]
-    return [(norm.dtype, norm.item()) for norm in norms]
+    by_rank: list[Any] = [None] * group.size
+    dist.all_gather_object(by_rank, [norm.item() for norm in norms])
+    assert by_rank == [by_rank[0]] * group.size and {norm.dtype for norm in norms} == {dtype}
 
 
 class Wrapper(nn.Module):
@@ -217,32 +225,6 @@ class PieceOf:
 
     def wait(self) -> None:
         raise AssertionError("nothing is under way")
-
-
-def test_clipping_shards_equals_clipping_the_whole() -> None:
-    for num_ranks in (2, 3):
-        run_ranks(equal_torch_on_the_whole, num_ranks)
-
-
-def test_what_is_no_shard_is_clipped_as_ever() -> None:
-    nothing_else_is_different()
-
-
-def test_bounds_are_checked_and_infinities_refused_on_all_ranks() -> None:
-    assert set(run_ranks(bounds_and_numbers_that_are_none, 3)) == {f"{2 * math.sqrt(12):.4f}"}
-
-
-def test_stages_have_one_norm_with_ranks_without_parameters() -> None:
-    expected = math.sqrt(2 * 1 + 3 * 1 + 3 * 9)
-    found = run_ranks(stages_of_one_model, 3)
-    clipped = [0.5, 3 * 3**0.5]
-    assert all(norms == pytest.approx([expected, expected, 3.0, *clipped]) for norms in found)
-
-
-@pytest.mark.parametrize(("narrow", "dtype"), [(None, torch.float64), (2, torch.float32)])
-def test_the_norm_of_stages_has_one_dtype_on_all_ranks(narrow: int | None, dtype: torch.dtype) -> None:
-    found = run_ranks(stages_of_doubles, 3, narrow)
-    assert found[0] == found[1] == found[2] and {each for each, _ in found[0]} == {dtype}
 
 
 @pytest.mark.ranks(2)

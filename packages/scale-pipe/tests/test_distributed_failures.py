@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,13 +100,6 @@ def test_a_stage_that_fails_fails_the_step_on_all_ranks(num_ranks: int, schedule
     plain.step_with(pipe, x, target)
 
 
-def raised_by(call: Callable[[], Any]) -> str:
-    try:
-        return f"returned {call()}"
-    except StageError as error:
-        return str(error)
-
-
 class Lambda(nn.Module):
     """Returns what no process can take from another."""
 
@@ -130,86 +124,101 @@ class Steps:
         raise OSError("no step")
 
 
-def wrong_use() -> dict[str, str]:
-    """What people do wrong with a step, by what they are told; a step works after each."""
-    rank = dist.get_rank()
-    x, target = batch(8)
-    pipe = DistributedPipe(mlp(2), "1f1b", balance=[3, 3], chunks=4)
-    optimizer: Any = Steps() if rank == 0 else torch.optim.SGD(pipe.parameters(), lr=0.0)
-    wide = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(8, 8))
-    told = {
-        "no batch": raised_by(lambda: pipe.step(target=target, loss_fn=mse)),
-        "no tensor": raised_by(lambda: pipe.step(3 if rank == 0 else None, target=target, loss_fn=mse)),
-        "other target": raised_by(lambda: pipe.step(x, target=target[:5], loss_fn=mse)),
-        "other sizes": raised_by(lambda: pipe.step((x, x[:3]), target=target, loss_fn=mse)),
-        "no loss": raised_by(lambda: pipe.step(x)),
-        "detached loss": raised_by(lambda: pipe.step(x, loss_fn=lambda output: output.detach().mean())),
-        "stage inputs": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, stage_inputs={1: {"extra": x[:2]}})),
-        "no stage": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, stage_inputs={7: {"extra": x}})),
-        "no dict": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, stage_inputs=[x])),  # type: ignore[arg-type]
-        "no target": raised_by(lambda: pipe.step(x, loss_fn=mse)),
-        "complex loss": raised_by(lambda: pipe.step(x, loss_fn=lambda output: output.mean() * 1j)),
-        "optimizer": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, optimizer=optimizer)),
-        "no optimizer": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, optimizer="sgd")),  # type: ignore[arg-type]
-        "optimizer elsewhere": raised_by(
-            lambda: pipe.step(x, target=target, loss_fn=mse, optimizer={1: optimizer} if rank == 0 else None)
-        ),
-        "evaluation": raised_by(lambda: pipe.evaluate()),
-        "loss in an evaluation": raised_by(lambda: DistributedPipe(nn.Sequential(mlp(1), Mean())).evaluate(x)),
-        "shapes": raised_by(lambda: DistributedPipe(wide, "1f1b", balance=[2, 1]).step(x, target=target, loss_fn=mse)),
-        "function": raised_by(
-            lambda: DistributedPipe(nn.Sequential(Lambda(), nn.Tanh()), "1f1b").step(x, target=target, loss_fn=mse)
-        ),
-        "sparse": raised_by(
-            lambda: DistributedPipe(nn.Sequential(Sparse(), nn.Tanh()), "1f1b").step(x, target=target, loss_fn=mse)
-        ),
-    }
-    small = DistributedPipe(mlp(2), "solve", balance=[1, 2, 2, 1], chunks=4, memory_cap=0.1)
-    small.step(x, target=target, loss_fn=mse)
-    try:
-        small.step(x, target=target, loss_fn=mse)
-    except ValueError as error:  # The second step is measured; those after it run as it did.
-        told["refused"] = str(error)
-    small.step(x, target=target, loss_fn=mse)
-    pipe.zero_grad()
-    Plain(mlp(2), pipe).step_with(pipe, x, target)
-    return told
-
-
-ERRORS = {
-    "no batch": "stage 0 on rank 0 raised TypeError in what it was called with: expected Tensor, but got nothing",
-    "no tensor": "expected Tensor, but got int",
-    "other target": "the mini-batch has 8 samples, and target has 5",
-    "other sizes": "has 8 samples, and inputs.args[0][1] [3, 8] has 3",
-    "no loss": "has to be a tensor with one element, and is a tensor [2, 8]. Pass loss_fn=",
-    "detached loss": "the loss does not depend on anything that requires a gradient",
-    "stage inputs": "stage 1 was given inputs of 2 samples, but the mini-batch has 8: give every stage inputs of the",
-    "no stage": "stage_inputs has inputs for stage 7, but there are 2 stages, 0 to 1",
-    "no dict": "expected stage_inputs to be a dict of keyword arguments by stage, but got list: write stage_inputs={1:",
-    "no target": "No target was given on the rank of the last stage: write target=target, as loss_fn takes it",
-    "complex loss": "the loss of a micro-batch has to be real, and is torch.complex64",
-    "no optimizer": "expected an optimizer, or a dict of them by stage, but got str",
-    "optimizer elsewhere": "an optimizer was given for stage 1, but this rank holds the stages [0]",
-    "loss in an evaluation": "stage 1 on rank 1 raised ValueError in the forward: the output is a tensor without",
-    "refused": "no schedule was found; ZB-V stays: rank 0: one micro-batch on each of its 2 stages must fit",
-    "optimizer": "raised OSError in the optimizer's step: no step",
-    "step that is done": "Stages 1 had been stepped by then, which can't be undone",
-    "evaluation": "expected Tensor, but got nothing",
-    "shapes": "mat1 and mat2 shapes cannot be multiplied (1x6 and 8x8)\n  it was given float32[1, 6] by stage 0",
-    "function": "raised TypeError in the forward of micro-batch 0: what a stage returns is sent",
-    "sparse": "expected a strided tensor to send, but got one of layout torch.sparse_coo",
-}
-
-
 @pytest.mark.fault(101)
 @pytest.mark.ranks(2)
 def test_wrong_use_is_the_same_error_on_all_ranks() -> None:
-    errors = wrong_use()
-    for name, text in ERRORS.items():
-        assert text in errors["optimizer" if name == "step that is done" else name], name
+    """And a step works afterwards."""
+    rank, (x, target) = dist.get_rank(), batch(8)
+    pipe = DistributedPipe(mlp(2), "1f1b", balance=[3, 3], chunks=4)
+    optimizer: Any = Steps() if rank == 0 else torch.optim.SGD(pipe.parameters(), lr=0.0)
+    wide = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(8, 8))
+
+    def step(*args: Any, **options: Any) -> Callable[[], object]:
+        return lambda: pipe.step(*(args or (x,)), **{"target": target, "loss_fn": mse, **options})
+
+    def step_of(*layers: nn.Module, **options: Any) -> Callable[[], object]:
+        return lambda: DistributedPipe(nn.Sequential(*layers), "1f1b", **options).step(x, target=target, loss_fn=mse)
+
+    calls: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: pipe.step(target=target, loss_fn=mse),
+            "stage 0 on rank 0 raised TypeError in what it was called with: expected Tensor, but got nothing",
+        ),
+        (step(3 if rank == 0 else None), "expected Tensor, but got int"),
+        (step(target=target[:5]), "the mini-batch has 8 samples, and target has 5"),
+        (step((x, x[:3])), "has 8 samples, and inputs.args[0][1] [3, 8] has 3"),
+        (
+            lambda: pipe.step(x),
+            "has to be a tensor with one element, and is a tensor [2, 8]. Pass loss_fn=",
+        ),
+        (
+            lambda: pipe.step(x, loss_fn=lambda output: output.detach().mean()),
+            "the loss does not depend on anything that requires a gradient",
+        ),
+        (
+            step(stage_inputs={1: {"extra": x[:2]}}),
+            "stage 1 was given inputs of 2 samples, but the mini-batch has 8: give every stage inputs of the",
+        ),
+        (
+            step(stage_inputs={7: {"extra": x}}),
+            "stage_inputs has inputs for stage 7, but there are 2 stages, 0 to 1",
+        ),
+        (
+            step(stage_inputs=[x]),
+            "expected stage_inputs to be a dict of keyword arguments by stage, but got list: write stage_inputs={1:",
+        ),
+        (
+            lambda: pipe.step(x, loss_fn=mse),
+            "No target was given on the rank of the last stage: write target=target, as loss_fn takes it",
+        ),
+        (
+            lambda: pipe.step(x, loss_fn=lambda output: output.mean() * 1j),
+            "the loss of a micro-batch has to be real, and is torch.complex64",
+        ),
+        (step(optimizer=optimizer), "raised OSError in the optimizer's step: no step"),
+        (step(optimizer=optimizer), "Stages 1 had been stepped by then, which can't be undone"),
+        (step(optimizer="sgd"), "expected an optimizer, or a dict of them by stage, but got str"),
+        (
+            step(optimizer={1: optimizer} if rank == 0 else None),
+            "an optimizer was given for stage 1, but this rank holds the stages [0]",
+        ),
+        (lambda: pipe.evaluate(), "expected Tensor, but got nothing"),
+        (
+            lambda: DistributedPipe(nn.Sequential(mlp(1), Mean())).evaluate(x),
+            "stage 1 on rank 1 raised ValueError in the forward: the output is a tensor without",
+        ),
+        (
+            step_of(*wide, balance=[2, 1]),
+            "mat1 and mat2 shapes cannot be multiplied (1x6 and 8x8)\n  it was given float32[1, 6] by stage 0",
+        ),
+        (
+            step_of(Lambda(), nn.Tanh()),
+            "raised TypeError in the forward of micro-batch 0: what a stage returns is sent",
+        ),
+        (step_of(Sparse(), nn.Tanh()), "expected a strided tensor to send, but got one of layout torch.sparse_coo"),
+    ]
+    texts = []
+    for call, text in calls:
+        with pytest.raises(StageError, match=re.escape(text)) as caught:
+            call()
+        texts.append(str(caught.value))
     by_rank: list[Any] = [None, None]
-    dist.all_gather_object(by_rank, errors)
+    dist.all_gather_object(by_rank, texts)
     assert by_rank[0] == by_rank[1]
+    pipe.zero_grad()
+    Plain(mlp(2), pipe).step_with(pipe, x, target)
+
+
+@pytest.mark.ranks(2)
+def test_a_cap_that_the_solver_can_not_keep_is_refused_once() -> None:
+    """The second step is measured; those after it run as it did."""
+    x, target = batch(8)
+    pipe = DistributedPipe(mlp(2), "solve", balance=[1, 2, 2, 1], chunks=4, memory_cap=0.1)
+    pipe.step(x, target=target, loss_fn=mse)
+    text = "no schedule was found; ZB-V stays: rank 0: one micro-batch on each of its 2 stages must fit"
+    with pytest.raises(ValueError, match=text):
+        pipe.step(x, target=target, loss_fn=mse)
+    pipe.step(x, target=target, loss_fn=mse)
 
 
 @pytest.mark.ranks(2)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from distributed_cases import assert_near, check_grads
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError
 from scale_pipe.distributed.loss_graph import element_means
 
@@ -87,120 +87,103 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "another index": partial(flat, ignore_index=3),
 }
 
-EMPTY = ("flattened", "class weights", "label smoothing")
-"""What is tried with a micro-batch of which no target counts, as well."""
 
-
-def differences(title: str, loss_fn: Any, batch: tuple[Tensor, Tensor], *, schedule: str = "1f1b") -> list[str]:
-    """What a step and an evaluation of a pipeline of two ranks do other than the plain model."""
+def compare(loss_fn: Any, batch: tuple[Tensor, Tensor], schedule: str = "1f1b") -> None:
+    """A step and evaluations of a pipeline of two ranks have the loss and the gradients of the plain model."""
     tokens, target = batch
-    if title == "another index":
-        target = target.masked_fill(target == IGNORED, 3)
     plain, balance = layers(), [2, 2] if schedule == "1f1b" else [1, 1, 1, 1]
     pipe = DistributedPipe(copy.deepcopy(plain), schedule, balance=balance, chunks=4)
     expected = loss_fn(plain(tokens), target)
     expected.backward()
-    losses = {"step": pipe.step(tokens, target=target, loss_fn=loss_fn)}
-    losses["evaluation"] = pipe.evaluate(tokens, target=target, loss_fn=loss_fn)
+    losses = [pipe.step(tokens, target=target, loss_fn=loss_fn)]
+    losses.append(pipe.evaluate(tokens, target=target, loss_fn=loss_fn))
     with torch.inference_mode():
         inputs = tokens.clone(), target.clone()
-        losses["inference"], _ = pipe.evaluate(inputs[0], target=inputs[1], loss_fn=loss_fn, with_output=True)
-    close = partial(torch.allclose, rtol=1e-12, atol=1e-14, equal_nan=True)
-    wrong = [
-        f"{title}: {name} {loss}" for name, loss in losses.items() if not close(loss, expected.detach().reshape(()))
+        losses.append(pipe.evaluate(inputs[0], target=inputs[1], loss_fn=loss_fn, with_output=True)[0])
+    assert_near(losses, [expected.detach().reshape(())] * 3, "losses of a step, an evaluation and in inference mode")
+    check_grads(pipe, {name: param.grad for name, param in plain.named_parameters()}, assert_near)  # type: ignore[misc]
+
+
+NO_TARGET = words(0, 0, 3)
+"""In the first micro-batch no target counts."""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", MEANS)
+def test_means_over_targets_are_those_of_the_batch(name: str) -> None:
+    batches = [
+        words(2, 1, 5, 5, 2),
+        *([NO_TARGET] if name in ("flattened", "class weights", "label smoothing") else []),
     ]
-    grads = {name: param.grad for name, param in plain.named_parameters()}
-    for name, param in pipe.named_parameters():
-        grad = grads[name]
-        assert param.grad is not None and grad is not None
-        wrong += [f"{title}: {name}"] * (not close(param.grad, grad))
-    return wrong
+    for tokens, target in batches:
+        compare(MEANS[name], (tokens, target.masked_fill(target == IGNORED, 3) if name == "another index" else target))
 
 
-def refused(loss_fn: Any, batch: tuple[Tensor, Tensor], **options: Any) -> str:
-    """The error of a step, which leaves no gradient."""
-    tokens, target = batch
-    pipe = DistributedPipe(layers(), "1f1b", balance=[2, 2], chunks=4)
-    if options.pop("with_optimizer", False):
-        options["optimizer"] = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    before = [param.detach().clone() for param in pipe.parameters()]
-    try:
-        pipe.step(tokens, target=target, loss_fn=loss_fn, **options)
-    except StageError as error:
-        assert all(param.grad is None for param in pipe.parameters())
-        assert all(map(torch.equal, pipe.parameters(), before))
-        return str(error)
-    return "taken"
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_micro_batches_of_uneven_size_count_their_targets(schedule: str) -> None:
+    compare(flat, words(1, 4, samples=7), schedule)
 
 
-def _by_count(total: Tensor, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """What the error says to write."""
+@pytest.mark.ranks(2)
+def test_a_batch_without_a_target_that_counts_is_nan() -> None:
+    compare(flat, words(*[0] * 8))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loss_fn", [shifted, masked, selected, penalized])
+def test_any_mean_is_taken_if_all_micro_batches_count_alike(loss_fn: Any) -> None:
+    for batch in (words(), words(*[3] * 8)):
+        compare(loss_fn, batch)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", [words(2, 1, 5), words(1, 4, samples=7)], ids=["even", "uneven"])
+def test_what_the_error_says_to_write_is_the_mean_of_the_batch(batch: tuple[Tensor, Tensor]) -> None:
+    count = (batch[1] != IGNORED).sum()
 
     def loss_fn(output: Tensor, part: Tensor) -> Tensor:
-        return flat(output, part, reduction="sum") / total * (len(target) / len(part))
+        return flat(output, part, reduction="sum") / count * (len(batch[1]) / len(part))
 
-    return loss_fn
-
-
-def on_two_ranks() -> dict[str, Any]:
-    outcomes: dict[str, Any] = {}
-    outcomes["means"] = [
-        wrong
-        for title, loss_fn in MEANS.items()
-        for padding in ([2, 1, 5, 5, 2], [0, 0, 3])[: 1 + (title in EMPTY)]
-        for wrong in differences(title, loss_fn, words(*padding))
-    ]
-    uneven = words(1, 4, samples=7)
-    outcomes["uneven"] = differences("uneven", flat, uneven) + differences("zb_v", flat, uneven, schedule="zb_v")
-    outcomes["no target"] = differences("no target", flat, words(*[0] * 8))
-    outcomes["same everywhere"] = [
-        wrong
-        for name in (shifted, masked, selected, penalized)
-        for batch in (words(), words(*[3] * 8))
-        for wrong in differences(name.__name__, name, batch)
-    ]
-    for batch in (words(2, 1, 5), uneven):
-        total = (batch[1] != IGNORED).sum()
-        outcomes.setdefault("by count", []).extend(differences("by count", _by_count(total, batch[1]), batch))
-    for loss_fn in (shifted, masked, masked_by_floats, selected, penalized):
-        outcomes[loss_fn.__name__] = refused(loss_fn, words(2, 1, 5), with_optimizer=True)
-    for loss_fn in (shifted, masked, selected, zero_without_words):
-        outcomes[f"{loss_fn.__name__}, none"] = refused(loss_fn, words(0, 0))
-    return outcomes
+    compare(loss_fn, batch)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2)
+def error_of(loss_fn: Any, batch: tuple[Tensor, Tensor]) -> str:
+    """The error of a step, which leaves weights as they are, and no gradient."""
+    pipe = DistributedPipe(layers(), "1f1b", balance=[2, 2], chunks=4)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    before = [param.detach().clone() for param in pipe.parameters()]
+    with pytest.raises(StageError) as caught:
+        pipe.step(batch[0], target=batch[1], loss_fn=loss_fn, optimizer=optimizer)
+    assert all(param.grad is None for param in pipe.parameters())
+    assert all(map(torch.equal, pipe.parameters(), before))
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["means", "uneven", "no target", "same everywhere", "by count"])
-def test_loss_and_gradients_are_those_of_the_batch(name: str, outcomes: list[dict[str, Any]]) -> None:
-    assert [outcome[name] for outcome in outcomes] == [[], []]
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "name, counted",
+    "loss_fn, counted, number",
     [
-        ("shifted", "1, 8, 8, 8"),
-        ("masked", "3, 10, 10, 10"),
-        ("masked_by_floats", "3, 10, 10, 10"),
-        ("selected", "3, 10, 10, 10"),
-        ("shifted, none", "0, 8, 8, 8"),
-        ("masked, none", "0, 10, 10, 10"),
-        ("selected, none", "0, 10, 10, 10"),
-        ("zero_without_words, none", "0, 10, 10, 10"),
+        (shifted, (2, 1, 5), "1, 8, 8, 8"),
+        (masked, (2, 1, 5), "3, 10, 10, 10"),
+        (masked_by_floats, (2, 1, 5), "3, 10, 10, 10"),
+        (selected, (2, 1, 5), "3, 10, 10, 10"),
+        (shifted, (0, 0), "0, 8, 8, 8"),
+        (masked, (0, 0), "0, 10, 10, 10"),
+        (selected, (0, 0), "0, 10, 10, 10"),
+        (zero_without_words, (0, 0), "0, 10, 10, 10"),
     ],
 )
-def test_a_mean_of_means_is_refused(name: str, counted: str, outcomes: list[dict[str, Any]]) -> None:
-    for outcome in outcomes:
-        assert f"the loss is a mean over {counted} elements in micro-batches of 2, 2, 2, 2 samples" in outcome[name]
-        assert "count = (target != -100).sum()" in outcome[name]
+def test_a_mean_of_means_is_refused(loss_fn: Any, counted: tuple[int, ...], number: str) -> None:
+    text = error_of(loss_fn, words(*counted))
+    assert f"the loss is a mean over {number} elements in micro-batches of 2, 2, 2, 2 samples" in text
+    assert "count = (target != -100).sum()" in text
 
 
-def test_means_that_want_different_weights_are_refused(outcomes: list[dict[str, Any]]) -> None:
-    for outcome in outcomes:
-        assert "adds a mean over the targets that count and a mean over 70, 70, 70, 70 other" in outcome["penalized"]
+@pytest.mark.ranks(2)
+def test_means_that_want_different_weights_are_refused() -> None:
+    text = "adds a mean over the targets that count and a mean over 70, 70, 70, 70 other"
+    assert text in error_of(penalized, words(2, 1, 5))
 
 
 class LossInside(nn.Module):

@@ -122,62 +122,48 @@ def test_payloads_say_what_they_are() -> None:
 SLOT = Slot(Flow.ACTIVATION, "", 0, 1, 0)
 
 
-def steps() -> list[Any]:
-    """What one rank sends in a row, as the other has it in the end."""
-    failure = Failure(0, 1, 2, "the forward", "ValueError", "why", "trace")
-    small, large = torch.randn(3, 4), torch.randn(1 << 17)
-    return [
-        small,
-        small + 1,  # As expected, in one piece.
-        large,  # Another form: a header alone comes where one piece was expected.
-        large * 2,  # As expected, in two messages.
-        failure,
-        large * 3,
-        ChunkSize(0, 0, 3),
-        [large, small, None],
-        [large * 4, small, None],
-        [large, small, 7],
-        (small,),
-        failure,
-        (small * 2,),
-        ChunkSize(0, 0, 3),
-        (torch.zeros(0, 3), torch.ones(2)),
-        (torch.zeros(0, 3), torch.ones(2) * 2),
-        (torch.zeros(0, 3), large),
-        (torch.zeros(0, 3), large),
-        small.requires_grad_(),
-    ]
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.fault(89)
 def test_slots_are_filled_whatever_comes_after_whatever_else() -> None:
     torch.manual_seed(0)
-    rank, wrong = dist.get_rank(), []
+    failure = Failure(0, 1, 2, "the forward", "ValueError", "why", "trace")
+    small, large = torch.randn(3, 4), torch.randn(1 << 17)
+    messages: list[Any] = [
+        *(small, small + 1),  # The second as expected, in one piece.
+        *(large, large * 2),  # Another form, a header alone where one piece was expected; then in two messages.
+        *(failure, large * 3, ChunkSize(0, 0, 3)),
+        *([large, small, None], [large * 4, small, None], [large, small, 7]),
+        *((small,), failure, (small * 2,), ChunkSize(0, 0, 3)),
+        *((torch.zeros(0, 3), torch.ones(2)), (torch.zeros(0, 3), torch.ones(2) * 2)),
+        *((torch.zeros(0, 3), large), (torch.zeros(0, 3), large)),
+        small.requires_grad_(),
+    ]
     channel = P2PChannel(group_of(), {SLOT: 1 << 21}, torch.device("cpu"), 20.0)
-    for number, sent in enumerate(steps()):
+    for sent in messages:
         message = sent if isinstance(sent, Failure | ChunkSize) else Payload(*pack(sent), ChunkSize(2, 8, 4))
-        if rank == 0:
+        if dist.get_rank() == 0:
             channel.send(SLOT, 1, message)
             channel.wait_sends()
             continue
         channel.post_receive(SLOT, 0)
-        found = channel.receive(SLOT, 0)
-        if isinstance(found, Payload) and isinstance(message, Payload):
-            same = found.structure == message.structure and found.chunk_size == message.chunk_size
-            same = same and len(found.tensors) == len(message.tensors)
-            same = same and all(map(torch.equal, found.tensors, message.tensors))
-            same = same and [t.requires_grad for t in found.tensors] == [t.requires_grad for t in message.tensors]
+        received = channel.receive(SLOT, 0)
+        assert type(received) is type(message)
+        if isinstance(received, Payload) and isinstance(message, Payload):
+            assert received.structure == message.structure and received.chunk_size == message.chunk_size
+            assert len(received.tensors) == len(message.tensors)
+            assert all(map(torch.equal, received.tensors, message.tensors))
+            assert [t.requires_grad for t in received.tensors] == [t.requires_grad for t in message.tensors]
         else:
-            same = type(found) is type(message) and found == message
-        wrong += [f"{number}: {found}"] * (not same)
-    short = P2PChannel(group_of(), {SLOT: 1 << 22}, torch.device("cpu"), 0.2)
-    if rank == 1:
-        short.post_receive(SLOT, 0)
-        try:
-            short.receive(SLOT, 0)
-            wrong.append("nothing was waited for")
-        except P2PError as error:
-            told = "activation of stage 0 for stage 1, micro-batch 0: the transfer with rank 0 failed"
-            wrong += [str(error)] * (told not in str(error) or error.peer != 0 or error.slot != SLOT)
-    assert wrong == []
+            assert received == message
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.fault(89)
+def test_a_receive_that_nobody_sends_names_its_slot_and_peer() -> None:
+    channel = P2PChannel(group_of(), {SLOT: 1 << 22}, torch.device("cpu"), 0.2)
+    if dist.get_rank() == 1:
+        channel.post_receive(SLOT, 0)
+        text = "activation of stage 0 for stage 1, micro-batch 0: the transfer with rank 0 failed"
+        with pytest.raises(P2PError, match=text) as caught:
+            channel.receive(SLOT, 0)
+        assert caught.value.peer == 0 and caught.value.slot == SLOT

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from distributed_cases import assert_near, check_grads, mse
 from distributed_in_order import in_order_transport
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +17,6 @@ from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_pipe import DistributedPipe, pop, skippable, stash
 
 WIDTH = 6
-mse = nn.functional.mse_loss
 
 
 def layer(stashes: Sequence[str], pops: Sequence[str]) -> nn.Module:
@@ -53,62 +53,59 @@ def woven(num_layers: int, skips: Sequence[tuple[int, int]], tied: Sequence[int]
     return nn.Sequential(*layers)
 
 
-def compare(pipe: DistributedPipe, model: nn.Sequential, title: str, replica: int = 0, replicas: int = 1) -> list[str]:
-    """Two steps and an evaluation beside the plain model on the whole batch."""
+def assert_trains_as(model: nn.Sequential, pipe: DistributedPipe, replica: int = 0, replicas: int = 1) -> None:
+    """Two steps and an evaluation have the numbers of the plain model on the full batch."""
     torch.manual_seed(1)
-    wrong = []
     for _ in range(2):
         x, target = torch.randn(2, 8, WIDTH, dtype=torch.float64)
         mse(model(x), target).backward()
-        mine, to = x.chunk(replicas)[replica], target.chunk(replicas)[replica]
-        loss = pipe.step(mine, target=to, loss_fn=mse)
-        output = pipe.evaluate(mine)
+        own_x, own_target = x.chunk(replicas)[replica], target.chunk(replicas)[replica]
+        loss, output = pipe.step(own_x, target=own_target, loss_fn=mse), pipe.evaluate(own_x)
         with torch.no_grad():
-            expected = model(mine)
-        wrong += [f"{title}: loss"] * (not torch.allclose(loss, mse(expected, to), rtol=1e-10))
-        wrong += [f"{title}: output"] * (output is not None and not torch.allclose(output, expected, rtol=1e-10))
+            expected = model(own_x)
+        assert_near(loss, mse(expected, own_target), "loss")
+        assert_near(output, None if output is None else expected, "output")
     grads = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
-    for name, param in pipe.named_parameters():
-        grad = grads[name]
-        assert param.grad is not None and grad is not None
-        wrong += [f"{title}: {name}"] * (not torch.allclose(param.grad, grad, rtol=1e-10, atol=1e-10))
-    return wrong
+    check_grads(pipe, grads, assert_near)  # type: ignore[arg-type]
 
 
-def replicas() -> list[str]:
-    """Two pipelines of two ranks; a stage of one is a replica of that of the other."""
-    rank = dist.get_rank()
-    replica, stage = rank // 2, rank % 2
-    pipes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    beside = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+SKIPS_AND_TIED: list[tuple[list[tuple[int, int]], tuple[int, ...]]] = [
+    ([(0, 1)], ()),
+    ([(0, 2), (1, 2), (0, 7)], (0, 7)),
+    ([(a, b) for b in range(8) for a in range(b)], (0, 3, 7)),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "schedule, balance",
+    [("1f1b", [2] * 4), ("zb_v", [1] * 8), ("interleaved_1f1b", [1] * 8), ("gpipe", [2] * 4)],
+)
+def test_no_schedule_hangs_or_mixes_tensors_in_order(schedule: str, balance: list[int]) -> None:
+    with in_order_transport(0, 1, 2, 3):
+        for skips, tied in SKIPS_AND_TIED:
+            pipe = DistributedPipe(woven(8, skips, tied), schedule, balance=balance, chunks=4, limit_seconds=60.0)
+            assert_trains_as(woven(8, skips, tied), pipe)
+
+
+@pytest.mark.ranks(4)
+def test_gradients_measured_by_micro_batch_pass_in_order() -> None:
+    handle = on_microbatch_steps(lambda step: StepObserver(lambda weights: None, lambda: None, lambda *_: None))
+    with in_order_transport(0, 1, 2, 3):
+        pipe = DistributedPipe(woven(8, [(0, 7)], (0, 3, 7)), balance=[2] * 4, chunks=4, limit_seconds=60.0)
+        assert_trains_as(woven(8, [(0, 7)], (0, 3, 7)), pipe)
+    handle.remove()
+
+
+@pytest.mark.ranks(4)
+def test_two_replicas_of_a_pipeline_pass_tensors_in_order() -> None:
+    replica, stage = divmod(dist.get_rank(), 2)
+    pipes, stages = ([dist.new_group(ranks) for ranks in pairs] for pairs in (([0, 1], [2, 3]), ([0, 2], [1, 3])))
     skips, tied = [(0, 2), (0, 5), (1, 3)], (0, 5)
     with in_order_transport(2 * replica, 2 * replica + 1):
         pipe = DistributedPipe(
             woven(6, skips, tied), "zb_h1", balance=[2, 4], chunks=2, process_group=pipes[replica], limit_seconds=60.0
         )
         for index, module in list(pipe.stages.items()):
-            pipe.stages[index] = DistributedDataParallel(module, process_group=beside[stage])
-        return compare(pipe, woven(6, skips, tied), "replicas", replica, 2)
-
-
-@pytest.mark.ranks(4)
-def test_no_schedule_hangs_or_mixes_tensors_in_order() -> None:
-    wrong = []
-    cases: list[tuple[list[tuple[int, int]], tuple[int, ...]]] = [
-        ([(0, 1)], ()),
-        ([(0, 2), (1, 2), (0, 7)], (0, 7)),
-        ([(a, b) for b in range(8) for a in range(b)], (0, 3, 7)),
-    ]
-    with in_order_transport(0, 1, 2, 3):
-        for name, balance in (("1f1b", [2] * 4), ("zb_v", [1] * 8), ("interleaved_1f1b", [1] * 8), ("gpipe", [2] * 4)):
-            for skips, tied in cases:
-                pipe = DistributedPipe(woven(8, skips, tied), name, balance=balance, chunks=4, limit_seconds=60.0)
-                wrong += compare(pipe, woven(8, skips, tied), f"{name}, {skips}")
-        # Gradients of shared parameters by micro-batch, for whoever measures them.
-        handle = on_microbatch_steps(
-            lambda step: StepObserver(lambda weights: None, lambda: None, lambda param, grad: None)
-        )
-        pipe = DistributedPipe(woven(8, [(0, 7)], (0, 3, 7)), balance=[2] * 4, chunks=4, limit_seconds=60.0)
-        wrong += compare(pipe, woven(8, [(0, 7)], (0, 3, 7)), "measured")
-        handle.remove()
-    assert wrong + replicas() == []
+            pipe.stages[index] = DistributedDataParallel(module, process_group=stages[stage])
+        assert_trains_as(woven(6, skips, tied), pipe, replica, 2)

@@ -1,4 +1,4 @@
-"""state.py of a pipeline: what scale-core's states and snapshots see of its stages."""
+"""state.py of a pipeline: what scale-core's states, snapshots and folders of safetensors see of its stages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from scale_core import load_pretrained, save_pretrained
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
@@ -67,3 +68,29 @@ def test_the_full_state_is_a_copy_and_a_stages_own_is_not() -> None:
     for value in pipe.state_dict().values():
         value.zero_()
     assert not wrong + [name for name, value in pipe.state_dict().items() if value.any()]
+
+
+def load_and_save(folder: str) -> list[str]:
+    with torch.device("meta"):
+        model = layers(2)
+    pipe = DistributedPipe(model, balance=[1, 1, 2], chunks=1)
+    load_pretrained(pipe, folder)
+    expected = layers(1).state_dict()
+    wrong = [name for name, value in pipe.state_dict().items() if not torch.equal(value, expected[name])]
+    save_pretrained(pipe, f"{folder} again", max_shard_size=40)
+    x, target = torch.ones(2, 3), torch.zeros(2, 3)
+    loss = pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    plain = layers(1)
+    wrong += [f"loss {loss}"] * (not torch.equal(loss, nn.functional.mse_loss(plain(x), target).detach()))
+    return wrong
+
+
+def test_each_rank_reads_and_writes_its_own_stages(tmp_path: Path) -> None:
+    save_pretrained(layers(1), tmp_path / "hub", max_shard_size=40)
+    assert not any(run_ranks(load_and_save, 3, str(tmp_path / "hub")))
+    model = layers(3)
+    load_pretrained(model, tmp_path / "hub again")
+    assert all(torch.equal(value, layers(1).state_dict()[name]) for name, value in model.state_dict().items())
+    assert {file.name for file in (tmp_path / "hub").iterdir()} == {
+        file.name for file in (tmp_path / "hub again").iterdir()
+    }

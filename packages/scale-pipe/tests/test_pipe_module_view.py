@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cases import batch, mlp, mse
+from distributed_cases import assert_equal, batch, mlp, mse
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, split
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -61,57 +59,41 @@ def of_all_ranks(own: dict[str, Any]) -> dict[str, Any]:
     return {name: value for theirs in everyones for name, value in theirs.items()}
 
 
-def different(found: dict[str, Any], expected: dict[str, Any], title: str) -> list[str]:
-    if set(found) != set(expected):
-        return [f"{title}: {sorted(set(found) ^ set(expected))}"]
-    values = ((name, found[name], value) for name, value in expected.items())
-    return [f"{title}: {name}" for name, a, b in values if not (torch.equal(a, b) if torch.is_tensor(a) else a == b)]
-
-
-def saved_and_loaded(folder: Path) -> list[str]:
-    """A pipeline of four stages, saved; loaded into two stages, of which one is wrapped, and into one."""
-    rank, wrong = dist.get_rank(), []
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("target_stages", [2, 1])
+def test_torchs_functions_save_plain_names_and_load_elsewhere(tmp_path: Path, target_stages: int) -> None:
+    """A pipeline of four stages, saved; loaded into two stages, of which one is wrapped, or into one process."""
     cuts = [f"stages.{index}" for index in (1, 2, 3)]
     pipe = DistributedPipe(split(Net(), cuts), "zb_v", chunks=2)
     optimizer = trained(pipe)
     model, state = get_model_state_dict(pipe), get_optimizer_state_dict(pipe, optimizer, options=FLAT)
-    whole, whole_state = of_all_ranks(model), of_all_ranks(state)
-    wrong += different({**dict.fromkeys(whole)}, dict.fromkeys(Net().state_dict()), "names")
-    wrong += different(model, pipe.state_dict(), "model")
-    both = get_state_dict(pipe, optimizer)
-    wrong += different(dict(both[0]), model, "both")
-    wrong += different(dict.fromkeys(both[1]["state"]), dict.fromkeys(dict(pipe.named_parameters())), "parameters")
-    dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder)
-    alone = [dist.new_group([index]) for index in range(2)][rank]
-    for title, other in (
-        ("two stages", DistributedPipe(split(Net(1), cuts[1:2]), "1f1b", chunks=2)),
-        ("one process", DistributedPipe([Net(2)], "gpipe", stages_per_rank=1, chunks=2, process_group=alone)),
-    ):
-        if title == "two stages":
-            for index, stage in other.stages.items():
-                if index == 1:
-                    other.stages[index] = DistributedDataParallel(stage, process_group=alone)
-        theirs = torch.optim.AdamW(other.parameters(), lr=0.5)
-        target = {
-            "model": get_model_state_dict(other),
-            "optimizer": get_optimizer_state_dict(other, theirs, options=FLAT),
-        }
-        dcp.load(target, checkpoint_id=folder)
-        set_model_state_dict(other, target["model"])
-        set_optimizer_state_dict(other, theirs, target["optimizer"], options=FLAT)
-        wrong += different(of_all_ranks(other.state_dict()), whole, title)
-        found = of_all_ranks(get_optimizer_state_dict(other, theirs, options=FLAT))
-        wrong += different(found, whole_state, f"{title}, optimizer")
-        # The whole of it as well, of which each rank takes its part.
-        set_model_state_dict(other, Net(3).state_dict())
-        wrong += different(of_all_ranks(other.state_dict()), Net(3).state_dict(), f"{title}, whole")
-    return wrong
-
-
-def test_torchs_functions_save_plain_names_and_load_elsewhere(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert run_ranks(saved_and_loaded, 2, tmp_path) == [[], []]
+    full, full_state = of_all_ranks(model), of_all_ranks(state)
+    assert set(full) == set(Net().state_dict())
+    assert_equal(dict(model), dict(pipe.state_dict()))
+    model_and_optimizer = get_state_dict(pipe, optimizer)
+    assert_equal(dict(model_and_optimizer[0]), dict(model))
+    assert set(model_and_optimizer[1]["state"]) == set(dict(pipe.named_parameters()))
+    dcp.save({"model": model, "optimizer": state}, checkpoint_id=tmp_path)
+    alone = [dist.new_group([index]) for index in range(2)][dist.get_rank()]
+    if target_stages == 2:
+        other = DistributedPipe(split(Net(1), cuts[1:2]), "1f1b", chunks=2)
+        if 1 in other.stages:
+            other.stages[1] = DistributedDataParallel(other.stages[1], process_group=alone)
+    else:
+        other = DistributedPipe([Net(2)], "gpipe", stages_per_rank=1, chunks=2, process_group=alone)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
+    target = {
+        "model": get_model_state_dict(other),
+        "optimizer": get_optimizer_state_dict(other, other_optimizer, options=FLAT),
+    }
+    dcp.load(target, checkpoint_id=tmp_path)
+    set_model_state_dict(other, target["model"])
+    set_optimizer_state_dict(other, other_optimizer, target["optimizer"], options=FLAT)
+    assert_equal(of_all_ranks(other.state_dict()), full)
+    assert_equal(of_all_ranks(get_optimizer_state_dict(other, other_optimizer, options=FLAT)), full_state)
+    set_model_state_dict(other, Net(3).state_dict())  # All of it, of which each rank takes its part.
+    assert_equal(of_all_ranks(other.state_dict()), dict(Net(3).state_dict()))
 
 
 def test_a_sequence_in_stages_has_the_numbers_of_its_layers() -> None:

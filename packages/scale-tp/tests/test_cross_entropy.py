@@ -106,8 +106,11 @@ def compare(group: Group, dtype: torch.dtype, words: int, chunk_rows: int | None
     assert torch.equal(own, before), "nobody writes to the logits"
 
 
-def gathered(group: Group) -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_logits_of_all_words_on_each_rank_are_refused(num_ranks: int) -> None:
     """All words on each rank would count as many times."""
+    group = group_of()
     head, x = ColumnParallelLinear(3, WORDS, process_group=group), torch.randn(2, 6, 3)
     part = ColumnParallelLinear(3, WORDS, gather_output=False, process_group=group)(x[:, 1:])
     for logits in (
@@ -123,6 +126,12 @@ def gathered(group: Group) -> None:
             ValueError, match=r"same logits on all ranks, of 11 words, as from a layer that gathers .* gather_output=Fa"
         ):
             vocab_parallel_cross_entropy(logits, TARGET, process_group=group)
+
+
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_equal_logits_that_are_parts_are_taken(num_ranks: int) -> None:
+    group = group_of()
     # Zeros of each rank's words, as of a head that begins with zeros, are the same on all ranks as well.
     zeros = torch.zeros(2, 5, 4)
     found = vocab_parallel_cross_entropy(zeros, TARGET.clamp(0, 3), process_group=group)
@@ -132,14 +141,18 @@ def gathered(group: Group) -> None:
     words = {"vocabulary_size": 4 * group.size, "process_group": group}
     found = vocab_parallel_cross_entropy(own, TARGET.clamp(0, 3), **words)
     torch.testing.assert_close(found, plain(torch.cat([own] * group.size, -1), TARGET.clamp(0, 3)))
-    # What each rank takes of them is fine.
+    # What each rank takes of gathered logits is fine.
+    head, x = ColumnParallelLinear(3, WORDS, process_group=group), torch.randn(2, 6, 3)
     own = Split.even(WORDS, group.size).take(head(x[:, 1:]), group.rank, -1)
     found = vocab_parallel_cross_entropy(own, TARGET, process_group=group)
     torch.testing.assert_close(found, plain(head(x[:, 1:]), TARGET))
 
 
-def extremes(group: Group) -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_logits_that_overflow_and_impossible_words_are_torchs(num_ranks: int) -> None:
     """Logits that overflow in their own dtype, and words that can't come."""
+    group = group_of()
     whole = logits_of(torch.float32).mul(1e4)
     whole[..., :6] = -torch.inf
     whole[..., 3], whole[..., 0], whole[..., 2], whole[..., 5] = 1.0, 2.0, 3.0, -4.0
@@ -164,14 +177,18 @@ def test_the_loss_and_its_gradient_are_torchs(num_ranks: int) -> None:
             compare(group, dtype, WORDS, None, case)
         compare(group, torch.float64, WORDS, 3, case)
         compare(group, torch.float64, 2, 3, case | {"ignore_index": 1})  # A rank may have no words.
-    for bad in (WORDS, -1, 1000):
-        own = Split.even(WORDS, group.size).take(logits_of(), group.rank, -1)
-        with pytest.raises(IndexError, match="words from 0 to 10, or ignore_index=-100, got another one"):
-            vocab_parallel_cross_entropy(own, torch.full(TARGET.shape, bad), vocabulary_size=WORDS, process_group=group)
-    extremes(group)
-    gathered(group)
     for words in (5, 6, 5):  # The first rank has as many of each.
         compare(group, torch.float64, words, None, {"z_loss": 0.0})
+
+
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("target", [WORDS, -1, 1000])
+def test_a_target_beyond_the_vocabulary_is_refused(target: int, num_ranks: int) -> None:
+    group = group_of()
+    own = Split.even(WORDS, group.size).take(logits_of(), group.rank, -1)
+    with pytest.raises(IndexError, match="words from 0 to 10, or ignore_index=-100, got another one"):
+        vocab_parallel_cross_entropy(own, torch.full(TARGET.shape, target), vocabulary_size=WORDS, process_group=group)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core.comm.group import group_of
 from scale_core.errors import TransferError
-from scale_core.testing import run_ranks
 from scale_tp import failed_pass, parallelize
 
 LIMIT_SECONDS = 300  # Nobody waits for it.
@@ -55,49 +54,38 @@ def fail_in_backward(block: nn.Module, *ranks: int) -> Any:
     return block.register_forward_hook(lambda module, args, output: FailsInBackward.apply(output, ranks))
 
 
-def one_rank_fails(num_block: int, let_fail: Callable[..., Any]) -> tuple[str, str, float]:
+@pytest.mark.fault(11)
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("num_block", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "let_fail, own_error, told",
+    [
+        (raise_before, "no such token", "raised ValueError: no such token"),
+        (fail_in_backward, "no such gradient", "its backward pass failed, with an"),
+    ],
+)
+def test_others_hear_at_once_of_a_rank_that_fails_in_a_pass(
+    let_fail: Callable[..., Any], own_error: str, told: str, num_block: int
+) -> None:
+    rank = dist.get_rank()
     model = build(dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS)))
     x = torch.ones(2, 4)
     model(x).sum().backward()
     hook = let_fail(model[num_block], 1)
-    began, texts = time.monotonic(), []
-    try:
+    error, text = (ValueError, own_error) if rank == 1 else (TransferError, rf"\n  rank 1: {told}")
+    began = time.monotonic()
+    with pytest.raises(error, match=text) as caught:
         for _ in range(2):  # The others may be in a backward pass, and then in the next forward.
             model(x).sum().backward()
-    except (ValueError, TransferError) as error:
-        texts = [f"{type(error).__name__}: {error}", " ".join(getattr(error, "__notes__", []))]
-    seconds = time.monotonic() - began
+    notes = " ".join(getattr(caught.value, "__notes__", []))
     hook.remove()
-    if dist.get_rank() == 1:
-        with pytest.raises(TransferError, match="closed its connections"):  # And sends nothing that they could take.
-            model(x)
-    return texts[0], texts[1], seconds
-
-
-each_block = pytest.mark.parametrize("num_block", [1, pytest.param(0, marks=pytest.mark.soak)])
-
-
-@pytest.mark.fault(11)
-@each_block
-def test_others_hear_at_once_of_a_rank_that_fails_in_forward(num_block: int) -> None:
-    told = run_ranks(one_rank_fails, 3, num_block, raise_before)
-    assert told[1][0].startswith("ValueError: no such token")
-    assert "are in the middle of this pass" in told[1][1] and "start from the last checkpoint" in told[1][1]
-    for rank in (0, 2):
-        text, notes, seconds = told[rank]
-        assert text.startswith("TransferError: ") and "\n  rank 1: raised ValueError: no such token" in text, text
-        assert seconds < LIMIT_SECONDS / 2 and "in a sum of [2, 4]" in notes
-
-
-@pytest.mark.fault(11)
-@each_block
-def test_they_hear_at_once_of_one_that_fails_in_its_backward(num_block: int) -> None:
-    told = run_ranks(one_rank_fails, 3, num_block, fail_in_backward)
-    assert told[1][0] == "ValueError: no such gradient"
-    for rank in (0, 2):
-        text, notes, seconds = told[rank]
-        assert text.startswith("TransferError: ") and "\n  rank 1: its backward pass failed, with an" in text, text
-        assert seconds < LIMIT_SECONDS / 2 and "in a sum of [2, 4]" in notes
+    if rank != 1:
+        assert time.monotonic() - began < LIMIT_SECONDS / 2 and "in a sum of [2, 4]" in notes
+        return
+    if let_fail is raise_before:
+        assert "are in the middle of this pass" in notes and "start from the last checkpoint" in notes
+    with pytest.raises(TransferError, match="closed its connections"):  # And sends nothing that they could take.
+        model(x)
 
 
 @pytest.mark.ranks(2)

@@ -78,57 +78,62 @@ def test_a_state_is_read_at_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(_load, 1, str(tmp_path), saved)
 
 
-def _as_everybody_saves(folder: str) -> str:
-    """What `state_dict()`, `save_pretrained` and one rank alone give."""
-    ranks = dist.new_group(timeout=timedelta(seconds=3))
-    wholes = {}
-    for kind in ("llama", "gpt2"):
-        model = gpt2() if kind == "gpt2" else llama(num_key_value_heads=2)
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-        parallelize(model, GPT2_PLAN if kind == "gpt2" else None, ranks)
-        state = wholes[kind] = model.state_dict()
-        assert list(state) == list(expected), kind
-        assert all(torch.equal(value, expected[name]) for name, value in state.items()), kind
-        assert all(not value.requires_grad for value in state.values())
-        plain: Any = gpt2() if kind == "gpt2" else llama(num_key_value_heads=2)
-        for param in plain.parameters():
-            nn.init.zeros_(param)
-        plain.load_state_dict(state)
-        model.load_state_dict(plain.state_dict())
-        model.save_pretrained(f"{folder}/{kind}", is_main_process=dist.get_rank() == 0)
-        dist.barrier()
-        read = type(plain).from_pretrained(f"{folder}/{kind}").state_dict()
-        assert all(torch.equal(value, expected[name]) for name, value in read.items()), kind
-        assert all(torch.equal(value, expected[name]) for name, value in full_state_dict(model).items()), kind
-        parts = model.state_dict(keep_vars=True)
-        assert all(parts[name] is param for name, param in model.named_parameters())
-    tied = (
-        wholes["gpt2"]["lm_head.weight"].untyped_storage(),
-        wholes["gpt2"]["transformer.wte.weight"].untyped_storage(),
-    )
-    assert tied[0].data_ptr() == tied[1].data_ptr(), "a tied parameter is one tensor, as in the plain model's state"
+def _plain(kind: str) -> Any:
+    return gpt2() if kind == "gpt2" else llama(num_key_value_heads=2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_state_dict_is_full_and_read_by_the_plain_model(tmp_path: Path, kind: str) -> None:
+    """As everybody saves it: of `state_dict()`, `save_pretrained` and `full_state_dict`."""
+    model, plain = _plain(kind), _plain(kind)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize(model, GPT2_PLAN if kind == "gpt2" else None, group_of())
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(value, expected[name]) and not value.requires_grad for name, value in state.items())
+    for param in plain.parameters():
+        nn.init.zeros_(param)
+    plain.load_state_dict(state)
+    model.load_state_dict(plain.state_dict())
+    model.save_pretrained(tmp_path, is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    read = type(plain).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in read.items())
+    assert all(torch.equal(value, expected[name]) for name, value in full_state_dict(model).items())
+    parts = model.state_dict(keep_vars=True)
+    assert all(parts[name] is param for name, param in model.named_parameters())
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_parameter_is_one_tensor_and_a_destination_is_filled() -> None:
+    model = _divided("gpt2")
+    state = model.state_dict()
+    head = state["lm_head.weight"].clone()
+    tied = (state[name].untyped_storage().data_ptr() for name in ("lm_head.weight", "transformer.wte.weight"))
+    assert len(set(tied)) == 1
     with torch.no_grad():
         for param in model.parameters():
             param.data.add_(1.0)  # Without a trace in the version of the parameter.
-    again = model.state_dict(destination=wholes["gpt2"], prefix="")
-    assert again is wholes["gpt2"] and torch.equal(again["lm_head.weight"], read["lm_head.weight"] + 1.0)
-    told = ""
+    again = model.state_dict(destination=state, prefix="")
+    assert again is state and torch.equal(again["lm_head.weight"], head + 1.0)
+
+
+@pytest.mark.ranks(2)
+def test_a_state_dict_of_one_rank_alone_is_refused() -> None:
+    model = parallelize(gpt2(), GPT2_PLAN, dist.new_group(timeout=timedelta(seconds=3)))
+    model.state_dict()
     if dist.get_rank() == 0:
+        text = r"is divided between the ranks \[0, 1\], and not all of them have come to give their shards"
         # A transport without tags would take a collective of it for the next one of the other rank.
-        with mock.patch.object(collectives, "_parts", wraps=collectives._parts) as begun:
-            try:
-                model.state_dict()
-            except ScaleDistributedError as error:
-                told = str(error)
+        with (
+            mock.patch.object(collectives, "_parts", wraps=collectives._parts) as begun,
+            pytest.raises(ScaleDistributedError, match=text) as caught,
+        ):
+            model.state_dict()
+        assert "call model.state_dict() on all ranks" in str(caught.value)
         assert begun.call_count == 0
     dist.barrier()
-    return told
-
-
-def test_a_state_dict_is_full_and_needs_all_ranks(tmp_path: Path) -> None:
-    alone, _ = run_ranks(_as_everybody_saves, 2, str(tmp_path))
-    assert "is divided between the ranks [0, 1], and not all of them have come to give their shards" in alone
-    assert "call model.state_dict() on all ranks" in alone
 
 
 @pytest.mark.simulation
