@@ -53,7 +53,8 @@ def scale(model: GPT, device: torch.device, *, on_host: bool = False, **optimize
     precision = scale_fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     place = scale_fsdp.CPUOffloadPolicy() if on_host else None
     shard = partial(scale_fsdp.fully_shard, mp_policy=precision, offload_policy=place, compute_device=device)
-    model = model if on_host else model.to(device)
+    if not on_host and model.positions.device != device:
+        model = model.to(device)
     for block in model.blocks:
         shard(block)
     shard(model)
@@ -172,7 +173,7 @@ def table_of(results: Sequence[Result], title: str) -> Table:
     return Table(title, heads, rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=2048)
@@ -183,10 +184,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=ENGINES, action="append", help="may be given several times; default: all")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, one turn: whether it runs")
     parser.add_argument("--date", help="also writes results/DATE-offload_gpu.json and .md")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    options = command_line().parse_args(arguments)
     if options.smoke:
         options.layers, options.width, options.length, options.batch, options.turns = 2, 128, 32, 2, 1
-    elif not torch.cuda.is_available():
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parsed(arguments)
+    if not options.smoke and not torch.cuda.is_available():
         print("offload_gpu measures a GPU, and there is none here: --smoke runs it without one", file=sys.stderr)
         return 2
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
