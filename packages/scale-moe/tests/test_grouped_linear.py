@@ -52,6 +52,32 @@ def test_both_ways_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(grouped, grouped_linear(rows, weight, counts))
 
 
+def test_gradients_of_weights_have_the_same_bits_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert without rows gets zeros, which the kernel may not write."""
+    rows, grad, counts = torch.randn(23, 16), torch.randn(23, 32), [9, 0, 14]
+    if not module._can_group_rows(grad, rows):
+        pytest.skip("this torch has no such grouped product for CPUs: there is one way")
+
+    def weight_gradient() -> Tensor:
+        weight = torch.zeros(3, 32, 16, requires_grad=True)
+        grouped_linear(rows, weight, counts).backward(grad)
+        assert weight.grad is not None
+        return weight.grad
+
+    products: list[tuple[int, ...]] = []
+    grouped_mm = torch._grouped_mm
+
+    def counted(first: Tensor, *others: Any, **options: Any) -> Tensor:
+        products.append(tuple(first.shape))
+        return grouped_mm(first, *others, **options)
+
+    monkeypatch.setattr(torch, "_grouped_mm", counted)
+    grouped = weight_gradient()
+    assert products == [(23, 16), (32, 23)]
+    monkeypatch.setattr(module, "_can_group_rows", lambda *_: False)
+    assert torch.equal(grouped, weight_gradient()) and not grouped[1].any()
+
+
 def test_no_rows_still_have_gradients_of_zero() -> None:
     """A rank without tokens takes part in the backward pass of the others."""
     weight = torch.randn(2, 3, 4, requires_grad=True)

@@ -50,8 +50,10 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, local_tensor(weight))
+        # Also in a simulation, which books it.
+        ctx.ends = tensor_on(rows.device, list(itertools.accumulate(counts)), torch.int32) if len(rows) else None
         ctx.counts = counts
-        return _by_expert(rows, weight.transpose(1, 2), counts)
+        return _by_expert(rows, weight.transpose(1, 2), counts, ctx.ends)
 
     @staticmethod
     @once_differentiable
@@ -60,23 +62,36 @@ class _GroupedLinear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _by_expert(grad, weight, ctx.counts)
+            grad_rows = _by_expert(grad, weight, ctx.counts, ctx.ends)
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            for expert, first, last in _segments(ctx.counts, rows):
-                torch.mm(grad[first:last].t(), rows[first:last], out=grad_weight[expert])
+            grad_weight = _weight_gradients(grad, rows, weight, ctx.counts, ctx.ends)
         return grad_rows, grad_weight, None
 
 
-def _by_expert(rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """[R, in] x [E, in, out] -> [R, out]."""
-    if len(rows) and _can_group(rows, weight):
-        ends = tensor_on(rows.device, list(itertools.accumulate(counts)), torch.int32)
+def _by_expert(rows: Tensor, weight: Tensor, counts: tuple[int, ...], ends: Tensor | None) -> Tensor:
+    """[R, in] x [E, in, out] -> [R, out]; `ends` [E] int32 are the rows past the last of each expert."""
+    if ends is not None and _can_group(rows, weight):
         return torch._grouped_mm(rows, weight, offs=ends)
     output = rows.new_empty(len(rows), weight.shape[2])
     for expert, first, last in _segments(counts, rows):
         if last > first:
             torch.mm(rows[first:last], weight[expert], out=output[first:last])
+    return output
+
+
+def _weight_gradients(
+    grad: Tensor, rows: Tensor, weight: Tensor, counts: tuple[int, ...], ends: Tensor | None
+) -> Tensor:
+    """[R, out] x [R, in] -> [E, out, in], over the rows of each expert."""
+    if ends is not None and _can_group_rows(grad, rows):
+        grouped = torch._grouped_mm(grad.t(), rows, offs=ends)
+        for expert, count in enumerate(counts):
+            if not count:  # torch does not say what it writes for a sum over no rows.
+                grouped[expert].zero_()
+        return grouped
+    output = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for expert, first, last in _segments(counts, rows):
+        torch.mm(grad[first:last].t(), rows[first:last], out=output[expert])
     return output
 
 
@@ -97,6 +112,26 @@ def _can_group(rows: Tensor, weight: Tensor) -> bool:
     begins = [rows.data_ptr(), weight.data_ptr()]
     is_aligned = is_dense and all(number % 16 == 0 for number in (*sizes, *begins))
     return is_aligned and _has_kernel(rows.device.type, rows.dtype)
+
+
+def _can_group_rows(grad: Tensor, rows: Tensor) -> bool:
+    if compat.is_fake(rows) or rows.dtype != grad.dtype or not (grad.is_contiguous() and rows.is_contiguous()):
+        return False
+    sizes = [tensor.shape[1] * tensor.element_size() for tensor in (grad, rows)]
+    is_aligned = all(number % 16 == 0 for number in (*sizes, grad.data_ptr(), rows.data_ptr()))
+    return is_aligned and _has_row_kernel(rows.device.type, rows.dtype)
+
+
+@cache
+def _has_row_kernel(device: str, dtype: torch.dtype) -> bool:
+    """Whether this torch has grouped products that sum over rows, for a device and dtype: it is tried once."""
+    try:
+        rows = torch.ones(16, 16, dtype=dtype, device=device)
+        ends = torch.tensor([4, 16], dtype=torch.int32, device=device)
+        products = torch._grouped_mm(rows.t(), rows, offs=ends)
+        return bool((products[0] == 4).all()) and bool((products[1] == 12).all())
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
 
 
 @cache

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from scale_core import compat
 from scale_core.arguments import checked_arguments
-from scale_core.comm.collectives import all_reduce
+from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.hooks.autograd import in_backward
@@ -286,9 +286,7 @@ class MoE(nn.Module):
         )
 
     def _num_batch_tokens(self, rows: Tensor) -> int:
-        number = torch.full((1,), len(rows), device=rows.device)
-        all_reduce(number, self.batch_group).wait()
-        return int(compat.values_of(number, simulated=[float(len(rows) * self.batch_group.size)])[0])
+        return sum(row[0] for row in exchange([len(rows)], self.batch_group))  # On the host: no wait for the device.
 
     def _record(self, logits: Tensor, scores: Tensor, chosen: Routing, routing: Routing) -> None:
         """Keeps what can be read after a forward."""

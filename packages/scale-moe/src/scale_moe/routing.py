@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scale_core import compat
 from scale_core.comm.collectives import all_gather, all_reduce, exchange
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, message_tag
@@ -139,7 +140,11 @@ def expert_choice_routing(scores: Tensor, capacity: int, *, batch_process_group:
     batch = _rows_of_all_ranks(scores.detach(), batch_process_group or Group())
     taken = batch.scores.topk(min(capacity, len(batch.scores)), dim=0).indices
     is_taken = torch.zeros_like(batch.scores, dtype=torch.bool).scatter_(0, taken, True)[batch.mine]
-    num_choices = max([1, *is_taken.sum(-1).max(-1, keepdim=True).values.tolist()]) if len(scores) else 1
+    num_choices = 1
+    if len(scores):  # The host waits for the device: with all E choices each token would be added E times.
+        most = is_taken.sum(-1).max(-1, keepdim=True).values
+        simulated = [float(-(-taken.numel() // len(batch.scores)))]
+        num_choices = max(1, int(compat.values_of(most, simulated=simulated)[0]))
     order = is_taken.to(torch.int8).sort(dim=-1, descending=True, stable=True)
     index, is_choice = order.indices[:, :num_choices], order.values[:, :num_choices].bool()
     weight = scores.gather(1, index).masked_fill(~is_choice, 0.0)

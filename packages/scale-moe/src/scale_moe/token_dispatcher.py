@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core import compat
-from scale_core.comm.collectives import all_to_all, exchange
+from scale_core.comm.collectives import all_gather, all_to_all
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.consistency.same_call import check_same_call
@@ -116,7 +116,7 @@ def plan_dispatch(
     _check_shapes(tokens, expert_index, weight, name)
     sizes = experts_per_rank(num_experts, group.size)
     dtypes = f"{tokens.dtype} tokens of {tokens.shape[1]}"
-    others = _with_other_tokens(tokens, expert_index, weight, router, tensor_parallel_group or Group())
+    other = _first_with_other_tokens(tokens, expert_index, weight, router, tensor_parallel_group or Group(), name)
     check_same_call("mixture of experts", f"{name}: {num_experts} experts, {dtypes}", group)
     num_tokens, top_k = expert_index.shape
     flat = expert_index.reshape(-1)
@@ -124,9 +124,9 @@ def plan_dispatch(
     own = count_assignments(key, num_experts)
     needs = own.new_full((), _needs_gradients(tokens, weight))
     bits = own.new_zeros(()) if router is None or group.size == 1 else _sum_of_bits(router)
-    facts = torch.stack([(~weight.isfinite()).sum(), needs, bits, own.new_full((), len(others))])
+    facts = torch.stack([(~weight.isfinite()).sum(), needs, bits, other])
     header = _exchange_header(own, facts, sizes, flat.numel(), group, name)
-    _check_same_tokens(header.facts, others, tensor_parallel_group, name)
+    _check_same_tokens(header.facts, group.rank, tensor_parallel_group, name)
     _check_facts(header.facts, group, name)
     num_rows = sum(header.own)
     order = key.argsort(stable=True)[:num_rows]
@@ -209,13 +209,13 @@ class _Combine(torch.autograd.Function):
 
 def _rows_at(rows: Tensor, plan: DispatchPlan, column: int) -> Tensor:
     """The row [T, dim] of each token's choice in a column of `slot`; zeros where there is none."""
-    slot = plan.slot[:, column]
-    if len(rows) == plan.slot.numel():
+    slot, num_rows = plan.slot[:, column], len(rows)
+    if num_rows == plan.slot.numel():
         return rows[slot]
-    found = rows.new_zeros(plan.num_tokens, rows.shape[1])
-    here = (slot < len(rows)).nonzero()[:, 0]
-    found[here] = rows[slot[here]]
-    return found
+    if not num_rows:
+        return rows.new_zeros(plan.num_tokens, rows.shape[1])
+    # Of fixed size: to ask which tokens have one, the host would wait for the device.
+    return rows[slot.clamp(max=num_rows - 1)].masked_fill_((slot >= num_rows)[:, None], 0)
 
 
 def _sum_by_token(rows: Tensor, weight: Tensor | None, plan: DispatchPlan) -> Tensor:
@@ -301,7 +301,8 @@ def _exchange_header(
     except TransferError as error:
         _explain(error, "counts of tokens", group, name)
         raise
-    values = [int(value) for value in torch.cat([own, received]).tolist()]
+    # The one wait for the device: sizes of messages and of memory are the host's.
+    values = [int(value) for value in compat.values_of(torch.cat([own, received]), simulated=[])]
     starts = range(len(own), len(values), here + extra)
     rows = [values[start : start + here + extra] for start in starts]
     return _Header(values[: len(own)], [row[:here] for row in rows], [row[here:] for row in rows])
@@ -318,23 +319,30 @@ def _regrouping(received: list[list[int]], device: torch.device) -> Tensor | Non
     return expert.repeat_interleave(counts, output_size=total).argsort(stable=True)
 
 
-def _with_other_tokens(
-    tokens: Tensor, expert_index: Tensor, weight: Tensor, router: Tensor | None, group: Group
-) -> list[int]:
-    """Which ranks of a tensor axis have other tokens or routes than its first one; all of the axis learn the same."""
+def _first_with_other_tokens(
+    tokens: Tensor, expert_index: Tensor, weight: Tensor, router: Tensor | None, group: Group, name: str
+) -> Tensor:
+    """The place [] int64 of the first rank of a tensor axis with other tokens or routes than its rank 0; 0 is none."""
     if group.size == 1 or group.backend == "fake":
-        return []
+        return expert_index.new_zeros(())
     place = 2 * torch.arange(len(tokens), device=tokens.device) + 1  # Other orders of the same tokens differ, too.
     rows = (_bits(tokens).sum(-1) * place, _bits(expert_index).sum(-1) * place, _bits(weight).sum(-1) * place)
     sums = [row.sum() for row in rows] + ([] if router is None else [_sum_of_bits(router)])
-    record = [*tokens.shape, expert_index.shape[1], _needs_gradients(tokens, weight), *torch.stack(sums).tolist()]
-    found = exchange(record, group)
-    return [group.ranks[rank] for rank, row in enumerate(found) if row != found[0]]
+    sizes = (*tokens.shape, expert_index.shape[1], _needs_gradients(tokens, weight))
+    record = torch.stack([expert_index.new_full((), size) for size in sizes] + sums)
+    records = record.new_empty(group.size * len(record))
+    # On the device, as `exchange` would wait for it: the host learns the outcome with the sizes of messages.
+    tag = message_tag(Event(f"compare tokens by {len(record)}", name))
+    records = all_gather(records, record, group, tag=tag).wait().view(group.size, -1)
+    return (records != records[0]).any(-1).to(torch.int64).argmax()
 
 
-def _check_same_tokens(facts: list[list[int]], others: list[int], group: Group | None, name: str) -> None:
+def _check_same_tokens(facts: list[list[int]], rank: int, group: Group | None, name: str) -> None:
     if any(row[3] for row in facts):
-        which = f"rank {others[0]} of {list(group.ranks)} has" if others and group else "some on another row have"
+        other = facts[rank][3]
+        which = (
+            f"rank {group.ranks[other]} of {list(group.ranks)} has" if other and group else "some on another row have"
+        )
         raise ValueError(
             f"{name}: ranks that divide the hidden features of the same experts have to have the same tokens, routes "
             f"and router, and {which} other ones: give them the same batch (as a DataLoader's sampler over the other "

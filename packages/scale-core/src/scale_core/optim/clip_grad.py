@@ -26,6 +26,7 @@ from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.comm.group import Group, check_initialized
+from scale_core.device.streams import tensor_on
 from scale_core.dtensor import is_dtensor, local_gradient, sharding_groups
 from scale_core.shard import Placement, Stages, names_of_stages, on_local_tensors, shard_of, stages_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
@@ -291,9 +292,10 @@ def _over_stages(
     (local_share,) = compat.values_of(share.reshape(1), simulated=[1.0])
     (bits,) = struct.unpack("<q", struct.pack("<d", local_share))
     rows = exchange([bits, width], group, limit_seconds=limit_seconds)
-    shares = torch.tensor([struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows], dtype=torch.float64)
+    values = [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows]
+    shares = tensor_on(share.device, values, torch.float64)
     joined = shares.max() if math.isinf(norm_type) else shares.sum()
-    return joined.to(share.device), _NormDtype(max(row[1] for row in rows))
+    return joined, _NormDtype(max(row[1] for row in rows))
 
 
 def _combined(total: Tensor, share: Tensor, norm_type: float) -> Tensor:

@@ -218,10 +218,8 @@ class ShardedGradScaler(GradScaler):
         return found_by_device
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        (found_inf,) = optimizer_state["found_inf_per_device"].values()
-        if compat.values_of(found_inf.reshape(1), simulated=[0.0])[0]:
-            return None
-        return optimizer.step(*args, **kwargs)
+        # As `_check_agreement` has read it: to ask the device again would be a second wait.
+        return None if optimizer_state["skips"] else optimizer.step(*args, **kwargs)
 
     def _check_agreement(self, optimizer: Optimizer) -> None:
         state = self._per_optimizer_states[id(optimizer)]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scale_core import compat
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_tp.attention.load_balance import join_sequence
@@ -60,11 +61,16 @@ def gather_padding(mask: Tensor, batch: int, num_queries: int, ranks: Group) -> 
         ValueError: On all ranks: a mask of one of them says more than which keys are padding, or masks can't be told
             apart from causal ones.
     """
-    seen, says_more = _seen_of(mask)
+    seen, marks_keys = _seen_of(mask)
     real = seen[:, 0, -1, :]
     rows = real[:, None, None, :]
-    may_be_full = not says_more and torch.equal(seen, rows.expand_as(seen))
-    may_be_causal = not says_more and torch.equal(seen, rows.expand(-1, seen.shape[1], num_queries, -1).tril())
+    causal_rows = rows.expand(-1, seen.shape[1], num_queries, -1).tril()
+    is_full = marks_keys & (seen == rows).all()
+    is_causal = (
+        marks_keys & (seen == causal_rows).all() if causal_rows.shape == seen.shape else torch.zeros_like(is_full)
+    )
+    flags = compat.values_of(torch.stack([is_full, is_causal]), simulated=[1.0, 0.0])  # One wait for the device.
+    may_be_full, may_be_causal = map(bool, flags)
     replies = exchange([may_be_full, may_be_causal], ranks)
     full, causal = (all(row[index] for row in replies) for index in range(2))
     if full == causal:
@@ -78,10 +84,10 @@ def gather_padding(mask: Tensor, batch: int, num_queries: int, ranks: Group) -> 
     return Padding(full_mask == 0, causal)
 
 
-def _seen_of(mask: Tensor) -> tuple[Tensor, bool]:
-    """The keys that each query sees, [batch or 1, heads or 1, queries or 1, keys]; and whether the mask says more."""
+def _seen_of(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys that each query sees, [batch or 1, heads or 1, queries or 1, keys]; and [], whether it says no more."""
     mask = mask.detach().reshape((1,) * (4 - mask.dim()) + mask.shape)
     if mask.dtype == torch.bool:
-        return mask, False
+        return mask, mask.new_ones(())
     seen = mask == 0
-    return seen, not bool((seen | (mask == -torch.inf)).all())
+    return seen, (seen | (mask == -torch.inf)).all()
