@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,10 +14,19 @@ from distributed_in_order import in_order_transport
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from scale_core.errors import ScaleError
 from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
+from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, pop, skippable, stash
+from scale_pipe.distributed.p2p.channel import P2PChannel
+from scale_pipe.distributed.p2p.messages import Slot
+from scale_pipe.distributed.program import CrossStageTensors, Receive, build_programs
+from scale_pipe.distributed.runtime import PassRuntime
+from scale_pipe.schedules.action import Action
+from scale_pipe.schedules.registry import get_schedule
 
 WIDTH = 6
+mse = nn.functional.mse_loss
 
 
 def layer(stashes: Sequence[str], pops: Sequence[str]) -> nn.Module:
@@ -109,3 +119,83 @@ def test_two_replicas_of_a_pipeline_pass_tensors_in_order() -> None:
         for index, module in list(pipe.stages.items()):
             pipe.stages[index] = DistributedDataParallel(module, process_group=stages[stage])
         assert_trains_as(woven(6, skips, tied), pipe, replica, 2)
+
+
+def changing_batches(name: str) -> list[str]:
+    """Batches of other sizes, of fewer micro-batches, and one on which a stage fails, each after one like the first."""
+    wrong: list[str] = []
+    ahead = []
+    start_ahead = P2PChannel.start_ahead
+    with in_order_transport(0, 1), pytest.MonkeyPatch.context() as patch:
+
+        def counted(self: P2PChannel, slot: Slot, peer: int) -> None:
+            ahead.append(slot)
+            start_ahead(self, slot, peer)
+
+        patch.setattr(P2PChannel, "start_ahead", counted)
+        stages = [2, 2] if name in ("1f1b", "gpipe") else [1] * 4
+        pipe = DistributedPipe(woven(4, [(0, 2)]), name, balance=stages, chunks=4, limit_seconds=60.0)
+        plain = woven(4, [(0, 2)])
+        for size in (8, 8, 12, 3, 8, -8, 8, 8):
+            torch.manual_seed(1)
+            x, target = torch.randn(2, abs(size), WIDTH, dtype=torch.float64)
+            if size < 0:
+                with pytest.raises(ScaleError):
+                    pipe.step(x[:, :-1], target=target, loss_fn=mse)  # The first layer fails on it.
+                continue
+            expected = mse(plain(x), target)
+            expected.backward()
+            loss = pipe.step(x, target=target, loss_fn=mse)
+            wrong += [f"{name}: loss of a batch of {size}"] * (not torch.allclose(loss, expected, rtol=1e-10))
+        grads = {key: param.grad for key, param in plain.named_parameters()}
+        for key, param in pipe.named_parameters():
+            same = torch.allclose(param.grad, grads[key], rtol=1e-10, atol=1e-10)  # type: ignore[arg-type]
+            wrong += [f"{name}: {key}"] * (not same)
+    return wrong + [f"{name}: nothing is received ahead"] * (not ahead)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_v"])
+def test_tensors_that_are_received_ahead_may_change(name: str) -> None:
+    assert run_ranks(changing_batches, 2, name) == [[]] * 2
+
+
+def started_before_their_turn(name: str) -> int:
+    """How many receives of a step begin before the computation in front of them."""
+    computing, ahead = False, 0
+    compute, start_ahead = PassRuntime._compute, P2PChannel.start_ahead
+
+    def observed_compute(self: PassRuntime, *args: Any) -> None:
+        nonlocal computing
+        computing = True
+        compute(self, *args)
+        computing = False
+
+    def observed_start(self: P2PChannel, slot: Slot, peer: int) -> None:
+        nonlocal ahead
+        ahead += computing
+        start_ahead(self, slot, peer)
+
+    with in_order_transport(0, 1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PassRuntime, "_compute", observed_compute)
+        patch.setattr(P2PChannel, "start_ahead", observed_start)
+        pipe = DistributedPipe(woven(4, []), name, balance=[2, 2], chunks=4, limit_seconds=60.0)
+        x = torch.ones(8, WIDTH, dtype=torch.float64)
+        for _ in range(2):
+            ahead = 0
+            pipe.step(x, target=x, loss_fn=mse)
+    return ahead
+
+
+def test_receives_that_follow_a_computation_start_before_it() -> None:
+    """The second rank receives its second activation while it computes with the first, and so on."""
+    programs = build_programs(get_schedule("gpipe", 2, 4, 1), CrossStageTensors())
+    follow = [
+        sum(isinstance(task, Receive) and isinstance(before, Action) for before, task in itertools.pairwise(tasks))
+        for tasks in programs
+    ]
+    assert follow[1] >= 3
+    assert run_ranks(started_before_their_turn, 2, "gpipe") == follow
+
+
+def test_no_schedule_hangs_or_takes_one_tensor_for_another_where_the_order_alone_tells_them_apart() -> None:
+    assert run_ranks(four_ranks, 4) == [[]] * 4

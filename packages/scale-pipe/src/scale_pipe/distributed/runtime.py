@@ -104,7 +104,8 @@ class PassRuntime:
                 if not self.grads.is_measured:  # Who measures gradients steps when all ranks have finished.
                     self._step(task)
             else:
-                self._compute(task)
+                following = program.tasks[index + 1] if in_order and index + 1 < len(program.tasks) else None
+                self._compute(task, following if isinstance(following, Receive) else None)
                 if index in program.completed_sends:
                     self._release_sends(program.completed_sends[index])
         self._release_sends(None)
@@ -178,13 +179,19 @@ class PassRuntime:
 
     # Computation.
 
-    def _compute(self, action: Action) -> None:
-        """Runs one computation once its inputs are there, and keeps its outputs for their slots."""
+    def _compute(self, action: Action, following: Receive | None = None) -> None:
+        """Runs one computation once its inputs are there, and keeps its outputs for their slots.
+
+        Where messages match by order, the receive `following` it in the program starts before it: no transfer is
+        between the two, so the order of transfers is the same, and what arrives need not wait for the computation.
+        """
         arrived: dict[str, Payload] = {}
         for slot in self._program.inputs[action]:
             message = self._receive(slot)
             if isinstance(message, Payload):
                 arrived[slot.name] = message
+        if following is not None and following.slot not in self._inbox:
+            self._p2p.start_ahead(following.slot, following.peer)
         if action.kind is Kind.FORWARD and OUTPUT in arrived:
             self.chunk_sizes[action.micro_batch] = arrived[OUTPUT].chunk_size
         chunk_size = self.chunk_sizes.get(action.micro_batch)

@@ -10,7 +10,9 @@ knows what the receiver has posted, sends the header alone and a single byte for
 tensors follow. (Gloo accepts a message that is shorter than the memory posted for it.)
 
 On NCCL, whose messages have no tags and are matched by their order alone, tensors are sent and received in the order of
-the program, which is one for all ranks; headers and metadata stay on the host.
+the program, which is one for all ranks; headers and metadata stay on the host. If the metadata of a slot is known, its
+tensors are received before its header is read, so that they may arrive while this rank computes. Then the sender always
+fills what was posted: with the tensors, or with as many bytes of no meaning, after which changed tensors follow.
 
 Layout of a packed message, with tensors at multiples of 64 bytes:
 
@@ -149,6 +151,13 @@ class _Posted(NamedTuple):
     tensors: list[Tensor]  # posted beside the header
 
 
+class _OnDevice(NamedTuple):
+    """Tensors of a slot that are being received on the device; its header was not read yet."""
+
+    tensors: list[Tensor]
+    works: _Works
+
+
 class _Started(NamedTuple):
     """A slot whose header has arrived, and whose tensors are being received."""
 
@@ -183,6 +192,7 @@ class P2PChannel:
         self.pass_kind = self.received_kind = 0
         self._metas: dict[Slot, PayloadMeta] = {}  # of the last payload sent or received
         self._posted: dict[Slot, _Posted] = {}
+        self._ahead: dict[Slot, _OnDevice] = {}
         self._started: dict[Slot, _Started | Failure | ChunkSize] = {}
         self._sent: dict[Slot, tuple[int, _Works, list[Tensor]]] = {}
         self.set_device(device)
@@ -218,6 +228,14 @@ class P2PChannel:
         works = [start_work(peer, partial(recv, [part], peer, tag)) for part in parts]
         self._posted[slot] = _Posted(memory, works, tensors)
 
+    def start_ahead(self, slot: Slot, peer: int) -> None:
+        """Starts to receive the tensors of a slot before its turn, if they go by NCCL and their metadata is known.
+
+        What this rank computes from now on does not hold them up. The header of each earlier slot has to be read.
+        """
+        if self._on_device and slot in self._metas:
+            self._ahead[slot] = self._receive_on_device(self._metas[slot], peer)
+
     def start_tensors(self, slot: Slot, peer: int) -> None:
         """Waits for the header of a posted slot, and starts to receive its tensors. Raises P2PError."""
         self._started[slot] = self._start(slot, peer)
@@ -243,11 +261,18 @@ class P2PChannel:
 
     def _start(self, slot: Slot, peer: int) -> _Started | Failure | ChunkSize:
         posted = self._posted.pop(slot)
+        if slot not in self._ahead:
+            self.start_ahead(slot, peer)
+        ahead = self._ahead.pop(slot, None)
         for work in posted.works:
             self._wait(slot, work)
         header = posted.memory[:_HEADER_BYTES].view(torch.int64).tolist()
         kind, length, *size, self.received_kind = header
         chunk_size = ChunkSize(*size)
+        if ahead is not None and kind == MessageKind.SAME_META:
+            return _Started(self._metas[slot], *ahead, chunk_size)
+        for work in () if ahead is None else ahead.works:  # Its bytes have no meaning.
+            self._wait(slot, work)
         if kind == MessageKind.ABSENT:
             return chunk_size
         if kind == MessageKind.FAILED:
@@ -255,13 +280,21 @@ class P2PChannel:
         if kind == MessageKind.WITH_META:
             self._metas[slot] = pickle.loads(self._receive_bytes(slot, peer, length))
         meta = self._metas[slot]
-        if kind == MessageKind.SAME_META and not self._on_device:
+        if self._on_device:
+            return _Started(meta, *self._receive_on_device(meta, peer), chunk_size)
+        if kind == MessageKind.SAME_META:
             tensors = unpack_message(posted.memory, meta) if meta.is_packed else posted.tensors
             return _Started(meta, tensors, [], chunk_size)
-        recv, tag = (torch_group(self._group).recv, 0) if self._on_device else (self._host.recv, self._tags[slot])
-        tensors = [empty_like_meta(one, self.device if self._on_device else HOST) for one in meta.tensors]
+        tensors = [empty_like_meta(one) for one in meta.tensors]
+        recv, tag = self._host.recv, self._tags[slot]
         works = [start_work(peer, partial(recv, [as_bytes(one)], peer, tag)) for one in tensors if one.numel()]
         return _Started(meta, tensors, works, chunk_size)
+
+    def _receive_on_device(self, meta: PayloadMeta, peer: int) -> _OnDevice:
+        tensors = [empty_like_meta(one, self.device) for one in meta.tensors]
+        recv = torch_group(self._group).recv
+        works = [start_work(peer, partial(recv, [as_bytes(one)], peer, 0)) for one in tensors if one.numel()]
+        return _OnDevice(tensors, works)
 
     def _receive_bytes(self, slot: Slot, peer: int, length: int) -> bytes:
         content = bytearray(length)
@@ -276,7 +309,7 @@ class P2PChannel:
         if fault_points.active is not None:
             fault_points.active("pipe.send", str(slot))
         known = self._metas.get(slot)
-        expected = None if self._on_device else known  # what the receiver has posted memory for
+        expected = None if self._on_device else known  # what the receiver has posted memory for on the host
         description, tensors, chunk_size = b"", [], ChunkSize(0, 0, 0)
         if isinstance(message, Failure):
             kind, description = MessageKind.FAILED, pickle.dumps(tuple(message))
@@ -291,6 +324,9 @@ class P2PChannel:
                 description = pickle.dumps(meta)
         header = [kind, len(description), *chunk_size, self.pass_kind]
         on_device: list[Tensor] = []
+        if self._on_device and known is not None and kind is not MessageKind.SAME_META:
+            sizes = [one.num_bytes for one in known.tensors if one.num_bytes]
+            on_device = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         if kind is MessageKind.SAME_META and expected is not None and expected.is_packed:
             on_host = [pack_message(header, expected, [tensor.cpu() for tensor in tensors])]
         else:
@@ -301,7 +337,7 @@ class P2PChannel:
                 on_host.append(torch.frombuffer(bytearray(description), dtype=torch.uint8))
             wires = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
             if self._on_device:
-                on_device = wires
+                on_device += wires
             else:
                 on_host += [wire.cpu() for wire in wires]
         send, tag = self._host.send, self._tags[slot]
