@@ -30,6 +30,7 @@ from scale_tp.attention.blockwise import (
     check_attention_inputs,
     merge_partial,
 )
+from scale_tp.attention.fused import flash_kernel, fused_attention, fused_attention_backward
 from scale_tp.attention.load_balance import Order, full_length, rank_positions
 from scale_tp.comm import to_accumulation_dtype
 from scale_tp.parallel_state import context_parallel_group
@@ -94,8 +95,11 @@ def ring_attention(
 ) -> Tensor:
     """Computes attention over the full sequence, of which each rank has a part; all ranks of the group call it.
 
-    It equals `torch.nn.functional.scaled_dot_product_attention` on the full sequence to the rounding of fp32. Each
-    rank sends its keys and values W - 1 times in the forward and again in the backward pass, and their gradients W
+    It equals `torch.nn.functional.scaled_dot_product_attention` on the full sequence to the rounding of fp32. On CUDA
+    in half precision torch's flash kernel computes the blocks, each of which is rounded to the query's dtype, unless
+    there is a `key_padding_mask`, or head and value size differ or are no multiple of 8 up to 256.
+
+    Each rank sends its keys and values W - 1 times in the forward and again in the backward pass, and their gradients W
     times in fp32; key-value heads that several queries share are sent once.
 
     Args:
@@ -216,10 +220,13 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
-            output, lse = _forward(query, key, value, ring)
-        ctx.save_for_backward(query, key, value, output, lse)
+            total, lse = _forward(query, key, value, ring)
+        output = total.reshape(*query.shape[:3], value.shape[3]).to(query.dtype)
+        # A kernel takes the output in the query's dtype: then no wider one has to be kept.
+        is_fused = flash_kernel(query, key, value, ring.hidden) is not None
+        ctx.save_for_backward(query, key, value, output if is_fused else total, lse)
         ctx.ring = ring
-        return output.reshape(*query.shape[:3], value.shape[3]).to(query.dtype)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -230,7 +237,7 @@ class _RingAttention(torch.autograd.Function):
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> PartialAttention:
     """Passes keys and values round once; returns the attention of this rank's queries."""
-    packing = _Packing(key.shape, value.shape)
+    packing, kernel = _Packing(key.shape, value.shape), flash_kernel(query, key, value, ring.hidden)
     grouped = _grouped(query, key.shape[1])
     total = PartialAttention(
         grouped.new_zeros((*grouped.shape[:-1], value.shape[-1])),
@@ -240,9 +247,16 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> PartialA
     for step in range(ring.group.size):
         last = step + 1 == ring.group.size
         passing = None if last else ring.send_recv(packed, step, packing.row, ring.tag)
-        key_here, value_here = map(to_accumulation_dtype, packing.unpack(packed))
+        key_here, value_here = packing.unpack(packed)
+        if kernel is None:
+            key_here, value_here = map(to_accumulation_dtype, (key_here, value_here))
         for rows, num_keys, diagonal in ring.blocks(step):
-            looking = (grouped[..., rows, :], key_here[:, :, :num_keys], value_here[:, :, :num_keys])
+            keys = key_here[:, :, :num_keys], value_here[:, :, :num_keys]
+            if kernel is not None:
+                part = fused_attention(kernel, query[:, :, rows], *keys, scale=ring.scale, diagonal=diagonal)
+                merge_partial(total, rows, part)
+                continue
+            looking = (grouped[..., rows, :], *keys)
             hidden = ring.hidden_keys(step, num_keys)
             merge_partial(total, rows, block_attention(*looking, scale=ring.scale, diagonal=diagonal, hidden=hidden))
         packed = packed if passing is None else passing.wait()
@@ -253,24 +267,31 @@ def _backward(
     gradient: Tensor, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Passes keys and values round once more; returns the gradients of query, key and value."""
-    packing = _Packing(key.shape, value.shape)
+    packing, kernel = _Packing(key.shape, value.shape), flash_kernel(query, key, value, ring.hidden)
     grouped, grad_output = _grouped(query, key.shape[1]), _grouped(gradient, key.shape[1])
-    offset = (grad_output * output).sum(-1)
+    offset = (grad_output * output).sum(-1) if kernel is None else lse
     of_query = torch.zeros_like(grouped)
     packed = packing.pack(key, value)
     arriving: CollectiveWork | None = None  # The gradients of the keys and values of this step, from the rank before.
     for step in range(ring.group.size):
         last = step + 1 == ring.group.size
         passing = None if last else ring.send_recv(packed, step, packing.row, ring.tag)
-        key_here, value_here = map(to_accumulation_dtype, packing.unpack(packed))
+        key_here, value_here = packing.unpack(packed)
+        if kernel is None:
+            key_here, value_here = map(to_accumulation_dtype, (key_here, value_here))
         of_packed = torch.zeros(packed.shape, dtype=grouped.dtype, device=packed.device)
         of_key, of_value = packing.unpack(of_packed)
         for rows, num_keys, diagonal in ring.blocks(step):
-            looking = (grouped[..., rows, :], key_here[:, :, :num_keys], value_here[:, :, :num_keys])
-            merged = (grad_output[..., rows, :], offset[..., rows], lse[..., rows])
-            hidden = ring.hidden_keys(step, num_keys)
-            parts = block_attention_backward(*merged, *looking, scale=ring.scale, diagonal=diagonal, hidden=hidden)
-            of_query[..., rows, :] += parts[0]
+            keys = key_here[:, :, :num_keys], value_here[:, :, :num_keys]
+            options: Any = {"scale": ring.scale, "diagonal": diagonal}
+            if kernel is not None:
+                merged = (gradient[:, :, rows], output[:, :, rows], lse.flatten(1, 2)[..., rows])
+                parts = fused_attention_backward(kernel, *merged, query[:, :, rows], *keys, **options)
+            else:
+                merged = (grad_output[..., rows, :], offset[..., rows], lse[..., rows])
+                options["hidden"] = ring.hidden_keys(step, num_keys)
+                parts = block_attention_backward(*merged, grouped[..., rows, :], *keys, **options)
+            of_query[..., rows, :] += parts[0].view_as(of_query[..., rows, :])
             of_key[:, :, :num_keys] += parts[1]
             of_value[:, :, :num_keys] += parts[2]
         if arriving is not None:
