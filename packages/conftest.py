@@ -46,7 +46,7 @@ def _seeded() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs the body of a test marked `ranks` on that number of ranks, or on as many as the argument of that name says."""
+    """Runs the body of a test marked `ranks` on so many ranks: a number, or the name of an argument that has it."""
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None

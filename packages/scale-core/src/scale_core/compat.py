@@ -133,7 +133,7 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
     NCCL's limit counts from the call, and a minute after it NCCL ends the process. The host waits for less, so that its
     error, which names the rank that is missing, comes first: five minutes less, or half where the limit is shorter.
     """
-    limits = [(backend.name(), backend.options._timeout) for backend in _backends(group)]
+    limits: list[tuple[str, timedelta]] = [(b.name(), b.options._timeout) for b in _backends(group)]
     return min(max(limit - _WATCHDOG_MARGIN, limit / 2) if name == "nccl" else limit for name, limit in limits)
 
 
