@@ -1,8 +1,9 @@
 """Fully sharded data parallel (ZeRO-3): every rank keeps one shard of parameters, gradients and optimizer state.
 
-Here stands what users call: `shard_module` (`fully_shard`), `fsdp_module` (what it adds to a module), the wrapper
-`fully_sharded_data_parallel`. `wrapping` chooses modules, `state_dict` saves and loads, `reshard` changes ranks, dtypes
-and devices, `offload` keeps optimizer state on the host. A training step is in `runtime`: begin with its `step`.
+Here stands what users call: `shard_module` (`fully_shard`), `fsdp_module` (the methods that it adds to a module), the
+wrapper `fully_sharded_data_parallel`. `wrapping` chooses modules, `state_dict` saves and loads, `reshard` changes
+ranks, dtypes and devices, `offload` keeps optimizer state on the host. A training step is in `runtime`: begin with its
+`step`.
 """
 
 import importlib

@@ -122,7 +122,7 @@ def placement_of(
     *,
     pin_memory: bool = True,
 ) -> DevicePlacement:
-    """Returns the devices; what is kept on the host computes on the accelerator that the ranks communicate by."""
+    """Returns the devices; parameters kept on the host compute on the accelerator that the ranks communicate by."""
     compute = torch.device(compute_device) if compute_device is not None else None
     if compute is None and params_on_host and ranks.whole.backend != "gloo":
         compute = compat.accelerator()
@@ -133,7 +133,7 @@ def placement_of(
 
 @dataclass(frozen=True)
 class StateDictConfig:
-    """What `state_dict()` of a sharded module gives."""
+    """The content of `state_dict()` of a sharded module."""
 
     device: torch.device | None = None  # of its tensors; None is where the shards are
     rank_0_only: bool = False  # the other ranks get an empty dict
@@ -183,12 +183,12 @@ class UnitOptions:
 
     @property
     def communication_line(self) -> str:
-        """What decides which groups of ranks are made, and what is sent between them; equal on all ranks."""
+        """The settings that decide which groups of ranks are made and what they send; equal on all ranks."""
         part = None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
         return f"reshard_after_forward={part}, communication={self.communication}"
 
     def check_groups(self) -> None:
-        """Compares between ranks what `buffer_groups` makes groups of; where it makes none, sends nothing.
+        """Compares between ranks the settings of the groups in `buffer_groups`; sends nothing if there are none.
 
         Raises:
             ContractError: They say it differently.

@@ -1,4 +1,4 @@
-"""`CommunicationPolicy`: what a unit sends in 8 or 4 bits, and between which ranks."""
+"""`CommunicationPolicy`: which messages of a unit have 8 or 4 bits, and between which ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CommunicationPolicy:
 
     A format is "int8", "float8_e4m3" or "int4", in blocks of 128 values with an fp32 scale each, or a
     `scale_core.quantization.blocks.BlockFormat`, whose module states the error of each. The shards, and so the
-    optimizer, the state dicts and every snapshot, keep their dtype: only what is on the wire is rounded.
+    optimizer, the state dicts and every snapshot, keep their dtype: only messages are rounded.
 
     Parameters of one dimension (norms, biases) and of embeddings are sent as they are, and so are those that are no
     floating-point numbers: `print(describe(model))` shows which. In a group of one rank nothing is sent, and nothing
@@ -42,12 +42,12 @@ class CommunicationPolicy:
         node_size: Ranks per node, neighbors in the mesh of one dimension. `gather` and `reduce` then hold between
             nodes alone: shards come from one rank of each other node and are passed on inside in the dtype of the
             computation; gradients are averaged inside a node first. Where there are no more ranks than
-            that, they are one node, and nothing is quantized. None sends to all ranks alike.
-        error_feedback: What rounding takes from the gradients of one step is added to those of the next: 4 bytes per
+            that, they are one node, and nothing is quantized. None treats all ranks equally.
+        error_feedback: The rounding error of the gradients of one step is added to those of the next: 4 bytes per
             gradient that this rank quantizes, twice that in a backward pass, and until the step where a
             `ShardedGradScaler` scales the loss. `ErrorFeedbackState(model)` puts it into a snapshot; a run that goes on
             from one without it begins with an error of zero.
-        include: What is sent in these formats all the same: "1d", "embedding".
+        include: Parameters that are sent in these formats all the same: "1d", "embedding".
 
     Raises:
         ValueError: No such format; 4 bits for parameters; settings without which others have no effect.
@@ -96,7 +96,7 @@ class CommunicationPolicy:
 
     @property
     def wire(self) -> WireFormats:
-        """The formats of what is not sent as it is."""
+        """The formats of quantized messages."""
         return WireFormats(
             _block_format("gather", self.gather),
             _block_format("reduce", self.reduce),
@@ -127,7 +127,7 @@ class CommunicationPolicy:
 
 
 def check_communication(policy: object) -> None:
-    """Refuses what is no policy."""
+    """Refuses a value that is no policy."""
     if policy is not None and not isinstance(policy, CommunicationPolicy):
         raise TypeError(
             f"communication: expected a scale_fsdp.CommunicationPolicy or None, got {policy!r}: write "

@@ -167,8 +167,8 @@ class DescribedBuffer:
         compute_device: Of the gathered parameters.
         trains: Any of them wants a gradient.
         shard_bytes: Of this rank's shard.
-        gathered_bytes: Of the gathered parameters beside it; 0 where the shard is all of them.
-        kept_bytes: What of that stays between forward and backward.
+        gathered_bytes: Of the gathered parameters in addition to it; 0 where the shard is all of them.
+        kept_bytes: The part of them that stays between forward and backward.
         flat_gradient_bytes: Of the gradients before they are reduced.
         trained_bytes: Of this rank's elements that train, and so of their gradients and each optimizer state.
         cut_at_elements: Names of those that were to be cut between rows, and are cut at any element.
@@ -252,8 +252,8 @@ class Description:
         model_class: The name of the class of the module that was described.
         units: In the order of `named_modules`.
         shards: Of parameters, always there.
-        gathered_at_most: Of full parameters at once: a unit, those around it, those that it shares with, what stays of
-            others after their forward, and the largest other one, which is prefetched.
+        gathered_at_most: Of full parameters at once: a unit, those around it, those that it shares with, the part that
+            stays of others after their forward, and the largest other one, which is prefetched.
         gradients: Of the shards that train, once reduced.
         flat_gradients_at_most: Of one unit's gradients before they are reduced; under `no_sync` all units' together.
         state_of_elementwise_optimizer: Of each state of an optimizer that keeps one number per element, in the dtype of
@@ -318,7 +318,7 @@ def describe(model: nn.Module) -> Description:
 
 
 def unit_summary(unit: Unit) -> str:
-    """What `print(model)` shows beside the module of a unit."""
+    """The text of `print(model)` next to the module of a unit."""
     parts = []
     for buffer in unit.buffers:
         frozen = "" if buffer.trains else ", frozen"

@@ -42,7 +42,7 @@ class ShardedEMA:
     Args:
         model: The model, sharded already.
         decay: In [0, 1]: how much of the average stays at each update. The attribute may be changed.
-        average_buffers: Average the buffers, too. Otherwise their values at the last update are kept beside the
+        average_buffers: Average the buffers, too. Otherwise their values at the last update are kept with the
             average, as the statistics of batch norms should be.
         dtype: Of the averages of floating-point tensors; None: that of each. Averages of half-precision parameters
             need a wider one: (1 - decay) of a step is less than their last digit.
@@ -143,7 +143,7 @@ class ShardedEMA:
         """Returns the averages by the plain model's names, without communication and without copies.
 
         Each is a `LocalShard`, or a tensor where all ranks hold all of it, under `ema.<name>`; so are buffers, and
-        `ema.num_updates` is a number. Put it beside `sharded_state_dict(model, optimizer)` into a snapshot or a
+        `ema.num_updates` is a number. Put it next to `sharded_state_dict(model, optimizer)` into a snapshot or a
         checkpoint of torch, which read it at any number of ranks.
         """
         state: dict[str, Any] = {_UPDATES: self.num_updates}
@@ -195,7 +195,7 @@ class ShardedEMA:
         self.averages = {new if param is old else param: average for param, average in self.averages.items()}
 
     def _buffer_pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """The model's present buffers, which it may have assigned anew, and their averages."""
+        """The model's present buffers, which it may have assigned again, and their averages."""
         now = dict(self.model.named_buffers())
         if now.keys() != self.buffer_averages.keys():
             other = sorted(now.keys() ^ self.buffer_averages.keys())[0]

@@ -48,7 +48,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: The module is no unit; or the name is "forward", which runs gathered anyhow.
         AttributeError: The module has no such method.
-        TypeError: What has that name can't be called, or is a generator or a coroutine.
+        TypeError: The attribute of that name can't be called, or is a generator or a coroutine.
     """
     module = module.sharded_module if isinstance(module, FullyShardedDataParallel) else module
     unit = unit_of(module)

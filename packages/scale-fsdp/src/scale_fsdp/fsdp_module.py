@@ -151,11 +151,11 @@ class FSDPModule(ConversionMethods):
         ranks call it together. The full parameters are copies: a change to them is lost.
 
         Args:
-            async_op: Return a handle whose `wait()` ends the gather, in place of waiting here. What is written to the
+            async_op: Return a handle whose `wait()` ends the gather, in place of waiting here. A write to the
                 shards in between is not gathered.
 
         Raises:
-            StepError: Another rank had no memory for it, or could not quantize what it sends; on that rank, its own
+            StepError: Another rank had no memory for it, or could not quantize its message; on that rank, its own
                 error. Nothing is unsharded.
         """
         unit = _unit_at(self, "unshard")
@@ -205,23 +205,23 @@ class FSDPModule(ConversionMethods):
         return self
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> Self:
-        """Whether the parameters are released after the backward; what stays is gathered anew after a step."""
+        """Whether the parameters are released after the backward; otherwise they are gathered again after a step."""
         for unit in _units_at(self, "set_reshard_after_backward", recurse):
             unit.reshard_after_backward = reshard_after_backward
         return self
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Units whose gathers start with this one's in a forward, beside the one that comes next."""
+        """Units whose gathers start with this one's in a forward, in addition to the next one."""
         unit = _unit_at(self, "set_modules_to_forward_prefetch")
         unit.prefetch["forward"] = [_unit_at(module, "set_modules_to_forward_prefetch") for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Units whose gathers start with this one's in a backward, beside the one that comes next."""
+        """Units whose gathers start with this one's in a backward, in addition to the next one."""
         unit = _unit_at(self, "set_modules_to_backward_prefetch")
         unit.prefetch["backward"] = [_unit_at(module, "set_modules_to_backward_prefetch") for module in modules]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What this unit's summed gradients are divided by, in place of the number of ranks."""
+        """The divisor of this unit's summed gradients, in place of the number of ranks."""
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor: expected a factor above 0, got {factor}")
         for buffer in _unit_at(self, "set_gradient_divide_factor").buffers:
@@ -276,7 +276,7 @@ class FSDPModule(ConversionMethods):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the plain module's state dict: full tensors under plain names. All ranks call it together.
 
-        What is written to the tensors is written to the shards; all ranks write the same. Which ranks get it, and on
+        A write to the tensors is written to the shards; all ranks write the same. Which ranks get it, and on
         which device, is set by `state_dict_on_rank_0_only` and `state_dict_device` of
         `FullyShardedDataParallel`; `full_state_dict` takes both at the call. The arguments are those of `nn.Module`.
 
@@ -299,7 +299,7 @@ class FSDPModule(ConversionMethods):
 
     @on_local_tensors
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what this rank holds: its shards, and the module's buffers. Nothing is sent.
+        """Returns the local state: its shards, and the module's buffers. Nothing is sent.
 
         The tensors share the shards' memory. The arguments are those of `nn.Module.state_dict`. Of the states of all
         ranks `consolidate_local_state_dicts` makes the plain model's.
@@ -311,7 +311,7 @@ class FSDPModule(ConversionMethods):
 
     @on_local_tensors
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Loads what `local_state_dict()` gave on this rank, under the same wrapping. Nothing is sent.
+        """Loads the result of `local_state_dict()` on this rank, under the same wrapping. Nothing is sent.
 
         Returns:
             Missing and unexpected names, as `nn.Module.load_state_dict` does.
@@ -323,16 +323,16 @@ class FSDPModule(ConversionMethods):
         """
         return load_local_state_dict(self, super().state_dict, super().load_state_dict, state_dict, strict)
 
-    # What nn.Module asks for itself.
+    # Methods that nn.Module calls.
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows beside the class: the plain module's own text, and what is sharded."""
+        """The text of `print(model)` next to the class: that of the plain module, and its sharding."""
         from scale_fsdp.description import unit_summary  # Not needed by any step.
 
         return ", ".join(filter(None, [super().extra_repr(), unit_summary(_unit_at(self, "extra_repr"))]))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """For deepcopy and pickle: the plain class, of which the copy's own class is made, and the state.
+        """For deepcopy and pickle: the plain class, from which the copy's class is made, and the state.
 
         Raises:
             RuntimeError: The parameters are in use.
@@ -347,7 +347,7 @@ class FSDPModule(ConversionMethods):
 
     @on_local_tensors
     def _register_unit(self) -> None:
-        """Registers the parameters of a copy, or of what was read from a file, once it is complete."""
+        """Registers the parameters of a copy, or of a module read from a file, once it is complete."""
         unit = unit_of(self)
         if unit is not None and unit.is_restored and "_modules" in vars(self):
             register_owner(unit)
@@ -448,7 +448,7 @@ def _wait_unshard(unit: Unit) -> None:
 
 
 def _compare_unshard(unit: Unit, gathered: Sequence[FlatBuffer], failure: Exception | None) -> None:
-    """Releases what was gathered, and raises, where a rank could not quantize: it has sent zeros to the others."""
+    """Releases the gathered parameters, and raises, if a rank could not quantize: it has sent zeros to the others."""
     root = root_of(unit)
     try:
         raise_on_all_ranks(failure, f"unshard() of {unit_title(unit.name)}", root.contract, StepError)

@@ -101,7 +101,7 @@ def shard_for_wrapper(
         flatten_parameters: As for `fully_shard`.
         atom: As for `fully_shard`.
         move_params_to_cpu: Keep the shards on the host.
-        move_grads_to_cpu: Bring each reduced gradient to the host at once, beside the backward pass; False lets all
+        move_grads_to_cpu: Bring each reduced gradient to the host at once, during the backward pass; False lets all
             wait on the device until the pass is over. None is as for the parameters. Either way `param.grad` stands
             where the parameter is when `backward()` returns.
         compute_device: As for `fully_shard`.

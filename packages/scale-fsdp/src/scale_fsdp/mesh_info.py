@@ -2,7 +2,7 @@
 
 With a mesh of two axes, (replicas, shard), the parameters are sharded over the ranks of the second, and the ranks of
 the first hold equal shards. Gathers stay inside a node, say, and only reduced gradients are sent between nodes, which
-is what keeps hundreds of ranks busy.
+keeps hundreds of ranks busy.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def fully_shard(
     """Shards a module's parameters over the ranks, in place, as one unit; returns the same module.
 
     Modules inside it that are units already keep their own parameters: shard the children first, then the parent. Each
-    unit is gathered as a whole before its forward and its backward and released after, so a unit is what must fit
-    beside the shards: a transformer block is a good one. Build the optimizer afterwards.
+    unit is gathered before its forward and its backward and released after, so its full parameters must fit
+    in memory with the shards: a transformer block is a good one. Build the optimizer afterwards.
 
         >>> import torch
         >>> from scale_fsdp import fully_shard
@@ -131,7 +131,7 @@ def fully_shard(
         dp_mesh_dims: None alone, FSDP2's default; `mesh` has the dimensions of data parallelism and no others.
         flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
             one local shard per parameter.
-        atom: What must not be cut between two ranks: "auto", "element", "row", "parameter", `BlockAtom(k)`, or a
+        atom: The block that is never cut between two ranks: "auto", "element", "row", "parameter", `BlockAtom(k)`, or a
             function from a parameter's name and shape to one of them.
         buffer_dtype: Of the module's floating-point buffers. None leaves them, which is right nearly always: rotary
             frequencies and running statistics don't survive half precision.
@@ -151,7 +151,7 @@ def fully_shard(
             costs one more read of all of these, and two waits for the device per step. Not together with a gradient
             scaler, which needs infinite gradients to find its scale. The outermost unit's counts.
         check_replicas_every: With hybrid sharding, after how many training passes the copies of the shards are
-            compared, beginning with the first; 0 is never. None is 100, or what `SCALE_CHECK_REPLICAS_EVERY` says. A
+            compared, beginning with the first; 0 is never. None is 100, or the value of `SCALE_CHECK_REPLICAS_EVERY`. A
             difference is a `DivergenceError`. The outermost unit's counts.
         communication: A `CommunicationPolicy`: parameters and gradients are sent in 8 or 4 bits. Losses are then no
             longer those of plain PyTorch, but near them.
@@ -203,7 +203,7 @@ def fully_shard(
 
 
 def check_modules(modules: Sequence[nn.Module], flatten_parameters: bool) -> list[nn.Module]:
-    """Refuses what can't become a unit; returns those of the modules that no other of them holds."""
+    """Refuses modules that can't become a unit; returns those of the modules that no other of them holds."""
     refuse_inference_mode("fully_shard")
     if not modules:
         raise ValueError("fully_shard: expected a module or a list of modules, got an empty list")
@@ -392,7 +392,7 @@ def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[Para
 
 
 def check_tied_embeddings(shared: Sequence[tuple[ParamModuleInfo, ParamOwner]]) -> None:
-    """Refuses an embedding that is tied to what another unit has sharded as a matrix, to be quantized."""
+    """Refuses an embedding that is tied to a matrix of another unit that is to be quantized."""
     for info, owner in shared:
         policy, buffer = owner.unit.options.communication, owner.unit.buffers[owner.buffer]
         is_quantized = buffer.wire is not None and policy is not None and "embedding" not in policy.include
@@ -408,7 +408,7 @@ def check_tied_embeddings(shared: Sequence[tuple[ParamModuleInfo, ParamOwner]]) 
 def check_memory(
     modules: Sequence[nn.Module], own: Sequence[ParamModuleInfo], ignored: Collection[nn.Parameter]
 ) -> None:
-    """Refuses parameters that share memory with others, with buffers, or with what a unit inside has sharded before."""
+    """Refuses parameters that share memory with others, with buffers, or with shards of a unit inside."""
     names = {
         id(child): path
         for module, path in zip(modules, root_paths(modules), strict=True)
@@ -432,7 +432,7 @@ def check_memory(
 
 
 def root_paths(modules: Sequence[nn.Module]) -> list[str]:
-    """What the names of parameters begin with: nothing, or of several modules the number of each."""
+    """The prefix of parameter names: none, or the number of the module if there are several."""
     return [""] if len(modules) == 1 else [str(number) for number in range(len(modules))]
 
 
@@ -489,7 +489,7 @@ def _init_shards(
         local = [tensor for buffer in buffers for tensor in compat.inner_tensors(buffer)]
         options.mesh_info.broadcast_from_rank_0((*values.values(), *local))
     for info, slot in zip(owned, slots, strict=True):
-        if info.param in values:  # One that is tied comes again. What was made for this alone is freed here.
+        if info.param in values:  # A tied parameter comes again. Memory made for it alone is freed here.
             slot.buffer.load(slot.number, values.pop(info.param))
 
 

@@ -22,7 +22,7 @@ FullParams: TypeAlias = dict[FlatBuffer, list[nn.Parameter]]
 def full_params(units: Iterable[Unit], *, keep: bool) -> Iterator[None]:
     """Inside, these units, none of them in use, show full parameters in the dtype they are trained in.
 
-    All ranks enter together. With `keep`, each rank takes its own shard of what has become of them.
+    All ranks enter together. With `keep`, each rank takes its shard of the changed values.
     """
     units, full = list(units), FullParams()
     for unit in units:
@@ -80,7 +80,7 @@ def with_flat_params(units: Iterable[Unit]) -> Iterator[None]:
 
 
 def _show_full_params(unit: Unit, full: FullParams) -> None:
-    """Gathers what is not in `full` yet, with what the unit shares with others, and shows it."""
+    """Gathers and shows the buffers that are not in `full` yet, and those that the unit shares with others."""
     for owner in (unit, *unit.shared_owners):
         for buffer in owner.buffers:
             if buffer not in full:

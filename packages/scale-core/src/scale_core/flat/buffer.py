@@ -68,7 +68,7 @@ __all__ = [
 
 
 class State(enum.Enum):
-    """The memory of a flat buffer, beside the shard of S elements that is always there."""
+    """The memory of a flat buffer, in addition to the shard of S elements that is always there."""
 
     SHARDED = "nothing else: the full buffer has no memory (but for a part of it, after `release(keep_part=True)`)"
     GATHERING = "the full buffer, W * S elements, being filled: it must not be read yet"
@@ -76,7 +76,7 @@ class State(enum.Enum):
 
 
 _AS_GIVEN = DtypePolicy(), DevicePolicy()
-# What is pickled as it is.
+# Attributes that are pickled as they are.
 _KEPT = (
     "names",
     "dtypes",
@@ -132,8 +132,9 @@ class FlatBuffer(FlatReduced):
     Attributes:
         unsharded_params: Per parameter, a view of the full buffer in the full shape.
         state: Whether they can be read.
-        gathers_float8: Whether the full buffer is in fp8, of which `float8_param` makes what is computed with.
-        part: [W * S / size of the part's group], what `release(keep_part=True)` has left of the full buffer, or None.
+        gathers_float8: Whether the full buffer is in fp8, from which `float8_param` makes the weights to compute with.
+        part: [W * S / size of the part's group], the part of the full buffer left by `release(keep_part=True)`, or
+            None.
     """
 
     state: State
@@ -142,7 +143,7 @@ class FlatBuffer(FlatReduced):
     gathers_float8: bool
     recorded_steps: OptimizerSteps | None = None  # Of the model, whose ranks compare them
     _gathering: CollectiveWork | None
-    _scales: list[Tensor]  # Of what was gathered in fp8 last, [] each
+    _scales: list[Tensor]  # Of the last gather in fp8, [] each
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class FlatBuffer(FlatReduced):
         self._written = [self.shard]
         self._init_unsharded([param.requires_grad for param in params])
 
-    # What it is.
+    # Properties.
 
     @property
     def version(self) -> int:
@@ -176,7 +177,7 @@ class FlatBuffer(FlatReduced):
             return self._past_versions + sum(tensor._version for tensor in self._written)
 
     def follow_trainable(self) -> dict[str, bool]:
-        """Copies `requires_grad` from the sharded parameters to the unsharded ones; returns what changed, by name."""
+        """Copies `requires_grad` from the sharded parameters to the unsharded ones; returns the changed names."""
         sharded = self.sharded_params * len(self.names) if self.flatten else self.sharded_params
         changed = {}
         with as_local():
@@ -229,7 +230,7 @@ class FlatBuffer(FlatReduced):
 
         Raises:
             TransferError: See `CollectiveWork.wait`.
-            Exception: What this rank sent or received could not be quantized; it is sharded again.
+            Exception: A message of this rank could not be quantized; it is sharded again.
         """
         assert self.state is not State.SHARDED, "waited for a gather that was not started"
         if self._gathering is not None:
@@ -240,7 +241,7 @@ class FlatBuffer(FlatReduced):
             deferred = self.reduction.deferred
             if deferred.error is not None:
                 if not deferred.is_ignored:
-                    self.release()  # It has zeros in the place of what could not be made: the next gather starts anew.
+                    self.release()  # It has zeros in place of the failed part: the next gather starts again.
                 deferred.check()
         self.part = None
         self.state = State.GATHERED
@@ -295,17 +296,17 @@ class FlatBuffer(FlatReduced):
         """Whether an optimizer has stepped, or the shard was written to, since the full buffer was gathered.
 
         All ranks must find the same, or some would gather it again alone. So each step on shards of these ranks counts,
-        whether or not it wrote to what is here, unless `by_writes_alone`.
+        whether or not it wrote to these tensors, unless `by_writes_alone`.
         """
         if self.state is State.SHARDED and self.part is None:
             return False
         stepped = self.group.state.optimizer_steps.number != self._gathered_after and self.trains
         return (stepped and not by_writes_alone) or self.version != self._gathered_version
 
-    # The end of what is under way.
+    # The end of transfers under way.
 
     def discard(self) -> None:
-        """After an error: cancels every transfer, and drops what was gathered and reduced since the last `commit`."""
+        """After an error: cancels every transfer, and drops results since the last `commit`."""
         if self._gathering is not None:
             self._gathering.cancel()
             self._gathering = None
@@ -319,7 +320,7 @@ class FlatBuffer(FlatReduced):
     # Full tensors, for checkpoints and for people.
 
     def load(self, index: int, whole: Tensor) -> None:
-        """Copies this rank's elements out of a full tensor, after what is being sent has left the shard."""
+        """Copies this rank's elements out of a full tensor, after transfers from the shard have ended."""
         self.wait_sent()
         super().load(index, whole)
 
@@ -380,7 +381,7 @@ class FlatBuffer(FlatReduced):
         self._rebind_params(self.sharded_params)
         self._init_unsharded(trainable * len(self.names) if self.flatten else trainable)
 
-    # What these are made of.
+    # The parts of these operations.
 
     def _plan(self, layout: FlatLayout, groups: ShardGroups, devices: DevicePolicy) -> None:
         super()._plan(layout, groups, devices)
@@ -395,7 +396,8 @@ class FlatBuffer(FlatReduced):
         self.unsharded_params: list[nn.Parameter] = [
             UnshardedParameter(view_of(full, entry), requires_grad=False) for entry in self.layout.entries
         ]
-        # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
+        # Written to through `.data`, which counts no versions: a gather only brings back values that autograd has
+        # saved.
         self.full, self._scales = full.data, []
         self.gathers_float8 = bool(self.float8) and self.group.size > 1
         if self.float8 and self.gathers_float8:  # Then these parameters stay without memory: gradients come to them.
@@ -472,7 +474,7 @@ class FlatBuffer(FlatReduced):
         sent, deferred, weights = self.full.view(torch.uint8), self.reduction.deferred, self.float8
         assert weights is not None
         shard = self._part(sent, self.group)
-        # Its copy comes by the side stream. What is computed with it is on the caller's, for which collectives wait.
+        # Its copy comes by the side stream. Work with it runs on the caller's stream, which collectives wait for.
         local = self._new_local() if self._moves else self._local_shard(copies_shard)
         if self._moves:
             with self._stream.run():

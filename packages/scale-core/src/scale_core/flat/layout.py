@@ -67,7 +67,7 @@ class LayoutEntry:
         name: Qualified name.
         shape: Global shape.
         atom: Elements that stay together on one rank: 1, the row's length, the block's size, or all of them.
-        cut: What `atom` is called.
+        cut: The name of `atom`.
         offset: First element in the full buffer.
         note: Why "auto" fell back to elements; empty where it didn't.
         numel: Elements of the full parameter.
@@ -149,8 +149,8 @@ class FlatLayout:
             names: Qualified names, each once.
             shapes: Global shapes, one per name.
             world_size: Ranks that share the buffer.
-            atom: What must not be cut, for all parameters or by a function of name and shape. "auto" is "row" for two
-                dimensions or more while the whole plan pads by at most 1 %, or by no more than elements would need;
+            atom: The block that is never cut, for all parameters or by a function of name and shape. "auto" is "row"
+                for two dimensions or more while the plan pads by at most 1 %, or by no more than elements would need;
                 otherwise the parameters with the longest rows are cut at elements, as few row lengths as possible.
             alignment: Every parameter starts at a multiple of this many elements, and so does every local part of one
                 in its shard; see `alignment_of`. It costs fewer than `alignment` elements per parameter.
@@ -228,9 +228,9 @@ class FlatLayout:
 def alignment_of(itemsize: int) -> int:
     """The alignment of parameters of this many bytes per element: 16 bytes, as of most kernels' loads.
 
-    A view of another dtype, such as `view_as_complex` or `view(torch.float16)` of bytes, is refused where the offset is
-    no multiple of that dtype's elements, and on a GPU a kernel may read 16 bytes at once. Tensors of their own start at
-    64 bytes or more, so models rely on it.
+    A view of another dtype, for example `view_as_complex` or `view(torch.float16)` of bytes, is refused where the
+    offset is no multiple of that dtype's elements, and on a GPU a kernel may read 16 bytes at once. Tensors of their
+    own start at 64 bytes or more, so models rely on it.
 
     Example:
         >>> tuple(alignment_of(itemsize) for itemsize in (1, 2, 4, 8))

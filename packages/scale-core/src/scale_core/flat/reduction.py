@@ -41,7 +41,7 @@ from scale_core.shard import as_local, on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 
 # From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
-# packed while they are in a processor's cache, which is what smaller ones gain by being packed at once.
+# packed while they are in a processor's cache, so smaller ones are packed at once.
 _HELD_FROM_BYTES = 256 * 2**20
 
 
@@ -68,9 +68,9 @@ class FlatGradient:
         self._has_padding = full_numel > sum(entry.numel for entry in entries)
         self._dtype, self._wide_dtype = dtype, wide_dtype
         self._held: dict[int, Tensor] = {}  # By index, as the sets that follow
-        self._packed: set[int] = set()  # What the flat gradient has
-        self._waits: set[int] = set()  # What the accumulated sum has
-        self._summed: set[int] = set()  # What the flat gradient has together with the accumulated sum
+        self._packed: set[int] = set()  # Parameters whose gradient is in the flat gradient
+        self._waits: set[int] = set()  # Those whose gradient is in the accumulated sum
+        self._summed: set[int] = set()  # Those whose gradient is in both together
         self._is_taken = False  # The accumulated sum is being reduced: a second `take` must not add it again.
 
     def __bool__(self) -> bool:
@@ -104,7 +104,7 @@ class FlatGradient:
     def accumulate(self, index: int, *, wide: bool = False) -> None:
         """Moves the gradient of parameter `index` from `.grad` into the flat gradient, or adds it there."""
         # In a large buffer it stays apart until the next `pack` or `take`: the flat gradient then takes its W * S
-        # elements after the backward, when the full buffer and the activations are free, not beside them.
+        # elements after the backward, when the full buffer and the activations are free.
         param = self._params[index]
         grad = unreduced_grad(param)
         if grad is None:
@@ -305,7 +305,7 @@ class Reduction:
     """Averages flat gradients of W * S elements over the ranks; keeps this rank's S elements of the results.
 
     With `wire` formats some of it is quantized. With `NodeGroups` the ranks of a node come first, in the gradient's own
-    dtype; only their averages are quantized and go on between nodes, beside the backward of the next unit.
+    dtype; only their averages are quantized and go on between nodes, during the backward of the next unit.
     """
 
     def __init__(
@@ -322,9 +322,9 @@ class Reduction:
         # Of the reduce-scatter, and of the two halves of the all-reduce between replicas.
         self.feedback = [ErrorFeedback() for _ in range(3)] if self._wire.error_feedback else []
         self.deferred = DeferredError()
-        # What the reduce-scatter between nodes needs once the one inside the node is done.
+        # For the reduce-scatter between nodes, after the one inside the node.
         self._pending_inter_node: tuple[Group, float | None, int] | None = None
-        # Of what is quantized once that is done: where there were no memory then, nobody would serve it to the others.
+        # Memory for the quantized part, taken now: a rank that has none then could not answer the others.
         self._messages: ReduceMessages | None = None
         self._tag = 0
         self._group, self._replicas = group, replicas
@@ -333,7 +333,7 @@ class Reduction:
         self._flat: Tensor | None = None
         self.keeps_memory = True  # That of a large flat gradient is kept for the next one of its size.
         self._replicating: CollectiveWork | None = None
-        self._copies = replicas.size  # what the sum over the replicas is still to be divided by
+        self._copies = replicas.size  # the divisor of the sum over the replicas
         self._reduced: list[tuple[Tensor, StreamEvent | None]] = []  # [S] each; the copy that brings it to its device
 
     def start(
@@ -389,7 +389,7 @@ class Reduction:
             self.deferred.check()
 
     def results(self, limit_seconds: float | None = None) -> list[Tensor]:
-        """Returns what was reduced since the last call, each [S], in the order of `start`."""
+        """Returns the gradients reduced since the last call, each [S], in the order of `start`."""
         self.finish(limit_seconds)
         reduced, self._reduced = self._reduced, []
         for _, copied in reduced:
@@ -461,9 +461,9 @@ class FlatReduced(FlatShard):
     """The gradients of parameters that are sharded over a group."""
 
     gradient: FlatGradient  # This rank's own gradients, before they are reduced
-    reduction: Reduction  # What they have become, until `commit`
+    reduction: Reduction  # Of these gradients, until `commit`
     wire: WireFormats | None  # In which formats they and the parameters are sent
-    gradient_divisor: float | None = None  # What their sum is divided by; None is the number of ranks
+    gradient_divisor: float | None = None  # The divisor of their sum; None is the number of ranks
     _unpublished: list[tuple[nn.Parameter, Tensor]]
 
     @property
@@ -474,7 +474,7 @@ class FlatReduced(FlatShard):
 
     @property
     def error_feedback(self) -> Sequence[ErrorFeedback]:
-        """What rounding has taken from the gradients, and is added to those of the next step; empty without it."""
+        """The rounding errors of the gradients, which are added to those of the next step; empty without it."""
         return self.reduction.feedback
 
     @property
@@ -529,7 +529,7 @@ class FlatReduced(FlatShard):
 
     @on_local_tensors
     def wait_results(self, limit_seconds: float | None = None) -> list[tuple[nn.Parameter, Tensor]]:
-        """Waits for what was reduced since the last call; returns it by sharded parameter, in local shapes."""
+        """Waits for the gradients reduced since the last call; returns them by sharded parameter, in local shapes."""
         new: list[tuple[nn.Parameter, Tensor]] = []
         for reduced in self.reduction.results(limit_seconds):
             if reduced.device != self.shard.device:
@@ -543,7 +543,7 @@ class FlatReduced(FlatShard):
         return new
 
     def zero_accumulated(self, params: Container[int], *, set_to_none: bool) -> None:
-        """Drops what these sharded parameters, by id, have accumulated and not reduced, or sets it to zeros."""
+        """Drops gradients of these sharded parameters, by id, that are not reduced yet, or sets them to zeros."""
         indices = [index for index in range(len(self.names)) if id(self.sharded_param(index)) in params]
         self.gradient.zero_accumulated(indices, set_to_none=set_to_none)
 
@@ -573,7 +573,7 @@ class FlatReduced(FlatShard):
         self.gradient.commit_pass()
         self.reduction.commit()
 
-    # What these are made of.
+    # The parts of these operations.
 
     def _report_local_grads(self) -> None:
         """Calls the local gradient hooks with the current pass, without the sum of earlier ones."""

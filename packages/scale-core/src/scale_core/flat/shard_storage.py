@@ -52,7 +52,7 @@ class DevicePolicy:
     shard: torch.device | None = None  # The shard, and so the gradients and the state that an optimizer sees
     compute: torch.device | None = None  # The gathered parameters, and gradients until they are reduced
     reduced: torch.device | None = None  # Reduced gradients until the backward pass is over; None is that of the shard
-    pin_memory: bool = True  # Of a shard on the host that goes to a GPU: its copies then run beside the computation
+    pin_memory: bool = True  # Of a shard on the host that goes to a GPU: its copies then overlap with the computation
 
     def resolved(self, here: torch.device) -> DevicePolicy:
         """The same with every device named; `here` is that of the parameters."""
@@ -78,7 +78,7 @@ class ShardGroups:
     # Some of the ranks of `shard`, neighbors in it, between which `release(keep_part=True)` leaves the full buffer, so
     # that the next gather stays among them. Its size divides W.
     part: Group | None = None
-    # The ranks of `shard` by nodes, where what is quantized is so between nodes alone.
+    # The ranks of `shard` by nodes, where messages are quantized between nodes only.
     nodes: NodeGroups | None = None
 
     @property
@@ -92,15 +92,15 @@ class FlatShard:
 
     sharded_params: list[nn.Parameter]
     _written: list[Tensor]
-    _outer_shards: list[Shard | None]  # What each parameter is a piece of already, on other axes of the mesh.
+    _outer_shards: list[Shard | None]  # The shard, on other axes of the mesh, that each parameter already is.
 
     def __init__(self, names: Sequence[str], dtypes: DtypePolicy, flatten: bool) -> None:
         self.dtypes, self.flatten = dtypes, flatten
         self.names, self._unit, self._flat_name = list(names), "", "flat_param"
         self._counted_over: Group | None = None
-        self._past_versions = 0  # What makes `version` grow over all the shards that there were.
+        self._past_versions = 0  # Added to `version`, so that it grows over all earlier shards.
 
-    # What it is.
+    # Properties.
 
     @on_local_tensors
     def rename(
@@ -189,7 +189,7 @@ class FlatShard:
         self.dtype = shard.dtype
         self.compute_dtype = self.dtypes.compute or self.dtype
         self.reduce_dtype = self.dtypes.reduce or self.compute_dtype
-        # Empty ones, too, are views, so that a write to a parameter counts in the shard's version on every rank alike.
+        # Empty ones, too, are views, so that a write to a parameter counts in the shard's version on every rank.
         # Per parameter, the view of `shard` that belongs to it, in its local shape.
         self.pieces = [self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
 
@@ -225,11 +225,11 @@ class FlatShard:
 
     @property
     def _pins(self) -> bool:
-        """Whether the shard is pinned, so that its copies run beside the computation."""
+        """Whether the shard is pinned, so that its copies overlap with the computation."""
         return self._moves and has_streams(self.compute_device) and self.devices.pin_memory
 
 
-# A shard on the host is copied to the device on a stream of its own, beside the computation and beside the host; it may
+# A shard on the host is copied to the device on a stream of its own, while the device and the host compute; it may
 # be written to again when that copy has ended. Where the device computes in another dtype, it casts the shard, piece by
 # piece: one core of the host casts some 1.7 billion elements per second, and as many fp32 elements take a seventh of
 # that time to cross a link of 50 GB/s. A copy in the other dtype would cost the host 2 bytes per parameter.

@@ -1,4 +1,4 @@
-"""What a sharded module does in a training step: unshard, reshard, reduce, and abort together where one rank fails.
+"""The training step of a sharded module: unshard, reshard, reduce, and abort on all ranks if one fails.
 
 Begin with `step`, which torch and autograd call; then `root`, the order among units, and `unit`. `recovery`,
 `nonfinite` and `checks` are entered where something is wrong or was asked for.

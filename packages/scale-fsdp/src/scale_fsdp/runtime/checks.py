@@ -1,6 +1,6 @@
-"""What is refused around a unit: rules that would otherwise be broken without a word, and the texts of their errors.
+"""Checks around a unit: rules that a program could otherwise break in silence, and the texts of their errors.
 
-Functions that return an error are called where the step has found what is wrong; the others look for it themselves, at
+Functions that return an error are called where the step has found a mistake; the others look for it themselves, at
 construction, before a conversion, or when the user has changed something. On a steady step none of them is called.
 """
 
@@ -42,14 +42,14 @@ def param_replaced(unit: Unit, slot: ParamSlot) -> RuntimeError:
 
 
 def check_not_replaced(units: Iterable[Unit]) -> None:
-    """Refuses what would put shards or gathered parameters over one that the user has assigned."""
+    """Refuses to put shards or gathered parameters over a parameter that the user has assigned."""
     for unit in units:
         if not unit.in_summon and (slot := unit.replaced_slot()) is not None:
             raise param_replaced(unit, slot)
 
 
 def params_overwritten(unit: Unit) -> RuntimeError:
-    """A unit computes with a gathered copy of its shards, and what is written to the copy is lost."""
+    """A unit computes with a gathered copy of its shards, and writes to the copy are lost."""
     names = next(buffer.names for buffer in unit.buffers if buffer.is_overwritten)
     some = ", ".join(f"'{name}'" for name in names[:4]) + (", ..." if len(names) > 4 else "")
     return RuntimeError(
@@ -60,7 +60,7 @@ def params_overwritten(unit: Unit) -> RuntimeError:
 
 
 def changed_before_backward(unit: Unit) -> RuntimeError:
-    """Autograd's own rule: what a forward has used must not change before its backward."""
+    """Autograd's own rule: tensors that a forward has used must not change before its backward."""
     return RuntimeError(
         f"the parameters of {unit_title(unit.name)} were changed between its forward and its backward, by an "
         "optimizer step, load_state_dict, a conversion or another in-place operation: call loss.backward() first"
@@ -146,7 +146,7 @@ def _in_use(unit: Unit) -> bool:
 
 
 def check_registered(unit: Unit) -> None:
-    """Refuses parameters in the unit's modules that are not its own, and remembers what the modules hold.
+    """Refuses parameters in the unit's modules that are not its own, and remembers the content of the modules.
 
     One that was put in after the sharding, or a module with such, would be neither sharded nor reduced, and the ranks
     would train different models.
@@ -171,8 +171,9 @@ def check_registered(unit: Unit) -> None:
 
 # Memory that was allocated and not written to.
 #
-# What comes from the meta device has no values. torch fills its memory later, by an initialization or a checkpoint, and
-# says nothing where either of them leaves something out: what `__init__` has computed for a buffer is in no checkpoint.
+# Tensors from the meta device have no values. torch fills its memory later, by an initialization or a checkpoint, and
+# says nothing where either of them leaves something out: the values that `__init__` computes for a buffer are in no
+# checkpoint.
 
 
 class Uninitialized(NamedTuple):
@@ -189,7 +190,7 @@ class Uninitialized(NamedTuple):
         return cls(tensor, tensor._version)
 
     def is_filled(self, now: Tensor | None) -> bool:
-        """Whether what stands in its place now is another tensor, or the same one with something written to it."""
+        """Whether its place now has a different tensor, or the same one after a write."""
         if now is not self.tensor or not self.tensor.numel() or self.tensor._version != self.version:
             return now is not None and not now.is_meta
         # A write to `tensor.data` leaves no trace but the values; a simulation has none to look at.
@@ -198,7 +199,7 @@ class Uninitialized(NamedTuple):
         return compat.active_fake_mode() is not None or not bool(self.tensor.isnan().all())
 
 
-# What `to_empty` has given memory to, until somebody has written to it.
+# Tensors that `to_empty` has given memory, until somebody writes to them.
 
 
 class _UninitializedBuffers(Record):
@@ -232,7 +233,7 @@ def track_uninitialized_shard(buffer: FlatBuffer) -> None:
 
 
 def check_initialized(unit: Unit) -> None:
-    """Refuses to compute with what has no values."""
+    """Refuses to compute with tensors that have no values."""
     for buffer in unit.buffers:
         if buffer.is_meta:
             raise RuntimeError(
@@ -262,7 +263,7 @@ def check_initialized(unit: Unit) -> None:
             del tracked[attribute]
 
 
-# What must be equal before the units of a model run.
+# The facts that must be equal on all ranks before the units of a model run.
 
 
 def check_units(units: Sequence[Unit], group: Group) -> None:
@@ -292,7 +293,8 @@ def is_on_an_axis(unit: Unit, group: Group) -> bool:
 
 
 def describe_units(units: Sequence[Unit], group: Group) -> list[str]:
-    """Returns, line by line, all that decides what the units send, to compare it between ranks before the first gather.
+    """Returns, line by line, all that decides the messages of the units, to compare it between ranks before the first
+    gather.
 
     Ranks that would cut, cast or prefetch differently read each other's bytes as something else. What a unit over some
     of the ranks holds was compared between those when it was sharded: other ones may have more experts.

@@ -1,4 +1,4 @@
-"""What a module shows for a parameter that is a part of a flat tensor (`flatten_parameters=True`)."""
+"""The attribute in place of a parameter that is part of a flat tensor (`flatten_parameters=True`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FlattenedParameter:
         return f"FlattenedParameter({self._buffer.names[self._number]!r}, shape={tuple(self.shape)})"
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # Asked of any object, such as by copy.
+        if attribute.startswith("_"):  # Asked of any object, for example by copy.
             raise AttributeError(attribute)
         raise AttributeError(self._error(f"has no {attribute!r}"))
 

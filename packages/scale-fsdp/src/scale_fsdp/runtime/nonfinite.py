@@ -1,9 +1,9 @@
 """Finds the first NaN or infinity in outputs of units and in local gradients (`error_if_nonfinite=True`).
 
 Once gradients are averaged, an infinity or a NaN of one rank is everybody's, and nobody can say where it came from. So
-each rank looks at what it computes by itself: the outputs of units and, parameter by parameter, gradients before they
-are reduced. That is one reduction per tensor, beside the computation; the host reads the results once per pass, since
-it then waits until the device has come that far.
+each rank looks at its own results: the outputs of units and, parameter by parameter, gradients before they
+are reduced. That is one reduction per tensor, while the computation goes on; the host reads the results once per pass,
+since it then waits until the device has come that far.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from scale_fsdp.runtime.unit import Unit
 class _MinMax(NamedTuple):
     """The least and the largest value in a tensor, scalars, NaN where it holds one.
 
-    One operator that looks for both has vector instructions on a processor; one that looks for what is not finite, or
-    for the largest magnitude, has none, and takes over ten times as long.
+    One operator that looks for both has vector instructions on a processor; one that looks for values that are not
+    finite, or for the largest magnitude, has none, and takes over ten times as long.
     """
 
     unit: Unit
@@ -34,15 +34,15 @@ class _MinMax(NamedTuple):
 
 
 class NonFiniteSearch:
-    """What one rank, `rank`, has computed in the pass that runs now."""
+    """The results of one rank, `rank`, in the current pass."""
 
     def __init__(self, rank: int) -> None:
-        self.fault: FloatingPointError | None = None  # what was found first, until `reset`
+        self.fault: FloatingPointError | None = None  # the first that was found, until `reset`
         self._rank = rank
         self._seen: list[_MinMax] = []
 
     def add_output(self, unit: Unit, output: Any) -> None:
-        """Looks at the tensors in what a unit's forward has returned."""
+        """Looks at the tensors that a unit's forward has returned."""
         for tensor in tensors_in(output):
             self._add(unit, "", tensor)
 

@@ -1,6 +1,6 @@
 """The parameters that a module manages before it is sharded, and the owners of those that were sharded already.
 
-Managed, as FSDP2 says, is what is in a module but outside of the units inside it.
+As in FSDP2, a unit manages the modules and parameters that are in it and in none of the units inside it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ParamOwner(NamedTuple):
 
 
 def managed_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and what is in it, with their names, outside of the units in it."""
+    """Yields a module and the modules in it, with their names, but for units in it."""
     seen = set()
     stack = [(path, module)]
     while stack:

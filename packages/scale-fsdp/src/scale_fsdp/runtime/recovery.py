@@ -1,11 +1,11 @@
 """Coordinated abort: one rank fails in the middle of a step, all ranks abort the step, and training can go on.
 
 A rank that raises alone leaves the others waiting for its shards. But every step is like the last one, so the rank
-that has failed knows what the others wait for: it replays the rest of that order, with its shards and with zeros for
-its gradients, and says at the end that it has failed. Then every rank raises, no optimizer has stepped, and what was
-reduced in this step is dropped. In the first step there is no order to replay, but there all ranks compare each event:
-the rank that has failed comes to the next comparison and says so. Where neither is so, as in the third micro-batch of
-the first step, it leaves its error in the store, and the others raise when their wait times out.
+that has failed knows which collectives the others wait for: it replays the rest of that order, with its shards and
+with zeros for its gradients, and says at the end that it has failed. Then every rank raises, no optimizer has stepped,
+and what was reduced in this step is dropped. In the first step there is no order to replay, but there all ranks
+compare each event: the rank that has failed comes to the next comparison and says so. Where neither is so, as in the
+third micro-batch of the first step, it leaves its error in the store, and the others raise when their wait times out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SKIPPED_BACKWARD = (
 
 
 class PassStatus(NamedTuple):
-    """What a rank tells the others when they compare a pass, beside what it ran."""
+    """The report of a rank when all compare a pass, in addition to the order of its events."""
 
     num_late: int = 0  # buffers with gradients after their unit's reduction, and parameters frozen with a gradient
     num_unused: int = 0  # parameters that it has reduced as zeros, since it had no gradient for them
@@ -42,7 +42,7 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
     """Replays the rest of this cycle of passes for the other ranks, and tells them that this one failed.
 
     Returns:
-        Whether it could: the order of what is left is known, and the ranks have not lost each other.
+        Whether it could: the order of the remaining events is known, and the ranks have not lost each other.
     """
     if isinstance(error, StepError) or error is root.shared_error:
         return True
@@ -83,7 +83,7 @@ def take_part_in_backward(root: UnitContext, coming: list[Pass]) -> bool:
 
 
 def _replay_all(root: UnitContext, rest: list[Pass], error: BaseException) -> list[str]:
-    """Replays the rest of a cycle, of which the first pass has begun; returns every rank's error, as text."""
+    """Replays the rest of a cycle whose first pass has begun; returns every rank's error, as text."""
     contract = root.contract
     for number, left in enumerate(rest):
         if number:
@@ -98,7 +98,7 @@ def _replay_all(root: UnitContext, rest: list[Pass], error: BaseException) -> li
 def precedes_update(root: UnitContext, event: Event) -> bool:
     """Whether an event is the first reduction of a pass in which an optimizer consumes gradients.
 
-    All ranks compare there what they did so far: at the end of the pass parameters have changed. All of them reduce the
+    All ranks compare their events there: at the end of the pass parameters have changed. All of them reduce the
     same units with the same optimizer, so they are here together.
     """
     if event.phase != "reduction" or not has_reduced_grad_hooks():
@@ -122,7 +122,7 @@ def raise_aborted(root: UnitContext, error: BaseException | None) -> NoReturn:
 
 
 def _remaining(root: UnitContext) -> list[Pass] | None:
-    """What the others expect of this rank until all compare again; None where that is unknown."""
+    """The events that the others expect of this rank until all compare again; None if unknown."""
     return root.contract.history.remaining(in_order=root.contract.group.backend != "gloo")
 
 
@@ -155,7 +155,7 @@ def _replay(root: UnitContext, left: Pass, last: Event | None) -> None:
 
 
 def _finish_event(root: UnitContext, event: Event, *, keep_part: bool) -> None:
-    """Takes part in what begins when the transfers of this event are waited for, where the others wait for that."""
+    """Joins the collectives that begin when the transfers of this event are waited for, if the others wait for them."""
     if event.phase == "reduction" and root.contract.checks_every_event:
         root.by_name[event.unit].finish_reductions()
     if event.phase in GATHERING_PHASES and event.unit in root.by_name:

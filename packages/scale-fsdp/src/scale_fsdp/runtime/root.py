@@ -1,14 +1,15 @@
-"""The units of one model: what is gathered next, what stays gathered, what is reduced when, and how a pass ends.
+"""The units of one model: which one is gathered next, stays gathered, is reduced when, and how a pass ends.
 
 A pass through the model begins with one unit, the outermost one that is called. From then on every unit records what
-it does, in order; that order is compared between ranks and, from the second pass on, says what to prefetch.
+it does, in order; that order is compared between ranks and, from the second pass on, tells which unit to prefetch.
 
-Reductions follow each other, one at a time, each beside the backward of the next unit. At the end the ranks compare
-what they did, and only then are gradients published in `param.grad`.
+Reductions follow each other, one at a time, each during the backward of the next unit. At the end the ranks compare
+their events, and only then are gradients published in `param.grad`.
 
 A parameter that no rank has used keeps the gradient it had, none as a rule, as in plain PyTorch: Adam's momentum and
 weight decay would move it on zeros. One that only some ranks have used counts as zeros on the others. No rank can know
-alone which is which, so each records what it reduced as zeros, and they compare that at the end of the pass.
+alone which is which, so each records the gradients that it reduced as zeros, and they compare that at the end of the
+pass.
 
 Reduced gradients are known long before the pass has ended: optimizer state on the host can have them copied there
 (`register_reduced_grad_hook`), or consume them (`register_grad_published_hook(..., at_once=...)`). Every rank waits
@@ -68,9 +69,9 @@ class ParamKey(NamedTuple):
 
 
 class LateGradients(NamedTuple):
-    """What one rank has to publish at the end of a pass that was not reduced with its unit, or does not train."""
+    """Gradients of one rank at the end of a pass that were not reduced with their unit, or that do not train."""
 
-    buffers: list[tuple[int, int]]  # unit, buffer: gradients that came after its reduction, or of what is frozen now
+    buffers: list[tuple[int, int]]  # unit, buffer: gradients that came after its reduction, or of frozen parameters
     frozen: list[ParamKey]  # parameters that were frozen when they had a gradient from under `no_sync`
 
 
@@ -89,7 +90,7 @@ class Root(UnitContext):
         self.reducing: Unit | None = None  # its reduction is under way
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
         self._reduced: set[Unit] = set()
-        self._unused: dict[ParamKey, bool] = {}  # what was reduced as zeros, and whether it had no gradient before
+        self._unused: dict[ParamKey, bool] = {}  # reduced as zeros, and whether there was no gradient before
         self._in_transit: Unit | None = None  # its reduced gradients go on to replicas or the host; no hook has run
         self._published: set[Tensor] = set()  # in this pass, before its end
         self.escaped_tensors: EscapedTensorSearch | None = None  # in the forward pass that runs now
@@ -115,7 +116,7 @@ class Root(UnitContext):
             self._log_plan()
 
     def _log_plan(self) -> None:
-        """Logs how many units there are, and what they take."""
+        """Logs the number of units and the memory that they take."""
         gathered = [sum(b.layout.full_numel * b.full.dtype.itemsize for b in unit.buffers) for unit in self.units]
         largest = gathered.index(max(gathered))
         mesh = self.outermost.options.mesh_info
@@ -149,7 +150,8 @@ class Root(UnitContext):
         self.contract.begin(PassKind(name, torch.is_grad_enabled(), unit.module.training), new_step=True)
         for member in self.units:
             member.begin_forward()
-            # What an earlier pass has left is gathered again: `param.data` can be written to without a trace.
+            # Parameters that an earlier pass has left are gathered again: `param.data` can be written to without a
+            # trace.
             if member in idle or member.is_stale:
                 member.release()
 
@@ -191,7 +193,7 @@ class Root(UnitContext):
             unit.discard()
 
     def record(self, phase: str, unit: Unit) -> None:
-        """A unit is about to do something in which all ranks take part; looks up what the last pass gathered next."""
+        """A unit is about to start a collective; looks up the unit that the last pass gathered next."""
         event = Event(phase, unit.name)
         try:
             self.contract.record(event, compares_all=precedes_update(self, event))
@@ -206,7 +208,7 @@ class Root(UnitContext):
                     break
 
     def unshard(self, unit: Unit, phase: str) -> None:
-        """Gathers a unit, the owners of what it shares, and what is prefetched; shows its full parameters."""
+        """Gathers a unit, the owners of its shared parameters, and units to prefetch; shows its full parameters."""
         self.record(phase, unit)
         if phase == "recomputation" and unit.in_backward:
             return  # Its backward has gathered it.
@@ -236,7 +238,7 @@ class Root(UnitContext):
             unit.to_sharded()
 
     def _release(self, unit: Unit, keeps: Callable[[Unit], bool], *, keep_part: bool = False) -> None:
-        """Ends one use of the unit and of the owners of what it shares; frees what has no other use."""
+        """Ends one use of the unit and of the owners of its shared parameters; frees those without another use."""
         for owner in (unit, *unit.shared_owners):
             # A forward that failed before it was gathered had no use yet.
             owner.use_count = max(0, owner.use_count - 1)
@@ -266,7 +268,7 @@ class Root(UnitContext):
         return not (unit.reshard_after_forward or self.reduces(unit))
 
     def reshard_idle(self) -> None:
-        """Between passes: frees what is not kept for the next one, and lets shards be written to."""
+        """Between passes: frees parameters that are not kept for the next one, and lets shards be written to."""
         for unit in self._idle_units():
             unit.release()
         for unit in self.units:
@@ -342,22 +344,22 @@ class Root(UnitContext):
             self.wait_previous_reduction()
         self.reducing = unit
         if unit in self._reduced:
-            self._record_late(unit)  # A second reduction in a pass brings only what came late.
+            self._record_late(unit)  # A second reduction in a pass has only late gradients.
         else:
             self._reduced.add(unit)
-            for number in trained:  # What has no gradient now counts as zeros.
+            for number in trained:  # Parameters without a gradient count as zeros.
                 buffer = unit.buffers[number]
                 for index in buffer.gradient.missing():
                     had_none = buffer.sharded_param(index).grad is None
                     self._unused[ParamKey(self._numbers[unit], number, index)] = had_none
         unit.reduce(trained)
-        if self.contract.checks_every_event:  # A rank that fails can end what was begun in the last event, no more.
+        if self.contract.checks_every_event:  # A rank that fails can end the transfers of the last event, no more.
             unit.finish_reductions()
 
     def wait_previous_reduction(self) -> None:
         """Takes the results of the reduction under way, so that its flat gradient is free before the next is filled.
 
-        It has run beside the backward of the next unit up to that unit's first gradient, and beside all of its
+        It has run during the backward of the next unit up to that unit's first gradient, and during all of its
         recomputation where it is checkpointed.
         """
         if self.reducing is None:
@@ -377,17 +379,17 @@ class Root(UnitContext):
             self._call_hooks(reduced_unit)
 
     def on_recomputed(self) -> None:
-        """A checkpointed unit is about to compute its gradients; the reduction before them has run beside it so far.
+        """A checkpointed unit is about to compute its gradients; the reduction before them has run at the same time.
 
-        Only now is the unit before it gathered, so that its parameters never stand beside the flat gradient of the
-        unit behind it: at this size one of them is a tenth of the device.
+        Only now is the unit before it gathered, so that its parameters are never in memory with the flat gradient of
+        the unit behind it: at this size one of them is a tenth of the device.
         """
         self.wait_previous_reduction()
         for unit in self.next_prefetch:
             unit.gather()
 
     def finish_backward(self) -> None:
-        """The backward pass has come to its end on this rank: reduces what is left, compares, and commits."""
+        """The backward pass has ended on this rank: reduces the remaining gradients, compares, and commits."""
         if not self.reduces_any:
             fault = self._check_finite()
             self.contract.end_unchecked()
@@ -401,7 +403,7 @@ class Root(UnitContext):
             if unit.is_shared and unit not in self._reduced:
                 self._reduce(unit, unit.trained_buffers())
         self.wait_previous_reduction()
-        for unit in self.units:  # What may fail in the last part of a reduction does so before all compare.
+        for unit in self.units:  # The last part of a reduction may fail; it runs before all compare.
             if unit.options.communication is not None and unit in self._reduced:
                 unit.finish_quantized_reductions()
         for unit in self.units if self._unused else ():
@@ -435,7 +437,7 @@ class Root(UnitContext):
                 frozen.setdefault(self.units[key.unit].buffers[key.buffer], []).append(key.param)
         self._commit_buffers(frozen)
         if all(status.num_unused for status in statuses):
-            # Takes the zeros away from what no rank has used and what had no gradient before.
+            # Takes the zeros away from parameters that no rank has used and that had no gradient before.
             keys_by_rank = all_gather_json(sorted(self._unused), self.contract)
             unused = set.intersection(*({ParamKey(*key) for key in keys} for keys in keys_by_rank))
             for key in unused:
@@ -465,7 +467,7 @@ class Root(UnitContext):
                 buffer.commit(self.contract.limit_seconds, frozen.get(buffer, ()))
 
     def _record_late(self, unit: Unit) -> None:
-        """What has got a gradient after its unit's reduction is not unused."""
+        """A parameter that got a gradient after its unit's reduction is not unused."""
         if self._unused and unit in self._reduced:
             for number, buffer in enumerate(unit.buffers):
                 for index in buffer.gradient.has_grad():
@@ -481,7 +483,7 @@ class Root(UnitContext):
                 for param, grad in unit.wait_results(number)
                 if param.requires_grad
             ]
-        # What this rank has not used, no rank may have used: then there is no gradient, as is known in the end.
+        # If no rank has used a parameter, it has no gradient; this is known at the end of the pass.
         self._record_late(unit)
         keys = (key for key in self._unused if key.unit == self._numbers[unit] and not unit.buffers[key.buffer].flatten)
         unknown = {unit.buffers[key.buffer].sharded_param(key.param) for key in keys}
@@ -512,7 +514,7 @@ class Root(UnitContext):
                 self._check_finite()
                 self.contract.end_unchecked()
             else:
-                # Compared first: where the ranks differ, what was prefetched may never arrive.
+                # Compared first: where the ranks differ, a prefetched unit may never arrive.
                 self._end_checked()
                 self.reshard_idle()
         except BaseException as error:
@@ -557,7 +559,7 @@ class Root(UnitContext):
         self._is_aborting = False
 
     def _check_finite(self) -> FloatingPointError | None:
-        """Raises what was not finite in a pass in which the ranks compare nothing, if all ranks can abort now.
+        """Raises if a value was not finite in a pass in which the ranks compare nothing, if all ranks can abort now.
 
         Else returns it, as in the third micro-batch of the first step: it waits until the ranks compare.
         """
@@ -569,7 +571,7 @@ class Root(UnitContext):
     def _end_checked(
         self, num_late: int = 0, num_unused: int = 0, fault: BaseException | None = None
     ) -> list[PassStatus]:
-        """Compares what the ranks did since they last compared; returns each one's status, by rank."""
+        """Compares the events of the ranks since they last compared; returns each one's status, by rank."""
         rows = self.contract.end_checked(*PassStatus(num_late, num_unused, fault is not None))
         statuses = [PassStatus(*row) for row in rows]
         if any(status.failed for status in statuses):

@@ -1,8 +1,9 @@
 """One step of a unit, in the order of time: the page to read first.
 
 torch calls `pre_forward` and `post_forward` around the module. Autograd calls `pre_backward`, `pre_accumulate_grads`
-and `post_backward`, and at the end of the whole pass `finalize_backward`. What is gathered, kept and reduced in which
-order, and how a pass ends, is in `root.py`; what one unit does in `unit.py`; the texts of errors in `checks.py`.
+and `post_backward`, and at the end of the whole pass `finalize_backward`. Which unit is gathered, kept and reduced in
+which order, and how a pass ends, is in `root.py`; the work of one unit in `unit.py`; the texts of errors in
+`checks.py`.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def root_of(unit: Unit) -> Root:
 
 @on_local_tensors
 def follow_user_changes(units: Sequence[Unit]) -> None:
-    """Follows `requires_grad`, hooks the gradients of what trains, and refuses other changes since the last pass."""
+    """Follows `requires_grad`, hooks gradients, and refuses other changes of parameters since the last pass."""
     _follow_trainable([buffer for unit in units for buffer in unit.buffers], units)
     for unit in units:
         if not unit.has_registered_names():
@@ -224,7 +225,7 @@ def _follow_trainable(buffers: Iterable[FlatBuffer], units: Sequence[Unit]) -> N
     unit_of = {buffer: unit for unit in units for buffer in unit.buffers}
     for buffer, name, trains in changes:
         unit = unit_of.get(buffer)
-        # Ranks beside those of a unit may hold others, as of experts.
+        # Other ranks than those of a unit may hold others, for example experts.
         if unit is None or unit.root is None or unit.rank_suffix:
             continue
         if not checks.is_on_an_axis(unit, unit.root.contract.group):
@@ -321,7 +322,7 @@ def _begin_escaped_backward(unit: Unit) -> None:
 
 def _begin_backward(root: Root) -> None:
     """The first hook of a backward pass."""
-    _follow_trainable(root.buffers, root.units)  # What was frozen since the forward gets no gradient any more.
+    _follow_trainable(root.buffers, root.units)  # Parameters frozen since the forward get no gradient any more.
     root.begin_backward()
     register_post_backward(functools.partial(finalize_backward, root), root.fail)
     root.calls_reduced_hooks = has_reduced_grad_hooks()

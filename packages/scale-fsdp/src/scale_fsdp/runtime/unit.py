@@ -2,10 +2,10 @@
 
 Here is a unit's state: its flat buffers, the slots of its parameters in the module tree, and their collectives
 (`gather`, `release`, `reduce`); and the data that all units of one model share. `root.py` has the order among units,
-`step.py`, the page to read first, what torch and autograd call.
+`step.py`, the page to read first, has the hooks that torch and autograd call.
 
 Every collective is recorded in the history when it has started, buffer by buffer: from that a rank that fails, as for
-want of memory for that very collective, knows what the others still expect of it.
+want of memory for that very collective, knows which collectives the others still expect of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from scale_fsdp.runtime.flattened_parameter import FlattenedParameter, flattened
 
 UNIT = "_scale_unit"
 GATHERING_PHASES = ("forward", "recomputation", "backward")  # the events of a pass for which a unit is gathered
-# What deepcopy and pickle copy: how the unit was made and set, nothing of a pass that runs or of other ranks.
+# The attributes that deepcopy and pickle copy: how the unit was made and set, nothing of a pass that runs or of other
+# ranks.
 _COPIED = (
     "modules",
     "slots",
@@ -75,7 +76,7 @@ class ParamSlot(NamedTuple):
 
 
 class RegisteredNames(NamedTuple):
-    """What one module of a unit holds: its children, and the names of its parameters that are not None."""
+    """The content of one module of a unit: its children, and the names of its parameters that are not None."""
 
     module: nn.Module
     children: tuple[nn.Module | None, ...]
@@ -99,7 +100,7 @@ class Unit:
     """The sharded parameters of one module, or of several that are gathered together.
 
     Args:
-        modules: The modules, of which none holds another; their nested units are not part of this one.
+        modules: The modules; none is inside another one; their nested units are not part of this one.
         slots: Every place in it that holds a parameter of this unit, or one that another unit owns and this one shares.
         buffers: This unit's own parameters, one flat buffer per dtype and kind (trained or frozen).
         shared_owners: The units that own the parameters which this one shares.
@@ -132,11 +133,11 @@ class Unit:
         self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
         self.hooked: set[tuple[int, int]] = set()  # (buffer, parameter) whose gradients are hooked
         self.registered: list[RegisteredNames] = []
-        self.ignored: list[nn.Parameter] = []  # parameters in its modules that stay whole
+        self.ignored: list[nn.Parameter] = []  # parameters in its modules that are not sharded
         # By slot where the parameters were before, to find others over that memory when the model around it is sharded.
         self.original_memory: list[list[MemoryRange]] = []
 
-        # What the user sets.
+        # Set by the user.
         self.reshard_after_forward = options.mesh_info.reshards_after_forward(options.reshard_after_forward)
         self.reshards_entry = options.reshard_after_forward is not None  # also where it is the unit called first
         self.reshard_after_backward = self.synchronizes = True
@@ -159,7 +160,7 @@ class Unit:
         self.input_grads_seen = False  # a gradient at an input has said that a call's backward is over
         self.has_escaped_tensors = False  # a backward has begun at a tensor that it had not returned
         self.backward_unobserved = False  # it returned nothing through which its backward could be seen to begin
-        self.error_at_entry: BaseException | None = None  # what was being handled when its forward began
+        self.error_at_entry: BaseException | None = None  # the exception being handled when its forward began
         self.ranges: list[record_function] = []  # its forward and backward in the trace of a profiler that records
 
         self.to_sharded()
@@ -189,7 +190,7 @@ class Unit:
 
     @property
     def is_restored(self) -> bool:
-        """Whether it has its state: a copy, or what is read from a file, is first made and then filled."""
+        """Whether it has its state: a copy, or a unit read from a file, is first made and then filled."""
         return "prefetch" in vars(self)
 
     @property
@@ -200,7 +201,8 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether an optimizer has stepped, or a shard was written to, since it was gathered; the same on all ranks."""
-        # A backward that nothing shows to begin still reads what was gathered: a step of another model leaves it there.
+        # A backward that nothing shows to begin still reads the gathered parameters: a step of another model leaves it
+        # there.
         return any(buffer.is_stale(by_writes_alone=self.backward_unobserved) for buffer in self.buffers)
 
     @property
@@ -268,7 +270,7 @@ class Unit:
     def begin_forward(self) -> None:
         """A forward pass begins, with whichever unit."""
         if self.had_backward and not self.backward_unobserved:
-            # What has had no backward by now, as the outputs of an evaluation, gets none.
+            # Outputs without a backward by now, for example of an evaluation, get none.
             self.pending_backwards = 0
         self.had_backward, self.forward_calls = False, ForwardCalls()
         self.modules_to_run = {id(module) for module in self.modules} if len(self.modules) > 1 else set()
@@ -291,7 +293,7 @@ class Unit:
         self.to_sharded()
 
     def on_buffers_moved(self) -> None:
-        """Its buffers have other parameters to hook, and all ranks have to compare it anew."""
+        """Its buffers have other parameters to hook, and all ranks have to compare it again."""
         self.hooked.clear()
         self.pending_backwards = 0
         if self.root is not None:
@@ -314,7 +316,7 @@ class Unit:
                 self.contract.wait(Event("gather", self.name), *waits)
 
     def release(self, *, keep_part: bool = False) -> None:
-        """Frees what was gathered, but for a part of it; waits for what was prefetched and is not used."""
+        """Frees the gathered parameters, but for a part of them; waits for a prefetch that is not used."""
         if not self.gathered and (keep_part or not any(buffer.part is not None for buffer in self.buffers)):
             return
         waits = any(buffer.state is State.GATHERING for buffer in self.buffers)
@@ -323,7 +325,7 @@ class Unit:
                 buffer.release(self.contract.limit_seconds, keep_part=keep_part)
 
     def release_complete_gathers(self) -> None:
-        """Frees what was gathered, but for a part of it and for gathers whose second half is yet to come."""
+        """Frees the gathered parameters, but for a part of them and for gathers whose second half is yet to come."""
         if not any(buffer.gather_has_second_half for buffer in self.buffers):
             self.release(keep_part=True)
 
@@ -333,7 +335,7 @@ class Unit:
             self.release(keep_part=keep_part)
 
     def gather_full_params(self, buffer: FlatBuffer) -> list[Tensor]:
-        """Returns a buffer's parameters whole, in the dtype they are trained in; all ranks call it together."""
+        """Returns a buffer's full parameters, in the dtype they are trained in; all ranks call it together."""
         if self.root is not None:
             self.root.recover()
         event = Event("full parameters", self.name)
@@ -377,7 +379,7 @@ class Unit:
                 self.contract.wait(Event("reduction", self.name), buffer.finish_reduction)
 
     def wait_results(self, number: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Waits for what one buffer has reduced; see `FlatBuffer.wait_results`."""
+        """Waits for the reduced gradients of one buffer; see `FlatBuffer.wait_results`."""
         buffer = self.buffers[number]
         if buffer.replicates_in_halves:
             self._log_replication(number)
@@ -444,7 +446,7 @@ class Unit:
 
 
 class UnitContext:
-    """What all units of one model share.
+    """The state that all units of one model share.
 
     Args:
         units: All of them, in the order of `named_modules`; the module of the first holds all the others.
@@ -464,7 +466,7 @@ class UnitContext:
         self.in_backward = False
         self.synchronizes = True  # gradients are reduced at the end of a backward pass; False inside `no_sync`
         self.starting_gathers: list[Unit] = []
-        self.failure: BaseException | None = None  # what was raised in the backward pass that runs now, where known
+        self.failure: BaseException | None = None  # the exception of the current backward pass, if known
         self.shared_error: BaseException | None = None  # this rank's own error, where all ranks know of it
         self.stale = False  # units have moved to another dtype, device or group: a new root takes its place
 
@@ -488,7 +490,7 @@ def set_param(module: nn.Module, attribute: str, param: Tensor | FlattenedParame
     registered = None if isinstance(param, FlattenedParameter) else param
     vars(module).pop(attribute, None)
     if type(module).__setattr__ is not nn.Module.__setattr__:
-        # Modules such as nn.LSTM keep a second list of their weights, which their own __setattr__ maintains.
+        # Some modules, for example nn.LSTM, keep a second list of their weights, which their own __setattr__ maintains.
         setattr(module, attribute, registered)
     else:
         module._parameters[attribute] = cast("nn.Parameter | None", registered)  # A DTensor is the result of one.
