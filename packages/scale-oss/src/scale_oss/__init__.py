@@ -2,7 +2,7 @@
 
 `oss` is the optimizer, `sharded_ddp` the model around it; read these first. Below them:
 
-- `buckets`: which rank updates what, and its flat memory;
+- `buckets`: which rank updates which parameters, in flat memory;
 - `reducer`, `grad_accumulation`: gradients reduced in the backward pass, aborted, or accumulated;
 - `state_dict`: state by the plain optimizer's keys;
 - `chained_optimizer`: two optimizers for one model, as one;

@@ -1,4 +1,4 @@
-"""Two optimizers for one model: one for its hidden matrices, such as Muon, and an element-wise one for all else."""
+"""Two optimizers for one model: one for its hidden matrices, for example Muon, and an element-wise one for all else."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def split_by(
         >>> [group["param_names"] for group in optimizer.param_groups]
         [['1.weight'], ['0.weight', '1.bias', '2.weight', '2.bias']]
 
-    Beside `ShardedDataParallel`, pass it the pair: `ShardedDataParallel(model, optimizer.optimizers)`.
+    With `ShardedDataParallel`, pass it the pair: `ShardedDataParallel(model, optimizer.optimizers)`.
 
     Args:
         model: The model: plain, or sharded already.
@@ -96,7 +96,7 @@ def split_by(
 class SplitOptimizer(Optimizer):
     """Two optimizers as one; `split_by` makes it.
 
-    Its parameter groups are those of the two, the very same objects, so that a scheduler changes what they step with.
+    Its parameter groups are those of the two, the very same objects, so that a scheduler changes the options of both.
 
     Attributes:
         matrix: The optimizer of the hidden matrices.
@@ -207,7 +207,7 @@ class SplitOptimizer(Optimizer):
             optimizer.consolidate_state_dict(recipient_rank)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Returns both states, {"matrix": ..., "other": ...}, each of which the plain optimizer loads; see `OSS`."""
+        """Returns both states, {"matrix": ..., "other": ...}, each for the plain optimizer; see `OSS`."""
         return {kind: optimizer.state_dict(all_ranks) for kind, optimizer in zip(_KINDS, self.optimizers, strict=True)}
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -25,8 +25,8 @@ class GradAccumulation:
         # Called inside the pass when a sum is set aside, so that the end of the pass is seen.
         self._on_set_aside = weak_hook(on_set_aside)
         self._watched: set[int] = set()
-        self.seen: dict[int, nn.Parameter] = {}  # by id, what got a gradient in this pass; the gradient hook enters it
-        self.sums: dict[int, tuple[nn.Parameter, Tensor]] = {}  # by id, what was set aside
+        self.seen: dict[int, nn.Parameter] = {}  # by id, parameters with a gradient in this pass; set by a hook
+        self.sums: dict[int, tuple[nn.Parameter, Tensor]] = {}  # by id, gradients that were set aside
         self._merged: set[int] = set()  # ids whose sum is in `param.grad`, or reduced, already
 
     def watch(self, param: nn.Parameter) -> None:
@@ -46,7 +46,7 @@ class GradAccumulation:
     def stash(self, param: nn.Parameter, *, copied: bool) -> None:
         """Keeps the sum in `param.grad` of a parameter that got no gradient in this pass, while it is reduced.
 
-        With `copied` it leaves a copy there, because the reduction writes into what it is given.
+        With `copied` it leaves a copy there, because the reduction writes into its input.
         """
         grad = unreduced_grad(param)
         assert grad is not None, "there is no sum to stash"

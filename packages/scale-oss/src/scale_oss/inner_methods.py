@@ -1,4 +1,4 @@
-"""Methods and attributes that the inner optimizer has of its own, such as `train()` and `eval()` of ScheduleFree.
+"""Methods and attributes that the inner optimizer has of its own, for example `train()` and `eval()` of ScheduleFree.
 
 A loop that asks `hasattr(optimizer, "train")` gets the answer of the inner optimizer. Its methods see this rank's part
 of the parameters only, so a call is right in two cases: the method looks at one tensor at a time, as the step does, or

@@ -99,10 +99,10 @@ def step_in_turn(
     kwargs: Mapping[str, Any],
     after_part: Callable[[int], None] | None = None,
 ) -> Exception | None:
-    """Steps on one part of the parameters after the other, so that each is sent beside the next step.
+    """Steps on one part of the parameters after the other, so that each is sent during the next step.
 
     `optim` looks at one parameter at a time; a part that is None has nothing to step on. `after_part` is called with
-    the number of each part when it is updated. Returns what `optim` has raised; it steps on no part after that.
+    the number of each part when it is updated. Returns the exception of `optim`; it steps on no part after that.
     """
     groups = stepped = optim.param_groups
     failure: Exception | None = None
@@ -125,7 +125,7 @@ def step_in_turn(
 
 
 def failure_of(step: Callable[[], object], contract: Contract) -> Exception | None:
-    """Calls an optimizer's step; returns what it raises, which the others can read."""
+    """Calls an optimizer's step; returns its exception, which the others can read."""
     try:
         step()
     except Exception as error:
@@ -137,7 +137,7 @@ def failure_of(step: Callable[[], object], contract: Contract) -> Exception | No
 def _step_params(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Lets the optimizer step on these alone; returns its groups as it has left them.
 
-    What it counts per group, and not per parameter, begins from the same number in each bucket.
+    Counts per group, not per parameter, begin from the same number in each bucket.
     """
     chosen = {id(param) for param in params}
     groups = optim.param_groups

@@ -27,7 +27,7 @@ InnerState: TypeAlias = Literal["maintain", "reset", "average"]
 
 
 class LocalSGD:
-    """Lets each rank train on its own for `sync_every` steps, and then takes an outer step over what all have learned.
+    """Lets each rank train on its own for `sync_every` steps, and then takes an outer step over the changes of all.
 
         >>> import torch
         >>> from scale_oss import LocalSGD
@@ -58,7 +58,7 @@ class LocalSGD:
     and `diloco` make these.
 
     Each rank keeps x and u of its shard alone, 1/W of them, in fp32 for parameters of half precision. An
-    outer step sends 2 (W-1)/W of the parameters' bytes from each rank, what DistributedDataParallel sends in every
+    outer step sends 2 (W-1)/W of the parameters' bytes from each rank, as DistributedDataParallel does in every
     step.
 
     Args:
@@ -69,8 +69,8 @@ class LocalSGD:
         outer_momentum: From 0 to below 1.
         nesterov: Take Nesterov's momentum.
         scale_by_lr: Divide and multiply by lr, so that u keeps its meaning while a schedule changes lr.
-        inner_state: What becomes of the inner optimizer's state in an outer step: each rank's stays ("maintain"), it
-            begins anew ("reset"), or is averaged where it has the parameter's shape ("average").
+        inner_state: The fate of the inner optimizer's state in an outer step: each rank's stays ("maintain"), it
+            begins again ("reset"), or is averaged where it has the parameter's shape ("average").
         process_group: The ranks that train on their own; None is the default group.
         broadcast_buffers: Give all ranks the first one's buffers in each outer step, as DistributedDataParallel does.
         bucket_numel: How many elements are sent together; a rank needs memory for so many in an outer step.
@@ -81,7 +81,7 @@ class LocalSGD:
         steps_since_sync: How many inner steps this rank has taken since the last of them.
 
     Raises:
-        ValueError: Options that make no sense, or parameters that are not the model's, or of which the ranks hold
+        ValueError: Options that make no sense, or parameters that are not the model's, or the ranks hold
             different parts; a `ContractError`: ranks differ.
     """
 
@@ -301,7 +301,7 @@ class _OuterBucket:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Takes over what was written to the parameters since the last outer step, as by loading a model's state."""
+        """Takes over writes to the parameters since the last outer step, for example of a loaded state."""
         for slow, param, span in zip(self._pieces(self.slow), self.params, self._spans, strict=True):
             local = param.detach().reshape(-1)[span.start : span.stop]
             slow.copy_(torch.where(slow.to(local.dtype) == local, slow, local))

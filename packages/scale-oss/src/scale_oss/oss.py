@@ -63,7 +63,7 @@ class OSS(OSSStateDictMixin):
 
     Parameters may be shards already, as those of a model under `fully_shard` (scale-fsdp). An optimizer that updates
     each element by itself then steps on the shards as they are, as it would without OSS. One that needs full tensors,
-    such as Muon, Adafactor or LAMB, gets each full tensor on one rank during the step, and keeps its state
+    for example Muon, Adafactor or LAMB, gets each full tensor on one rank during the step, and keeps its state
     there: see `full_param_bucket`. In a hybrid mesh each copy of the model does so by itself. One OSS may hold both
     kinds of parameters.
 
@@ -76,8 +76,9 @@ class OSS(OSSStateDictMixin):
         broadcast_fp16: Send updated parameters in half precision: less to send, and every rank computes with rounded
             parameters. The unrounded ones are in the optimizer's state, as `master_param`. May be set later as an
             attribute. Pieces of shards are sent as they are.
-        elementwise: Whether `optim` updates each element by itself, so that tensors may be cut. None is what is known
-            of torch.optim's own classes; of any other class, False: right for all that look at one tensor at a time.
+        elementwise: Whether `optim` updates each element by itself, so that tensors may be cut. None is the answer
+            known of torch.optim's own classes; of any other class, False: right for all that look at one tensor at a
+            time.
         together: Whether `optim` looks at all tensors together, as Prodigy and D-Adaptation do, which estimate one step
             size. Then the first rank updates all of them and has all of the state: nothing is shared out, and results
             are right. Not for shards.
@@ -85,7 +86,7 @@ class OSS(OSSStateDictMixin):
             rank gets at a time.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
         check_replicas_every: After how many steps all ranks compare that they hold equal parameters, beginning with the
-            first; 0 is never. None is 100, or what `SCALE_CHECK_REPLICAS_EVERY` says. With `ShardedDataParallel` all
+            first; 0 is never. None is 100, or the value of `SCALE_CHECK_REPLICAS_EVERY`. With `ShardedDataParallel` all
             parameters of its module are compared. A difference is a `DivergenceError`, before the step.
         **defaults: Arguments of `optim`; the `defaults` of one that was built will do, too.
 
@@ -177,7 +178,7 @@ class OSS(OSSStateDictMixin):
         self._broadcast_fp16 = value
 
     def _check_same_arguments(self) -> None:
-        """Compares what the ranks were given."""
+        """Compares the arguments of the ranks."""
         settings = (
             f"{self._optim_class.__name__}, elementwise={self.elementwise}, together={self.together}, "
             f"{self._bucket_numel} elements per bucket, check_replicas_every={self._check_every}, "
@@ -201,14 +202,14 @@ class OSS(OSSStateDictMixin):
         )
 
     def _build_optimizer(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
-        """The optimizer of this rank's shard; what it refuses on one rank, as Muon a vector, is raised on all."""
+        """The optimizer of this rank's shard; an error of one rank, as of Muon for a vector, is raised on all."""
         with self._gathered_full_params(self._assigner.full_param):
             optimizer = call_on_all_ranks(
                 lambda: self._optim_class(groups, **constructor_arguments(self._optim_class, defaults)),
                 f"the start of {self._optim_class.__name__}",
                 self.contract,
             )
-        if not self.elementwise:  # It gets full tensors, also where they are shards of a model that one rank has whole.
+        if not self.elementwise:  # It gets full tensors, also if they are shards of a model that one rank has in full.
             allow_full_state(optimizer)
         return optimizer
 
@@ -231,12 +232,12 @@ class OSS(OSSStateDictMixin):
         """Updates this rank's shard of the parameters, and gathers the shards of all ranks.
 
         Args:
-            closure: Computes the loss anew and returns it; its gradients must be averaged, too. What can't be called is
-                for the step of `optim`.
+            closure: Computes the loss again and returns it; its gradients must be averaged, too. A value that can't be
+                called is for the step of `optim`.
             **kwargs: For the step of `optim`.
 
         Returns:
-            What the closure has returned.
+            The result of the closure.
 
         Raises:
             RuntimeError: Gradients have not been reduced, or a rank can't be reached.
@@ -274,7 +275,7 @@ class OSS(OSSStateDictMixin):
         for shards in self.in_place_buckets:
             shards.mark_updated()
         try:
-            if self.buckets and not self.gets_reduced_gradients:  # No pass of ours compares; beside the all-gathers.
+            if self.buckets and not self.gets_reduced_gradients:  # No pass of ours compares; during the all-gathers.
                 self.contract.compare_steps()
         except Exception:
             if failure is None:
@@ -340,7 +341,7 @@ class OSS(OSSStateDictMixin):
             super().__setattr__(name, value)
 
     def _call_inner(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the inner optimizer on all ranks, and gathers what it has written; all ranks together."""
+        """Calls a method of the inner optimizer on all ranks, and gathers its changes; all ranks together."""
         check_call(name, self.optim, [*args, *kwargs.values()], together=self.together, reassembles=self._reassembles)
         self.wait()
         self._invalidate()
@@ -376,7 +377,7 @@ class OSS(OSSStateDictMixin):
     # Parameter groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as of layers that begin to train; all ranks together. What is refused is not added.
+        """Adds a group, as of layers that begin to train; all ranks together. A refused group is not added.
 
         Raises:
             ValueError: A parameter is in a group already, or can't be sharded; a `ContractError`: ranks differ.
@@ -403,7 +404,7 @@ class OSS(OSSStateDictMixin):
         copy_options(self.optim.param_groups[-1:], [group])
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Returns, by rank, the parameter groups with those parameters of which the rank updates some part."""
+        """Returns, by rank, the parameter groups with the parameters that the rank updates in part or in full."""
         return [
             [{**group, "params": [p for p in group["params"] if id(p) in updated]} for group in self.param_groups]
             for updated in self._assigner.params_by_rank()
@@ -411,17 +412,17 @@ class OSS(OSSStateDictMixin):
 
     @property
     def params_with_gradients(self) -> list[nn.Parameter]:
-        """What has averaged gradients before a step, for `ShardedGradScaler` to divide."""
+        """The parameters with averaged gradients before a step, for `ShardedGradScaler` to divide."""
         return self.local_params if self.gets_reduced_gradients else self._all_params()
 
     @property
     def local_params(self) -> list[nn.Parameter]:
-        """What this rank has of the parameters' gradients when they are averaged: pieces, and shards as they are."""
+        """This rank's holders of averaged gradients: pieces, and shards as they are."""
         pieces = [piece for bucket in self.buckets for piece in bucket.optimizer_params]
         return pieces + [param for bucket in self._assigner.shard_buckets for param in bucket.params]
 
     def grad_holders(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yields each parameter and what has its averaged gradient on this rank, in an order that all ranks have."""
+        """Yields each parameter and the holder of its averaged gradient here, in an order that all ranks have."""
         for bucket in self.buckets:
             yield from zip(bucket.params, bucket.pieces, strict=True)
         for shards in self._assigner.shard_buckets:
@@ -444,7 +445,7 @@ class OSS(OSSStateDictMixin):
 
     @on_local_tensors
     def _check_replicas(self) -> None:
-        """Compares the parameters between the ranks; those of a whole module once for all its optimizers."""
+        """Compares the parameters between the ranks; those of a module once for all its optimizers."""
         wrapper = None if self.reduced_by is None else self.reduced_by()
         named = [item for bucket in self.buckets for item in zip(bucket.names, bucket.params, strict=True)]
         if isinstance(wrapper, nn.Module) and isinstance(module := wrapper.module, nn.Module):
@@ -473,7 +474,7 @@ class OSS(OSSStateDictMixin):
     def _step_optimizer(self, kwargs: Mapping[str, Any]) -> Exception | None:
         """Steps on this rank's shard and starts the all-gathers of the buckets.
 
-        Returns what the inner optimizer has raised. The rank still takes part in all collectives of the step.
+        Returns the exception of the inner optimizer. The rank still takes part in all collectives of the step.
         """
         local_params = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
         parts = [bucket.optimizer_params for bucket in self.buckets]
@@ -500,7 +501,7 @@ class OSS(OSSStateDictMixin):
         return failure
 
     def _full_parts(self, local_params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
-        """Yields what to step on: local parameters, if any rank has some, and gathered full parameters of buckets.
+        """Yields the parameters to step on: local ones, if any rank has some, and gathered ones of buckets.
 
         An optimizer of torch steps on one bucket after the other. Any other takes a single step, because it may count
         its calls, so that all full parameters of this rank are in memory at once. They are sent back after the step.
@@ -531,7 +532,7 @@ class OSS(OSSStateDictMixin):
             bucket.drop_grads()
 
     def _send_bucket(self, bucket: Bucket, *, updates_all: bool = False) -> None:
-        """Starts the all-gather of what this rank has updated: parameters with a gradient, or all of them."""
+        """Starts the all-gather of the elements that this rank has updated: with a gradient, or all of them."""
         in_half = self._broadcast_fp16 and bucket.dtype == torch.float32
         wire_dtype = torch.float16 if in_half else None
         bucket.all_gather(message_tag(bucket.gather_event), wire_dtype, updates_all=updates_all)
@@ -541,7 +542,7 @@ class OSS(OSSStateDictMixin):
                     self.optim.state.setdefault(piece, {})[_MASTER] = piece.data
 
     def _wait_unless_overlapped(self) -> None:
-        """Waits for the all-gathers that can't run beside the next forward pass."""
+        """Waits for the all-gathers that can't run during the next forward pass."""
         waits = self.waits_in_step or profiler_runs()  # No transfer may be under way when a profiler ends.
         for bucket in self.buckets:
             if bucket.is_gathering and (waits or bucket.is_read_past_parameters()):

@@ -2,7 +2,7 @@
 
 A pass begins with the first gradient and ends when autograd has finished or failed. Under `no_sync()` its gradients are
 accumulated. Otherwise they are reduced in one order on all ranks, and reach the optimizer after all ranks have compared
-what they did. A pass that fails on one rank is aborted on all: the failing rank reduces zeros for the rest of the
+their events. A pass that fails on one rank is aborted on all: the failing rank reduces zeros for the rest of the
 order, so that the others come to the comparison, where all raise and nothing has changed. Under `no_sync()` that is the
 end of the pass that reduces the step. A backward that a rank has skipped is aborted before its next one begins.
 """
@@ -65,8 +65,9 @@ class BackwardStatus(NamedTuple):
 class ReductionSchedule:
     """Bucket reductions of one backward pass, in one order on all ranks; one is under way at a time.
 
-    A bucket is reduced when all its gradients have come and those before it are under way, beside the backward of the
-    next ones. Which parameters a rank has used may depend on its data: what is missing at the end counts as zeros.
+    A bucket is reduced when all its gradients have come and those before it are under way, during the backward of the
+    next ones. Which parameters a rank has used may depend on its data: a gradient that is missing at the end counts as
+    zeros.
     """
 
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int], contract: Contract, *, in_half: bool) -> None:
@@ -74,7 +75,7 @@ class ReductionSchedule:
         self._pending_grads = [
             {i for i, param in enumerate(bucket.params) if param.requires_grad} for bucket in buckets
         ]
-        # What frozen buckets have accumulated, on some ranks or on all, is reduced when the ranks have compared.
+        # Gradients accumulated in frozen buckets, on some ranks or on all, are reduced when the ranks have compared.
         self._unreduced = [number for number in order if self._pending_grads[number]]
         self._is_announced = False  # The next reduction has been compared between the ranks.
         self._reducing: int | None = None
@@ -157,7 +158,7 @@ class PendingForwards:
         self._unmatched: list[weakref.ref[_Forward]] = []  # in the order of the calls
         self._num_matched = 0
         self._per_pass = 1  # forwards that the last backward pass has reached
-        self._accepted = 0  # unmatched forwards on every rank alike, such as those whose outputs are only looked at
+        self._accepted = 0  # unmatched forwards on every rank, for example those of outputs that are only looked at
 
     def watch(self, outputs: Any, *, counts: bool = True) -> None:
         """Hooks the graph of a forward pass, whose backward all ranks must run if it `counts`."""

@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Returns the OSS inside a wrapper, such as AdaScale, that has it as its `optimizer`; any other, as it is."""
+    """Returns the OSS inside a wrapper, for example AdaScale, that has it as its `optimizer`; any other, as it is."""
     inner = optimizer
     while isinstance(inner, Optimizer) and not isinstance(inner, OSS):
         inner = getattr(inner, "optimizer", None)
@@ -112,7 +112,7 @@ def check_params_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
 #
 # A parent may read a child's parameters without calling the child: torch's attention reads the weights of its
 # projection, and a `ParameterList` never runs. So modules of torch.nn other than containers wait for all parameters
-# inside, and those of modules that were never seen to run are waited for before the whole model.
+# inside, and those of modules that were never seen to run are waited for before the model.
 
 _CONTAINERS = (
     nn.Module,
@@ -153,7 +153,7 @@ class GatherWait:
 
 
 class RootGatherWait:
-    """The wait before the whole model, for modules that were not seen to run."""
+    """The wait before the model, for modules that were not seen to run."""
 
     def __init__(self, waits: Iterable[GatherWait] = ()) -> None:
         self.waits = list(waits)
@@ -238,7 +238,7 @@ class ShardedDataParallel(nn.Module):
         broadcast_buffers: All ranks take rank 0's buffers before each forward pass.
         sync_module_states: All ranks take rank 0's parameters and buffers now.
         reduce_fp16: Send gradients of fp32 parameters in half precision.
-        overlap_gather: Updated parameters are gathered beside the next forward pass, and waited for at their first
+        overlap_gather: Updated parameters are gathered during the next forward pass, and waited for at their first
             use. Off, `step` waits.
 
     Raises:
@@ -274,11 +274,11 @@ class ShardedDataParallel(nn.Module):
         self.group = optimizers[0].shard_group
         self.broadcast_buffers = broadcast_buffers
         devices = [bucket.device for optimizer in optimizers for bucket in optimizer.buckets]
-        self.is_multi_device_module = len(set(devices)) > 1  # what torch's own wrapper says of itself
+        self.is_multi_device_module = len(set(devices)) > 1  # an attribute of torch's own wrapper
         self.device_type = next((device.type for device in devices), "cpu")
         self._contract = Contract(self.group, optimizers[0].contract.limit_seconds)
         self._contract.named_params = module.named_parameters
-        # What decides which messages are sent, and their dtypes.
+        # The settings that decide which messages are sent, and their dtypes.
         settings = f"{broadcast_buffers=}, {sync_module_states=}, {reduce_fp16=}"
         sent = module.named_buffers() if broadcast_buffers or sync_module_states else ()
         buffers = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in sent]
@@ -359,7 +359,7 @@ class ShardedDataParallel(nn.Module):
             self._reducer.require_backward_grad_sync = before
 
     def reduce(self) -> None:
-        """Reduces now what passes under `no_sync()` have left in `param.grad`; all ranks call it together.
+        """Reduces now the gradients that passes under `no_sync()` have left in `param.grad`. All ranks call it.
 
         A rank that has nothing there, as one that has skipped all of its micro-batches, counts as zeros.
 

@@ -81,7 +81,7 @@ def local_state_dict(
 
 
 def describe_state_dict(state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what must be equal on all ranks of a plain state dict that each of them has read."""
+    """Yields the values that must be equal on all ranks in a plain state dict that each has read."""
     for number, group in enumerate(state_dict["param_groups"]):
         options = {key: value for key, value in sorted(group.items()) if key != "params"}
         yield f"group {number}: {len(group['params'])} parameters, {options}"
@@ -241,7 +241,7 @@ class OSSStateDictMixin(Optimizer):
 
     @property  # type: ignore[override]  # Optimizer has an attribute, which users assign to.
     def state(self) -> StateByParam:
-        """What this rank has of the state of each parameter, by the parameter; of one that is cut, a part's."""
+        """This rank's state of each parameter, by the parameter; of a parameter that is cut, that of its part."""
         return self._state
 
     @state.setter
@@ -264,7 +264,7 @@ class OSSStateDictMixin(Optimizer):
             recipient_rank: Which rank of the group gets it; -1 is all of them.
 
         Raises:
-            ValueError: There is no such rank; or the ranks have not stepped alike, or a state can't be put together.
+            ValueError: There is no such rank; or the ranks have made different steps, or a state can't be put together.
             ContractError: The ranks name different recipients.
         """
         if not -1 <= recipient_rank < self.shard_group.size:
@@ -345,7 +345,7 @@ class OSSStateDictMixin(Optimizer):
 
     @on_local_tensors
     def load_checked(self, local: dict[str, Any]) -> None:
-        """Loads what `check_state_dict` has returned."""
+        """Loads a result of `check_state_dict`."""
         self._invalidate()
         self.optim.load_state_dict(local)
         for group, inner_group in zip(self.param_groups, self.optim.param_groups, strict=True):

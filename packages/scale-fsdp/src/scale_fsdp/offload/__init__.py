@@ -1,4 +1,4 @@
-"""Optimizer offload: state on the host, and its update there, beside the backward pass.
+"""Optimizer offload: state on the host, and its update there, during the backward pass.
 
 Begin with `optimizer`, the public class; `placement` says which elements go, `transfer` copies, `host_update` steps.
 """

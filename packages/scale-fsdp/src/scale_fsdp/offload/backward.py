@@ -1,7 +1,7 @@
-"""Gradient prefetch and optimizer-in-backward: what `OffloadOptimizer` does while the backward pass runs.
+"""Gradient prefetch and optimizer-in-backward: the work of `OffloadOptimizer` while the backward pass runs.
 
-By default gradients are copied to the host as they become ready, so that the step begins with what it needs. With
-`overlap_step=True` they are consumed, bucket by bucket, and no gradient is left for later.
+By default gradients are copied to the host as they become ready, so that the step begins with its inputs on the host.
+With `overlap_step=True` they are consumed, bucket by bucket, and no gradient is left for later.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class OptimizerInBackward:
     def discard_pending(self) -> None:
         """Drops gradients that wait for their update, as after a backward pass that failed."""
         self._pending.clear()
-        if self._aborted_after:  # The user was told, and goes on with what there is.
+        if self._aborted_after:  # The user has got the error, and goes on.
             self.reset()
 
     def reset(self) -> None:
@@ -182,7 +182,7 @@ class OptimizerInBackward:
 
     @on_local_tensors
     def finish_backward(self) -> None:
-        """Updates what is left and waits for all updates of the pass."""
+        """Makes the remaining updates and waits for all updates of the pass."""
         self._in_backward = False
         if self._pending:
             self._start_updates()

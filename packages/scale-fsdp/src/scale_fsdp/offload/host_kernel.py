@@ -2,7 +2,7 @@
 
 Each of these alone passes over all of the memory: clipping reads and writes the gradients (8 bytes per parameter), the
 optimizer reads and writes everything (28), the copy for the computation reads it once more (6). In chunks that fit the
-cache, the optimizer reads what has just been scaled and the copy what has just been written.
+cache, the optimizer reads values that have just been scaled, and the copy reads values that have just been written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class InnerOptimizer:
                 states_of[param].update(new_state[param])
         self._optimizer.param_groups = [{**options, "params": list(params)}]
         self._optimizer.state = defaultdict(dict, states_of)
-        step = type(self._optimizer).step  # Hooks belong to the user's optimizer, of which this is a part of a step.
+        step = type(self._optimizer).step  # Hooks belong to the user's optimizer, and this is a part of its step.
         getattr(step, "__wrapped__", step)(self._optimizer)
         self._optimizer.param_groups, self._optimizer.state = [], defaultdict(dict)
 
@@ -97,7 +97,7 @@ class HostKernel:
         else:
             grads = self._gradients(chunks, factor)
             params = [
-                # A parameter's own gradient stays what it is.
+                # A parameter's own gradient stays as it is.
                 chunk.param if grad is chunk.grad else chunk.param.detach()
                 for chunk, grad in zip(chunks, grads, strict=True)
             ]

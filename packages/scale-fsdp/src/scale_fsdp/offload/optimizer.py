@@ -71,7 +71,7 @@ def _grads(params: Iterable[Tensor]) -> list[Tensor | None]:
 
 
 class OffloadOptimizer(Optimizer):
-    """A torch optimizer of which a fraction of the state lives on the host, the rest on the parameters' device.
+    """A torch optimizer with a fraction of its state on the host, the rest on the parameters' device.
 
     It computes the same steps, to the bit on CPU, and is used in the same way: parameter groups, schedulers, and a
     `state_dict` that the plain optimizer loads, and vice versa. Parameters may be local shards. Gradients may be
@@ -92,7 +92,7 @@ class OffloadOptimizer(Optimizer):
     updates with torch's fused kernel where the optimizer has one, unless `fused` or `foreach` is given.
 
     Args:
-        optim_cls: A class such as `torch.optim.AdamW`.
+        optim_cls: A class, for example `torch.optim.AdamW`.
         params: Parameters, or groups of them, as for `optim_cls`.
         host_fraction: The fraction of all elements whose state is on the host, from 0 to 1.
         overlap_step: Update during the backward pass, bucket by bucket, and keep no gradients. It allows one backward
@@ -240,7 +240,7 @@ class OffloadOptimizer(Optimizer):
         """Updates all parameters that have a gradient.
 
         Args:
-            closure: Computes loss and gradients anew, and returns the loss.
+            closure: Computes loss and gradients again, and returns the loss.
 
         Raises:
             RuntimeError: Gradients have changed since they were clipped, are sparse, or are needed again after an
@@ -353,7 +353,7 @@ class OffloadOptimizer(Optimizer):
             self._placed.add(param, parts)
 
     def _cut_multiple(self, param: Tensor, group: Mapping[str, Any]) -> int:
-        """At what multiples of elements a parameter can be split; 0: nowhere."""
+        """The multiple of elements at which a parameter can be split; 0: nowhere."""
         if self._split == "parameter" or not param.is_contiguous() or param.dim() == 0:
             return 0
         return FUSED_MULTIPLE if host_options(group, param.dtype).get("fused") else 1

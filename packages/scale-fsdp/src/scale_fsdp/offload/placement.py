@@ -49,7 +49,7 @@ class StatePart:
         return grad is not None
 
     def param_on_host(self) -> bool:
-        """Whether the parameter, and what it is cast to, can be used on the host as they are."""
+        """Whether the parameter, and its cast, can be used on the host as they are."""
         return on_host(self.param) and is_dense(self.param) and (self.cast_target is None or on_host(self.cast_target))
 
     def slice(self, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Host transfer: parameters and gradients are copied to pinned buffers, and new values back, beside the computation."""
+"""Host transfer: parameters and gradients are copied to pinned buffers, and new values back, during the computation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PinnedBuffer:
         self.free: StreamEvent | None = None
 
     def reserve(self, tensors: Sequence[Tensor]) -> None:
-        """Makes room for copies of these tensors, after what was in it has left."""
+        """Makes room for copies of these tensors, after its earlier content has left."""
         if self.free is not None:
             self.free.synchronize()
         numels: dict[torch.dtype, int] = {}
@@ -151,7 +151,7 @@ class HostTransfer:
     @torch.no_grad()
     def write_back(self, bucket: TransferBucket) -> None:
         """Starts to copy new values to the device."""
-        with self._to_device.run(after_caller=False):  # The host has seen that what they replace was used.
+        with self._to_device.run(after_caller=False):  # The host has seen that the replaced values were used.
             for target, source in bucket.write_backs:
                 copy_into(target, source)
         if bucket.buffer is not None:

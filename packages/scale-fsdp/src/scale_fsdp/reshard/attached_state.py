@@ -1,7 +1,7 @@
 """Attached state: tensors with an element for each element of a parameter (gradients, optimizer state, averages).
 
-They are resharded as the parameters are, one kind of one flat buffer at a time. What is one number for a whole
-parameter, such as its step count, stays as it is.
+They are resharded as the parameters are, one kind of one flat buffer at a time. A number for a
+parameter, for example its step count, stays as it is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StateKeys:
 
 @dataclass(frozen=True)
 class AttachedStateSpec:
-    """All attached state of a model, without its tensors: what ranks compare, and ranks that join load."""
+    """All attached state of a model, without its tensors: ranks compare it, and ranks that join load it."""
 
     tensors: list[list[StateTensors]] = field(default_factory=list)  # by flat buffer
     keys: dict[tuple[int, int, int], StateKeys] = field(default_factory=dict)  # by flat buffer, optimizer, parameter

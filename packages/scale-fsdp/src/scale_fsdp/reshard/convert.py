@@ -1,7 +1,7 @@
 """Dtype and device conversion of sharded modules: `half()`, `to()`, `cuda()`, `to_empty()`.
 
 torch implements all of these by `_apply`, with a function that it calls with each tensor. Here it is called with each
-whole shard, and the flat buffer moves into what it returns. As in a plain module a parameter stays the same object
+full shard, and the flat buffer moves into the result. As in a plain module a parameter stays the same object
 where torch can give it other memory, so that an optimizer goes on with it; from the meta device on it is a new one.
 """
 

@@ -43,7 +43,7 @@ def should_initialize(
     *,
     sync: bool,
 ) -> bool:
-    """Whether this rank initializes what it has on meta: unless it has nothing there, or rank 0 sends all values.
+    """Whether this rank initializes its meta tensors: unless it has nothing there, or rank 0 sends all values.
 
     Raises ValueError on all ranks if one of them would be left without values, before any has changed anything; without
     `sync` on that rank alone.
@@ -75,7 +75,7 @@ def should_initialize(
 def materialize(
     module: nn.Module, own: Sequence[ParamModuleInfo], device: torch.device, init: Init, *, fill: bool
 ) -> dict[nn.Parameter, Tensor]:
-    """Allocates what a unit-to-be has on meta, and initializes it if `fill`; returns the values by parameter.
+    """Allocates the meta tensors of a unit-to-be, and initializes it if `fill`; returns the values by parameter.
 
     Buffers get theirs in place, parameters stay on meta. A module is initialized after those in it, as in a
     constructor. Raises ValueError, and leaves the module as it was, if nothing was written to one of them.

@@ -1,8 +1,8 @@
 """Live resharding: another number of ranks, or another strategy, for a model in memory, without a checkpoint.
 
-Flat buffer by flat buffer, the old ranks gather what they have, and each new rank keeps its shard of it: the parameters
+Flat buffer by flat buffer, the old ranks gather their shards, and each new rank keeps its shard of it: the parameters
 first, then each kind of attached state. So one of these at a time is unsharded, and every number stays the same.
-Ranks that join come with a model on the meta device, and are sent what the others have gathered.
+Ranks that join come with a model on the meta device, and receive the gathered buffers of the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NewGroup: TypeAlias = GroupLike | Literal["same"]
 
 @dataclass(frozen=True)
 class ReshardRequest:
-    """What one rank has and asks for; the ranks exchange it before anything changes."""
+    """The state and the request of one rank; the ranks exchange it before anything changes."""
 
     has_values: bool  # of a shard; on a rank that joins they are on meta
     keeps_group: bool  # process_group="same"
@@ -87,7 +87,7 @@ def check_idle(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _model_signature(unit: Unit, path: str) -> list[str]:
-    """All of a unit that must be alike on all ranks, line by line."""
+    """All facts of a unit that must be equal on all ranks, a line each."""
     title = path or "root"
     lines = [f"{title}: flatten={unit.options.flatten}, {unit.precision}, {unit.options.communication}"]
     for buffer in unit.buffers:
@@ -103,7 +103,7 @@ def _model_signature(unit: Unit, path: str) -> list[str]:
 
 
 def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
-    """Raises ValueError, on all ranks alike, where the ranks differ in model, state or new ranks."""
+    """Raises ValueError, on all ranks, if the ranks differ in model, state or new ranks."""
     first = next((request for request in requests if request.has_values), None)
     if first is None:
         raise ValueError("no rank has values: every one of them came with a model on the meta device")
@@ -170,8 +170,8 @@ def reshard_to(
 
     A rank that joins builds the model under `torch.device("meta")`, shards it in the same units by
     `fully_shard(..., mesh, init=False)`, and builds the optimizer. It gets all state and the options of
-    parameter groups; its scheduler it sets itself. A rank that leaves passes what `torch.distributed.new_group` has
-    returned to it; its model is left on the meta device, and may join again.
+    parameter groups; its scheduler it sets itself. A rank that leaves passes the value that
+    `torch.distributed.new_group` has returned to it; its model is left on the meta device, and may join again.
 
     Args:
         model: The sharded model.
@@ -222,7 +222,7 @@ def _make_request(
     process_group: NewGroup,
     reshard_after_forward: bool | int | None,
 ) -> ReshardRequest:
-    """What this rank asks for, checked as far as it can be alone."""
+    """The request of this rank, checked as far as one rank can."""
     check_idle(model, units)
     for unit in units:
         if (ranks := new_ranks(unit, process_group)) is not None:
@@ -247,10 +247,10 @@ def _make_request(
 
 @dataclass
 class _Reshard:
-    """One resharding: which rank sends what to whom."""
+    """One resharding: the senders and receivers of each buffer."""
 
     union: Group
-    source: int  # the rank in `union` that broadcasts what its old ranks have gathered
+    source: int  # the rank in `union` that broadcasts the buffers that its old ranks have gathered
     keeps_shards: bool  # only the groups or when it is released change
     any_joins: bool  # some rank has no values yet
     joins: bool  # this one

@@ -293,8 +293,7 @@ def is_on_an_axis(unit: Unit, group: Group) -> bool:
 
 
 def describe_units(units: Sequence[Unit], group: Group) -> list[str]:
-    """Returns, line by line, all that decides the messages of the units, to compare it between ranks before the first
-    gather.
+    """Returns all that decides the messages of the units, a line each, to compare before the first gather.
 
     Ranks that would cut, cast or prefetch differently read each other's bytes as something else. What a unit over some
     of the ranks holds was compared between those when it was sharded: other ones may have more experts.

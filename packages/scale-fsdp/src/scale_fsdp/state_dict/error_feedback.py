@@ -1,4 +1,4 @@
-"""What `error_feedback=True` keeps on each rank, as an object of a snapshot."""
+"""The rounding errors that `error_feedback=True` keeps on each rank, as an object of a snapshot."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from scale_fsdp.runtime.unit import module_names, units_in
 
 
 class ErrorFeedbackState:
-    """What rounding has taken from gradients and the next step will add, of each rank, to be saved and loaded.
+    """The rounding errors of each rank's gradients, which the next step adds, to be saved and loaded.
 
         objects = {"model": model, "optimizer": optimizer, "error_feedback": ErrorFeedbackState(model)}
         snapshot.save(folder, step, objects)
 
     With it a run goes on to the bit at the same number of ranks. At another number, or where units or the ranks of a
-    node are others, errors begin at zero, with one warning: what each rank has not sent belongs to its own messages.
+    node are others, errors begin at zero, with one warning: an error belongs to the messages of its rank.
     Take it after the optimizer's step (and `ShardedGradScaler.update`).
 
     A snapshot grows by 4 bytes for each gradient that a rank quantizes, on every rank: all of the model's, or one part
@@ -56,7 +56,7 @@ class ErrorFeedbackState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` has returned; an error that belongs to other messages begins at zero."""
+        """Takes over a result of `state_dict`; an error that belongs to other messages begins at zero."""
         anew = []
         for named_buffer in _named_buffers(self._model):
             saved = state.get(named_buffer.key, {})
@@ -84,7 +84,7 @@ class _Named(NamedTuple):
 
     @property
     def signature(self) -> list[Any]:
-        """What decides which elements stand where in this rank's messages."""
+        """The settings that decide the place of each element in this rank's messages."""
         groups, nodes = self.buffer.groups, self.buffer.groups.nodes
         sizes = [groups.shard.size, groups.replicas.size, 1 if nodes is None else nodes.intra_node.size]
         named = zip(self.names, self.buffer.layout.entries, strict=True)

@@ -1,7 +1,7 @@
 """Full state dict: full tensors under the plain module's names.
 
-Buffer by buffer is gathered, copied where this rank keeps it, and freed. So a device holds one unit beside the shards
-at most, and what it is to keep. Loading sends nothing: each rank takes its elements out of the full tensors. So does
+Buffer by buffer is gathered, copied where this rank keeps it, and freed. So a device holds the shards, one unit
+at most, and the tensors to keep. Loading sends nothing: each rank takes its elements out of the full tensors. So does
 a write to the tensors of `model.state_dict()`, which are `GatheredTensor`s.
 """
 

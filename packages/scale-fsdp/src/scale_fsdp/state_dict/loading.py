@@ -1,6 +1,6 @@
-"""Loading a state dict: full tensors, of which each rank keeps its elements, or its own shards as they are.
+"""Loading a state dict: full tensors, from which each rank keeps its elements, or its own shards as they are.
 
-torch loads module by module and reports in the end what did not fit. Here all that can be compared is compared before,
+torch loads module by module and reports mismatches in the end. Here all that can be compared is compared before,
 so that a state of another model changes nothing.
 """
 
@@ -110,7 +110,7 @@ def _replace_by_shard(
     """Puts this rank's elements of one parameter in the place of its full tensor; a flat one is loaded at once."""
     buffer, number = slot.buffer, slot.number
     full = state_dict.get(name)
-    if full is buffer.sharded_param(number):  # torch.distributed.checkpoint has filled up what was not given.
+    if full is buffer.sharded_param(number):  # torch.distributed.checkpoint has filled in missing values.
         del state_dict[name]
         full = None
     if full is None:
@@ -133,7 +133,7 @@ def _replace_by_shard(
 
 
 def local_elements(buffer: FlatBuffer, number: int, full: Tensor) -> Tensor:
-    """This rank's elements of a full tensor, or of what the parameter's layer has on this rank of it."""
+    """This rank's elements of a full tensor, or of the part that the parameter's layer has on this rank."""
     full, span = plain_tensor(full).detach(), buffer.spans[number]
     shard = None if buffer.flatten else shard_of(buffer.sharded_params[number])
     if shard is not None and tuple(full.shape) == shard.shape:
@@ -162,13 +162,13 @@ def check_no_assign(assign: bool) -> None:
 
 
 def _mismatches(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> list[str]:
-    """What does not fit, in torch's words; nothing where a module may change the state before it loads it."""
+    """The mismatches, in torch's words; nothing where a module may change the state before it loads it."""
     if not all(_loads_as_given(child) for child in module.modules()):
         return []
     named = all_names(module)
     problems = []
     if strict:  # Missing buffers are left to torch: a state of an old version lacks some by right.
-        # torch.distributed.checkpoint fills up what was not given by what the model has.
+        # torch.distributed.checkpoint fills in missing values from the model.
         if missing := [n for n, slot in named.items() if n not in state_dict or _is_own(slot, state_dict[n])]:
             hidden = any(named[name].buffer.flatten for name in missing)
             hint = " Where flatten_parameters=True hides names, load the full tensors on every rank." if hidden else ""
@@ -201,7 +201,7 @@ def _is_flat(name: str) -> bool:
 
 
 def _shape_error(name: str, value: Any, target: ParamSlot | Tensor) -> str:
-    """What is wrong with a value for a parameter or a buffer; "" where nothing is."""
+    """The mistake in a value for a parameter or a buffer; "" if there is none."""
     if isinstance(target, Tensor):
         shape, shard = tuple(target.shape), None
     else:

@@ -1,6 +1,6 @@
-"""Local state dict: what one rank holds of a model, saved and loaded by each rank for itself, without communication.
+"""Local state dict: the part of a model that one rank holds, which each rank saves and loads for itself.
 
-The tensors are the shards as they are. The metadata says which elements of which parameter they are. With it a state is
+The tensors are the shards as they are. The metadata gives the parameter and its elements in each. With it a state is
 loaded by the right rank only, and the files of all ranks become the plain model's weights again, without any process
 group: `consolidate_local_state_dicts`.
 """
@@ -39,7 +39,7 @@ def local_state_dict(module: nn.Module, plain: Callable[..., Any], *args: Any, *
 
 
 def shard_metadata(module: nn.Module) -> dict[str, Any]:
-    """Which elements of which parameters this rank's shards are, in values that torch.save and JSON know."""
+    """The parameters and elements in this rank's shards, in values that torch.save and JSON know."""
     paths, buffers = module_names(module), list(persistent_buffers(module))
     names = all_names(module).keys() | set(buffers)
     entries = {  # the name of each buffer's flat parameter
@@ -68,7 +68,7 @@ def load_local_state_dict(
     state_dict: Mapping[str, Any],
     strict: bool,
 ) -> Any:
-    """Loads what `local_state_dict` gave on this rank; raises before anything is written."""
+    """Loads a result of `local_state_dict` on this rank; raises before anything is written."""
     check_loadable(module, "load_local_state_dict")
     metadata = getattr(state_dict, "_metadata", {}).get("", {}).get(LOCAL_METADATA)
     if metadata is not None:
@@ -168,10 +168,10 @@ def consolidate_local_state_dicts(local_state_dicts: Sequence[Mapping[str, Any]]
     Buffers are those of rank 0.
 
     Args:
-        local_state_dicts: What `local_state_dict()` returned on each rank, or a file has given back, in any order.
+        local_state_dicts: The result of `local_state_dict()` on each rank, or from a file, in any order.
 
     Raises:
-        ValueError: A state lacks what it says of itself, a rank is missing or there twice, or the ranks saved
+        ValueError: A state lacks its metadata, a rank is missing or there twice, or the ranks saved
             different models; a parameter is missing or has another size.
     """
     metadata = [
@@ -194,7 +194,7 @@ def consolidate_shards(
     with_module_buffers: bool = True,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """The plain model's state dict, from each rank's tensors and what `shard_metadata` says of them.
+    """The plain model's state dict, from each rank's tensors and their `shard_metadata`.
 
     Args:
         shard_weights: The `local_state_dict()` of each rank, in any order.
@@ -219,7 +219,7 @@ def consolidate_shards(
             full[alias] = full[name]
     if with_module_buffers:
         parameters = {part["entry"] for part in first.metadata["parameters"].values()} | set(first.metadata["tied"])
-        for name, value in first.weights.items():  # buffers, and what modules save beside tensors
+        for name, value in first.weights.items():  # buffers, and extra state of modules
             if name not in parameters:
                 full[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
     order = {name: number for number, name in enumerate(first.metadata["names"])}

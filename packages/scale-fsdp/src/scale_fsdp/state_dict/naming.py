@@ -31,7 +31,7 @@ class ParamLocation:
 
     @property
     def owner(self) -> nn.Parameter:
-        """What an optimizer steps on: the local shard, or the flat parameter that holds it."""
+        """The tensor that an optimizer steps on: the local shard, or the flat parameter that holds it."""
         return self.buffer.sharded_param(self.index)
 
     @property
@@ -57,7 +57,7 @@ def param_names(module: nn.Module, unit: Unit, prefix: str = "") -> list[tuple[s
     for path, child in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(child), []).append(f"{prefix}{path}." if path else prefix)
     slots = unit.slots
-    if module in unit.modules:  # One of several, each of which has its own names.
+    if module in unit.modules:  # One of several, each with its own names.
         other = {
             id(child) for other_module in unit.modules if other_module is not module for child in other_module.modules()
         } - paths.keys()
@@ -130,7 +130,7 @@ def model_group(model: nn.Module) -> Group:
 
 
 def units_on_other_ranks(model: nn.Module) -> list[Unit]:
-    """Units over other ranks than the whole model whose parameters are others there, such as an expert of each rank.
+    """Units over other ranks than the model whose parameters are others there, for example an expert of each rank.
 
     Pieces of parameters that a layer has divided, as of all experts, say which elements of the same one they are.
     """
@@ -150,7 +150,7 @@ def check_same_ranks(model: nn.Module, what: str) -> None:
 
 
 def slices_in(model: nn.Module) -> dict[Tensor, list[ParamSlice]]:
-    """What each parameter of a model holds, in the order of `parameters()`, for its optimizer.
+    """The slices that each parameter of a model holds, in the order of `parameters()`, for its optimizer.
 
     The names are those of the model's state dict, also where the model is a plain module around sharded ones.
     """
@@ -168,7 +168,7 @@ def slices_in(model: nn.Module) -> dict[Tensor, list[ParamSlice]]:
 
 
 def slice_in_unit(location: ParamLocation) -> ParamSlice:
-    """What this rank holds of what its unit gathers: of a parameter, or of the piece that its layer has of one."""
+    """This rank's slices of the tensors that its unit gathers: of a parameter, or of its layer's piece of one."""
     flat, span = location.buffer.flatten, location.span
     elements = (location.entry.shape, span.start, span.stop, span.shard_offset if flat else 0, span.shape)
     return ParamSlice(location.name, location.owner, *elements, shares_owner=flat)

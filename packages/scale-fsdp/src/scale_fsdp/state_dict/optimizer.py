@@ -60,7 +60,7 @@ def full_optim_state_dict(
 ) -> dict[str, Any] | None:
     """Gathers the full state of an optimizer, by name, on the CPU. All ranks call it together, between steps.
 
-    One unit's tensors of one key, such as all its first moments, are on the device at a time.
+    One unit's tensors of one key, for example its first moments, are on the device at a time.
 
         >>> import torch
         >>> from scale_fsdp import full_optim_state_dict, fully_shard, shard_optim_state_dict
@@ -77,8 +77,8 @@ def full_optim_state_dict(
 
     Args:
         model: The optimizer's model: sharded, plain, or partly sharded.
-        optimizer: The optimizer, or a wrapper with `param_groups` and `state_dict()`. What its state dict has beside
-            "state" and "param_groups" is kept.
+        optimizer: The optimizer, or a wrapper with `param_groups` and `state_dict()`. Entries of its state dict in
+            addition to "state" and "param_groups" is kept.
         recipient_rank: Which of the model's ranks gets it; None is all of them.
 
     Returns:
@@ -202,7 +202,7 @@ def _check_gatherable(
     values: Mapping[Tensor, Mapping[str, Any]],
     gatherable: Container[str],
 ) -> None:
-    """Checks that what an optimizer keeps can be gathered, and sharded again by the names of parameters."""
+    """Checks that the state of an optimizer can be gathered, and sharded again by the names of parameters."""
     check_known(optimizer, owners)
     for param, state in values.items():
         location = owners[param][0]

@@ -51,7 +51,7 @@ class Policy(ABC):
 
     @abstractmethod
     def selects(self, candidate: Candidate) -> bool:
-        """Whether the module becomes a unit, given what its children left over."""
+        """Whether the module becomes a unit, given the parameters that its children left over."""
 
     def enters(self, candidate: Candidate) -> bool:
         """Whether modules inside it may become units: not where they are used without being called."""
@@ -70,7 +70,7 @@ Called with `module=`, `recurse=` (whether it asks for what is inside) and `nonw
 
 @dataclass(frozen=True)
 class _KeywordPolicyAdapter(Policy):
-    """A policy in the form of FSDP1's; what it doesn't enter, it doesn't wrap."""
+    """A policy in the form of FSDP1's; it wraps no module that it doesn't enter."""
 
     policy: KeywordPolicy
     wraps_leaves = False
@@ -201,7 +201,7 @@ class _NamePolicy(Policy):
 
 
 def name_policy(*patterns: str) -> Policy:
-    r"""Units are the modules whose whole qualified name matches a regular expression, as `r"layers\.\d+"`.
+    r"""Units are the modules whose full qualified name matches a regular expression, as `r"layers\.\d+"`.
 
     Lists and dicts of modules, which are never called, and modules without parameters are no units.
 

@@ -1,4 +1,4 @@
-"""Bucket: replicated parameters in one flat buffer, of which each rank updates its own shard.
+"""Bucket: replicated parameters in one flat buffer; each rank updates its own shard of it.
 
 The user's parameters have their memory in the buffer. So after a step one all-gather brings the updated parts straight
 into the parameters of all ranks, and a reduced gradient is the shard with which the optimizer steps.
@@ -124,7 +124,7 @@ class Bucket:
     def is_read_past_parameters(self) -> bool:
         """Whether somebody could read or write a parameter by another tensor, an alias of its memory.
 
-        An alias, such as a `param.data` that was kept, can't wait for an all-gather, as the parameter itself does.
+        An alias, for example a `param.data` that was kept, can't wait for an all-gather, as the parameter itself does.
         """
         if not self.can_be_awaited:
             return all(storage.device.type != "meta" for storage in self._storages)  # Fake tensors have no values.
@@ -163,7 +163,7 @@ class Bucket:
     # Gradients. The averaged one of a parameter is the `grad` of its piece, which is empty where other ranks have all.
 
     def has_grad(self, index: int) -> bool:
-        """Whether there is an averaged gradient of a parameter; alike on all ranks."""
+        """Whether there is an averaged gradient of a parameter; equal on all ranks."""
         return self.pieces[index].grad is not None
 
     @on_local_tensors
@@ -279,20 +279,20 @@ class Bucket:
         self.is_gathering = True
         increment_version(
             self.params if updates_all else stepped
-        )  # What autograd has saved of them is no longer what was computed with.
+        )  # The values that autograd has saved are no longer those of the forward.
         if self.can_be_awaited:
             switch_awaited(self.params)
         if self.group.size == 1:
             self.wait()  # Nothing is sent.
 
     def sync_master(self) -> None:
-        """Copies to `master` what was written to the rounded parameters since they were sent."""
+        """Copies to `master` writes to the rounded parameters since they were sent."""
         if self.master is not None:
             untouched = self.master.to(self._wire_dtype) == self._own_part  # This compares in the wider dtype.
             self.master.copy_(torch.where(untouched, self.master, self._own_part))
 
     def load_master(self, piece: nn.Parameter, unrounded: Tensor, sent_in: torch.dtype) -> None:
-        """Loads an unrounded piece from a state dict; what was written to the parameters since then counts."""
+        """Loads an unrounded piece from a state dict; later writes to the parameters count."""
         self._init_master()
         if self._wire_dtype == self.dtype:
             self._wire_dtype = sent_in
@@ -343,7 +343,7 @@ def part_of_gradient(grad: Tensor, piece: Tensor, span: ShardSpan) -> Tensor:
 def _with_own_storage(view: Tensor) -> Tensor:
     """The same memory under a storage of its own; savers take tensors that share a storage for tied."""
     storage = view.untyped_storage()
-    if storage.device.type == "meta":  # As that of fake tensors: there is no memory of which it could be a part.
+    if storage.device.type == "meta":  # As that of fake tensors: there is no memory that it could be a part of.
         return view
     start = view.storage_offset() * view.itemsize
     return view.new_empty(0).set_(storage[start : start + view.nbytes], 0, view.shape, view.stride())
@@ -361,7 +361,7 @@ def _cancel(pending: list[CollectiveWork]) -> None:
 
 
 class InPlaceBucket:
-    """Shards that are updated where they are: of element-wise optimizers, or tensors that one rank holds whole."""
+    """Shards that are updated where they are: of element-wise optimizers, or tensors that one rank holds in full."""
 
     def __init__(self, shards: Sequence[ShardedParam], elementwise: bool) -> None:
         self.params = [shard.param for shard in shards]
@@ -385,5 +385,5 @@ class InPlaceBucket:
     @on_local_tensors
     def mark_updated(self) -> None:
         """Increments the versions of the updated parameters, by which gathered copies are known to be stale."""
-        # On all ranks alike: one without elements of a parameter must gather it again with the others.
+        # On all ranks: one without elements of a parameter must gather it again with the others.
         increment_version([param for param in self.params if param.grad is not None])

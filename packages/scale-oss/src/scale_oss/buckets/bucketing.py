@@ -106,7 +106,7 @@ class BucketAssigner:
             self.placements.pop(key, None)
 
     def params_by_rank(self) -> list[set[int]]:
-        """Returns, by rank, the `id`s of the parameters of which the rank updates a part."""
+        """Returns, by rank, the `id`s of the parameters that the rank updates in part."""
         params_by_rank: list[set[int]] = []
         for rank in self._group.ranks:
             updated = set()

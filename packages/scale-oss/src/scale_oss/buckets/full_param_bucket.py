@@ -8,7 +8,7 @@ needs it gathers by itself: 15 times for each matrix in Muon.)
 An optimizer's constructor may read the values of parameters, for example to build a mask. While it runs, all full
 parameters of this rank have their values, and no gradients.
 
-An owner could keep its full parameters between the steps and save the first third of what is sent, but would hold as
+An owner could keep its full parameters between the steps and save the first third of the messages, but would hold as
 many elements again as its shard, and a stale copy after every load. So only the state is kept, and otherwise full
 parameters have memory only during the step: at most four times the elements of a bucket, parameters and gradients as
 they are sent and as they arrive.
@@ -98,7 +98,7 @@ class FullParamBucket:
                 full_param.grad = torch.empty_like(full_param)
                 targets.append(full_param.grad)
             for peer, shard_range in enumerate(self._pieces[index]):
-                for target in targets:  # Each shard is taken from the beginning of what its rank has sent.
+                for target in targets:  # Each shard is taken from the beginning of its rank's message.
                     target.view(-1)[slice(*shard_range)] = shards_by_peer[peer][: shard_range.numel]
                     shards_by_peer[peer] = shards_by_peer[peer][shard_range.numel :]
 
@@ -119,7 +119,7 @@ class FullParamBucket:
             param = self.params[index]
             param.data.copy_(received[offset : offset + param.numel()].view(param.shape))
             offset += param.numel()
-        # Gathered copies are stale now, on all ranks alike, whatever a rank holds of them.
+        # Gathered copies are stale now, on all ranks, whatever a rank holds of them.
         increment_version([self.params[index] for index in self._with_grad])
 
     def release(self) -> None:

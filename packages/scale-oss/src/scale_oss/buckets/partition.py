@@ -70,7 +70,7 @@ def assign_whole(
     *,
     alignment: int = 1,
 ) -> BucketPartition:
-    """Gives each parameter whole to its owner; those of one owner stand together.
+    """Gives each parameter in full to its owner; those of one owner stand together.
 
     Each begins at a multiple of `alignment` elements, in the buffer as in a rank's shard.
 
@@ -123,7 +123,7 @@ def choose_owners(numels: Sequence[int], world_size: int, loads: Sequence[int] =
 
 
 def group_from_the_end(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
-    """As `group_in_buckets`, begun with the last parameter, so that what is left over is the first bucket.
+    """As `group_in_buckets`, begun with the last parameter, so that the smaller one is the first bucket.
 
     That one is reduced last in a backward pass, and needed first in the next forward pass: nothing hides its way.
 

@@ -1,4 +1,4 @@
-"""State placement: which rank keeps the state of which elements of a parameter, under which tensor.
+"""State placement: the rank that keeps the state of an element of a parameter, and its tensor there.
 
 An optimizer of `torch.optim` keeps its state by its parameters. Here those are parts of the user's parameters, other
 ones on every rank; saving, loading and measuring look them up in a `StatePlacement`.
@@ -41,7 +41,7 @@ class StatePlacement:
     ranges: tuple[Range, ...]  # by rank of the group, the elements that it updates and keeps the state of
     owner: int | None  # the rank that updates all of it, with a state of any shape; None if each updates elements
     group: Group  # the ranks that have a part of it
-    stepped: nn.Parameter | None  # what this rank's optimizer steps on, if it has a part of it
+    stepped: nn.Parameter | None  # the tensor that this rank's optimizer steps on, if it has a part
 
     @cached_property
     def optimizer_param(self) -> nn.Parameter | None:
@@ -111,7 +111,7 @@ def ranks_of_shards(params: Sequence[nn.Parameter]) -> Group:
 
 
 def gather_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: float) -> list[ShardedParam]:
-    """Returns what all ranks hold of these shards; all ranks call it together, with the same parameters."""
+    """Returns the ranges that all ranks hold of these shards; all ranks call it together, with the same parameters."""
     shards = [unit_shard_of(param) for param in params]
     local_shards = [shard for shard in shards if shard is not None]
     assert len(local_shards) == len(params), "asked of a parameter that is no shard"
@@ -149,7 +149,7 @@ def check_gatherable(param: nn.Parameter, name: str) -> None:
 
 def _gather_ranges(shards: Sequence[Shard], group: Group, limit_seconds: float) -> list[tuple[Range, ...]]:
     """The elements that each rank of the group holds of each shard."""
-    if group.backend == "fake":  # The others don't exist: they share what this rank doesn't hold.
+    if group.backend == "fake":  # The others don't exist: they share the elements that this rank doesn't hold.
         return [_fake_ranges(shard, group) for shard in shards]
     record = [number for shard in shards for number in (shard.start, shard.stop)]
     rows = exchange(record, group, limit_seconds=limit_seconds)
