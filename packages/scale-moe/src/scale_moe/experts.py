@@ -38,7 +38,7 @@ class ExpertSharding(NamedTuple):
     shape: tuple[int, ...]  # of the full parameter
     sizes: tuple[int, ...]  # experts of each rank of the expert axis
     dim: int = 1  # that of the hidden features
-    hidden_ranges: tuple[Ranges, ...] = ()  # of these, what each rank of the tensor axis has; empty where there is none
+    hidden_ranges: tuple[Ranges, ...] = ()  # of these, by rank of the tensor axis; empty without one
 
     @classmethod
     def over(cls, mesh: ExpertMesh, shape: Sequence[int], dim: int = 1, *, stacked: int = 1) -> ExpertSharding:
@@ -84,14 +84,14 @@ class ExpertSharding(NamedTuple):
         return torch.cat([full.narrow(dim, first, last - first) for first, last in ranges], dim)
 
     def shard_spec(self, group: Group, name: str = "") -> Shard:
-        """What norms, optimizers and checkpoints of scale-core read of a rank's shard."""
+        """The description of a rank's shard for norms, optimizers and checkpoints of scale-core."""
         axis = Axis(group, Placement.SHARD, num_sources=len(self.sizes))
         return Shard.of_ranges(name, self.shape, self.local_ranges(group.rank), (axis,))
 
 
 @checked_arguments
 class Experts(ShardedModule):
-    """E feed-forward networks, of which this rank has some; rows come sorted by expert.
+    """E feed-forward networks, divided over the ranks; rows come sorted by expert.
 
         gated:  down(activation(gate(x)) * up(x))      plain:  down(activation(up(x)))
 
@@ -211,11 +211,11 @@ def compute_experts(
     num_ranks: int,
     received_counts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Returns what experts compute for the rows [R, dim] of all ranks; gradients of their parameters are averages.
+    """Returns the outputs of experts for the rows [R, dim] of all ranks; gradients of their parameters are averages.
 
     With `received_counts` the rows of each rank go through by themselves, one rank after another, and the gradient of
     each is reported (`scale_core.hooks.source_grads`). These are the same products in pieces, whose sum differs in the
-    last bits; beside the sum, one of them is in memory.
+    last bits; one of them is in memory with the sum.
     """
 
     def param(name: str, rank: int | None = None) -> Tensor:

@@ -1,7 +1,8 @@
-"""Gradients of what all ranks of the expert axis hold, averaged over it in the backward pass.
+"""Gradients of parameters that all ranks of the expert axis hold, averaged over it in the backward pass.
 
 A wrapper that averages over one group for all of its parameters, as `DistributedDataParallel` and
-`ShardedDataParallel` do, is given the ranks with the same experts. What is not divided is on more ranks than these.
+`ShardedDataParallel` do, is given the ranks with the same experts. Parameters that are not divided are on more ranks
+than these.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from scale_moe.mappings import all_reduced
 
 @checked_arguments
 def average_replicated_gradients(model: nn.Module, process_group: GroupLike = None) -> None:
-    """Averages gradients of what the ranks of the expert axis all have over these, in every backward pass.
+    """Averages gradients of replicated parameters over the expert axis, in every backward pass.
 
-    Each gradient is averaged as soon as it is computed, and goes to what reduces it next. All ranks of the group have
+    Each gradient is averaged as soon as it is computed, and goes to its next reduction. All ranks of the group have
     to run the same backward passes. Where one uses parameters that another one does not, both end with an error that
     names one: on the host a TransferError at once, since messages carry names; over NCCL, which matches gradients by
     their order alone, a ContractError at the end of the backward pass, where ranks compare the order of names. Not for
-    what `fully_shard` has sharded: give that the ranks of each module.
+    parameters that `fully_shard` has sharded: give that the ranks of each module.
 
     Args:
         model: Its experts are divided over this group already.

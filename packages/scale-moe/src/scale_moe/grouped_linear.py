@@ -86,7 +86,7 @@ def _weight_gradients(
     if ends is not None and _can_group_rows(grad, rows):
         grouped = torch._grouped_mm(grad.t(), rows, offs=ends)
         for expert, count in enumerate(counts):
-            if not count:  # torch does not say what it writes for a sum over no rows.
+            if not count:  # torch does not specify a sum over no rows.
                 grouped[expert].zero_()
         return grouped
     output = torch.empty_like(weight, memory_format=torch.contiguous_format)

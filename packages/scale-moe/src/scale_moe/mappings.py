@@ -1,6 +1,6 @@
 """Sums over ranks, as regions of the forward: of experts whose hidden features are divided.
 
-What goes in is the same on all these ranks, what comes out is summed.
+The input is the same on all these ranks, the outputs are summed.
 
     tokens, weights  -> identity    -> dispatch, experts, combine -> all-reduce -> outputs
     their gradients  <- all-reduce  <-       summands             <- identity   <-
@@ -23,7 +23,7 @@ from scale_core.errors import TransferError
 
 
 def copy_to_expert_tensor_parallel_region(tensor: Tensor, group: Group, name: str) -> Tensor:
-    """Returns the same; its gradient is the sum over the ranks, each of which computes with features of its own."""
+    """Returns the same; its gradient is the sum over the ranks, because each computes with features of its own."""
     if group.size == 1:
         return tensor
     return cast(Tensor, _Copy.apply(tensor, group, name))  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -33,7 +33,7 @@ ExpertMeshLike: TypeAlias = "GroupLike | ExpertMesh"
 def resolve_expert_mesh(process_group: ExpertMeshLike) -> ExpertMesh:
     """Returns the ranks of a group, or of a mesh of one dimension (expert) or two (expert, tensor).
 
-    All ranks of a mesh call it together. What it has returned it takes as well: for many layers over one mesh.
+    All ranks of a mesh call it together. It also takes its own result: for many layers over one mesh.
 
     Raises:
         ValueError: The mesh has more dimensions, or its ranks stand in another order.

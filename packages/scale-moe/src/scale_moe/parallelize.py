@@ -2,7 +2,7 @@
 
 Experts of transformers are one module for each layer: parameters [E, ...] for all E experts, and a forward of tokens,
 the indices of their experts, and weights. Each rank keeps the parameters of some experts. The module's forward becomes:
-dispatch, the module's own forward on what has come, combine. So whatever the module computes inside stays its own.
+dispatch, the module's own forward on the received rows, combine. So whatever the module computes inside stays its own.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _logger = logging.getLogger(__name__)
 def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn.Module:
     """Divides the experts of a model between ranks, in place; each rank has tokens of its own.
 
-    It finds modules by what they are: with an attribute `num_experts`, parameters whose first dimension is that, and a
-    forward of hidden states [T, dim], indices of experts [T, k] and weights [T, k], as all mixtures of transformers 5
-    have (Mixtral, Qwen-MoE, DeepSeek, OLMoE, GPT-OSS, ...). Routers, shared experts and all else stay whole on each
+    It finds modules by their structure: with an attribute `num_experts`, parameters whose first dimension is that, and
+    a forward of hidden states [T, dim], indices of experts [T, k] and weights [T, k], as all mixtures of transformers 5
+    have (Mixtral, Qwen-MoE, DeepSeek, OLMoE, GPT-OSS, ...). Routers, shared experts and all else stay complete on each
     rank. Numbers are those of the undivided model, as `MoE` says; gradients too.
 
     Each rank takes its experts out of its own copy, so that all must have the same values, as from one seed or file. On
@@ -88,13 +88,13 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
 
 
 class ParallelExperts(ShardedModule):
-    """What is added to the class of a module of experts."""
+    """The methods added to the class of a module of experts."""
 
     num_experts: int
     path: str
     mesh: ExpertMesh
     shardings: dict[str, ExpertSharding]
-    parent: ReferenceType[nn.Module] | None  # Of which the router is a part; a copy has none.
+    parent: ReferenceType[nn.Module] | None  # The module with the router; a copy has none.
 
     @compat.untraced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class ParallelExperts(ShardedModule):
     def _compute(self, dtype: torch.dtype, rows: Tensor, counts: Sequence[int], param: ParamByName) -> Tensor:
         """The module's own forward on rows [R, dim] that are sorted by expert, each with a weight of 1 in `dtype`."""
         params = {name: param(name) for name in self.shardings}
-        if not len(rows):  # It may leave out what has no tokens; the backward pass of other ranks waits for this one.
+        if not len(rows):  # Experts without tokens may be left out; other ranks' backward passes wait.
             return rows + sum(param[:0].sum() for param in params.values())
         number = tensor_on(rows.device, counts)
         index = torch.arange(len(counts), device=rows.device).repeat_interleave(number, output_size=len(rows))
@@ -124,7 +124,7 @@ class ParallelExperts(ShardedModule):
         return output
 
     def _router_weight(self) -> Tensor | None:
-        """The weight [E, ...] of a module beside this one, as of all routers of transformers; None where none is."""
+        """The weight [E, ...] of a module next to this one, as of all routers of transformers; None where none is."""
         parent = None if self.parent is None else self.parent()
         for module in () if parent is None else parent.children():
             weight = getattr(module, "weight", None)
@@ -156,7 +156,7 @@ class ParallelExperts(ShardedModule):
 
 
 class _Plan(NamedTuple):
-    """What is to be done to a module."""
+    """The conversion of a module."""
 
     path: str
     num_experts: int

@@ -1,8 +1,8 @@
 """Rules for attention modules whose heads are divided: which attributes depend on the number of heads.
 
 A module that was written for one process reshapes by its own number of heads. Where its projections are divided, that
-number is another one, and so is whatever depends on it. Which attribute means what is written down here, as rules with
-names; a module that no rule fits is refused.
+number is another one, and so is whatever depends on it. The meaning of each attribute is written down here, as rules
+with names; a module that no rule fits is refused.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How a family of attention modules calls its parts, and what in it depends on the number of heads.
+    """The names of parts in a family of attention modules, and the attributes that depend on the number of heads.
 
     Attributes:
-        name: What the family is called in errors.
+        name: The name of the family in errors.
         query: The projections of the queries that are known, by name.
         key_value: Those of the keys and values.
         fused: Projections of all three in one.
@@ -62,8 +62,8 @@ ATTENTION_RULES: tuple[AttentionRule, ...] = (
     AttentionRule("projections one by one", query=("q_proj", "wq", "query", "q"),
                   key_value=("k_proj", "v_proj", "wk", "wv", "key", "value", "k", "v")),
     AttentionRule("GPT-NeoX", fused=("query_key_value",), layout="by_head", classes=("GPTNeoXAttention",)),
-    # What `query_key_value` holds differs from one family to the next, and no attribute says how, so only rules for a
-    # class name it. The same goes for these classes, whose names would fit.
+    # The content of `query_key_value` differs from one family to the next, and no attribute says how, so only rules
+    # for a class name it. The same goes for these classes, whose names would fit.
     AttentionRule("one projection for all three", fused=("c_attn", "qkv", "qkv_proj", "Wqkv"),
                   not_classes=("CodeGenAttention", "GPTBigCodeAttention")),
 )  # fmt: skip
@@ -95,7 +95,7 @@ class Heads:
         """Returns the attributes that depend on the number of heads, with this rank's values."""
         num_heads, heads = self.split.query.total, self.split.query.sizes[rank]
         whole_key_value, key_value_heads = self.split.key_value.total, self.split.key_value.sizes[rank]
-        values = {  # what each is in the whole module, and what here
+        values = {  # its value in the full module, and its value here
             **dict.fromkeys(self.rule.heads, (num_heads, heads)),
             **dict.fromkeys(self.rule.key_value_heads, (whole_key_value, key_value_heads)),
             **dict.fromkeys(self.rule.ratio, (num_heads // whole_key_value, heads // max(key_value_heads, 1))),

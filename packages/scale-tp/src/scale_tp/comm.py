@@ -34,7 +34,7 @@ from scale_tp.split import even_sizes
 
 @functools.lru_cache(maxsize=4096)
 def call_tag(*key: object) -> int:
-    """Returns a message tag made of what has to be the same on sender and receiver: purpose, dtype, shapes.
+    """Returns a message tag made of the facts that must be equal on sender and receiver: purpose, dtype, shapes.
 
     Example:
         >>> call_tag("sum", "fp32", (2, 3)) == call_tag("sum", "fp32", (2, 3))
@@ -70,10 +70,10 @@ _COLLECTIVES = {"a sum": "all_reduce", "a gathering": "all_gather", "a sum by pa
 
 
 class PendingTensor(NamedTuple):
-    """A tensor that is being communicated: the collective under way, and what turns its result into the tensor."""
+    """A tensor that is being communicated: the collective, and the function that turns its result into it."""
 
-    op: str  # such as "a sum", for the error
-    tensor: Tensor  # what this rank gives
+    op: str  # for example "a sum", for the error
+    tensor: Tensor  # this rank's input
     group: Group
     work: CollectiveWork
     finish: Callable[[Tensor], Tensor] | None = None
@@ -84,7 +84,7 @@ class PendingTensor(NamedTuple):
         return f"scale_tp::{_COLLECTIVES.get(self.op, self.op)} {list(self.tensor.shape)}"
 
     def wait(self) -> Tensor:
-        """Returns the tensor; a `TransferError` says what was communicated."""
+        """Returns the tensor; a `TransferError` names the operation."""
         try:
             with record_function(self._title) if profiler_runs() else NO_RANGE:
                 result = self.work.wait()

@@ -77,7 +77,7 @@ class FailedPass(ForEachShardHook):
             self._all_have_failed("its backward pass failed, with an error that is raised there")
 
     def _all_have_failed(self, what: str) -> bool:
-        """Tells what has failed here, and ends the connections unless all ranks have failed in this pass."""
+        """Reports the failure of this rank, and ends the connections unless all ranks have failed in this pass."""
         self._publish(what)
         try:
             exchange(_RECORD, self._group, limit_seconds=_GRACE_SECONDS)
@@ -94,7 +94,7 @@ class FailedPass(ForEachShardHook):
 
 
 def add_explanation(error: TransferError, group: Group) -> None:
-    """Adds to the error of a transfer what each rank of the group did last, where one has said so."""
+    """Adds to the error of a transfer the last operation of each rank of the group, if it has reported one."""
     recorder_ref = group.state.get_or_create(_PassRecorder).recorder
     recorder = None if recorder_ref is None else recorder_ref()
     if recorder is None:

@@ -1,7 +1,7 @@
 """Llama's reference checkpoints, `consolidated.00.pth` and so on, merged into full tensors.
 
-Each file is what one rank of the reference code held. Along which dimension a tensor was divided is not written there;
-it follows from the tensor's name, and for the embedding, which releases divide differently, from its shape.
+Each file has the tensors of one rank of the reference code. Along which dimension a tensor was divided is not written
+there; it follows from the tensor's name, and for the embedding, which releases divide differently, from its shape.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def iterate_consolidated(
     Args:
         folder: The folder of consolidated.00.pth, consolidated.01.pth and so on, and params.json, if there is one.
         dims: As `LLAMA_DIMS`; to read other names, too, pass `{**LLAMA_DIMS, "lora": 0}`.
-        dtype: What to convert to; None keeps the dtype of the files.
+        dtype: The dtype to convert to; None keeps the dtype of the files.
 
     Raises:
         FileNotFoundError: There is no such file, or one of a series is missing.
         ValueError: A name that no pattern knows, files with other names, or parts of other shapes; before anything is
-            yielded. Or what all files hold differs between them.
+            yielded. Or tensors that all files hold differ between them.
 
     Example:
         model = Transformer(arguments)  # with layers of scale_tp: each rank keeps its shard
@@ -77,7 +77,7 @@ def iterate_consolidated(
                     "which both hold all of it, but they differ: take the files of one checkpoint"
                 )
         merged = parts[0] if dim is None else torch.cat(parts[::copies], dim)
-        # A copy, where nothing was joined: what is mapped would change with its file.
+        # A copy, where nothing was joined: mapped memory would change with its file.
         yield name, merged.to(dtype or merged.dtype, copy=len(parts) == 1 or dim is None)
 
 
@@ -92,7 +92,7 @@ class _Files(NamedTuple):
     """The files of a checkpoint."""
 
     paths: list[Path]  # by rank
-    parts: list[dict[str, Tensor]]  # what each holds
+    parts: list[dict[str, Tensor]]  # by file
     width: int | None  # the length of a token's vector; None where it is not known
     num_key_value_heads: int | None  # as params.json says; None where it does not
 
@@ -136,7 +136,7 @@ def _merge_rule(name: str, files: _Files, dims: Mapping[str, int | None]) -> tup
             f"{name}: no pattern says along which dimension it is divided: pass "
             f"dims={{**LLAMA_DIMS, {re.escape(name)!r}: 0}}, or None in the place of 0 where each rank has all of it"
         )
-    dim = matching[-1]  # What the caller adds is last.
+    dim = matching[-1]  # The caller's own addition is last.
     shapes = [tuple(part[name].shape) for part in files.parts]
     if dim == -1:
         if files.width is None:

@@ -45,7 +45,7 @@ Sizes: TypeAlias = Sequence[int] | None
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: GroupLike = None) -> Tensor:
-    """Returns the input as it is; its gradient is summed over the ranks, each of which computes with its own part.
+    """Returns the input as it is; its gradient is summed over the ranks, because each computes with its own part.
 
     Args:
         input_: [any shape], the same on all ranks.
@@ -103,7 +103,7 @@ def gather_from_tensor_model_parallel_region(
         sizes: n of each rank; None asks the others, in a message more.
 
     Raises:
-        ValueError: This rank's n is not what `sizes` says.
+        ValueError: This rank's n differs from `sizes`.
     """
     return gather_from_region(_check_tensor(input_, dim), tensor_parallel_group(process_group), dim, sizes)
 
@@ -136,7 +136,7 @@ def gather_from_sequence_parallel_region(
     sizes: Sizes = None,
     to_model_parallel: bool = True,
 ) -> Tensor:
-    """Returns the full sequence, of which each rank has a part.
+    """Returns the full sequence from the ranks' parts.
 
     Args:
         input_: [..., n of this rank, ...].
@@ -144,10 +144,10 @@ def gather_from_sequence_parallel_region(
         dim: The dimension of the sequence.
         sizes: n of each rank; None is as the sequence was divided, by one of these functions or by a layer.
         to_model_parallel: Whether each rank goes on with its own part of a layer, so that the gradients must be summed
-            over the ranks. False is for what all ranks compute alike, such as a loss.
+            over the ranks. False is for a result that is the same on all ranks, for example a loss.
 
     Raises:
-        ValueError: This rank's n is not what `sizes` says.
+        ValueError: This rank's n differs from `sizes`.
     """
     ranks = tensor_parallel_group(process_group)
     return gather_sequence(_check_tensor(input_, dim), ranks, dim, sizes, to_model_parallel=to_model_parallel)
@@ -182,7 +182,7 @@ def _check_tensor(given: Tensor, dim: int | None = None) -> Tensor:
     return given
 
 
-# What the layers call, which know their group and have checked their input. torch.compile goes on without a graph here.
+# For the layers, which know their group and have checked their input. torch.compile goes on without a graph here.
 
 
 @untraced
@@ -258,7 +258,7 @@ def reduce_scatter_sequence(input: Tensor, group: Group, dim: int, sizes: Sizes 
     return output
 
 
-# What autograd remembers of a region: its ranks, as `ctx.group`.
+# Autograd remembers the ranks of a region, as `ctx.group`.
 
 
 class RegionEntry(torch.autograd.Function):
@@ -397,7 +397,7 @@ class _ReduceScatter(RegionExit):
 
 
 # Features in the order of the layer that is not divided: a split may give a rank several ranges, as of matrices that
-# are stacked, so that the parts one behind the other are in another order than the whole.
+# are stacked, so that the parts one behind the other are in another order than the full tensor.
 
 
 def gather_features(part: Tensor, group: Group, split: Split) -> Tensor:
@@ -415,7 +415,7 @@ def scatter_features(input: Tensor, group: Group, split: Split) -> Tensor:
     return scatter_to_region(input, group, -1, split.sizes)
 
 
-# Parameters of which some ranks hold copies: key-value heads where there are fewer of them than ranks. Each rank with a
+# Parameters that some ranks hold copies of: key-value heads where there are fewer of them than ranks. Each rank with a
 # copy computes with other query heads, so each has a summand of the gradient. They add in rank order, so that copies
 # stay equal to the bit.
 

@@ -76,7 +76,7 @@ def initialize_model_parallel(
 ) -> None:
     """Divides all ranks into groups along four axes. All ranks call it, once.
 
-    What is left of the world is the data axis: `world / (model * pipeline * context)` replicas.
+    The remaining factor of the world is the data axis: `world / (model * pipeline * context)` replicas.
 
     Args:
         tensor_model_parallel_size: Between how many ranks each layer is divided.
@@ -126,7 +126,7 @@ def initialize_model_parallel(
 def set_axis_group(axis: str, process_group: dist.ProcessGroup | None) -> None:
     """Takes the group along one axis from the program, which has made it; sends nothing.
 
-    What `initialize_model_parallel` has found stays if the ranks that divide layers stay. Axes that no one has set
+    The result of `initialize_model_parallel` stays if the ranks that divide layers stay. Axes that no one has set
     raise when they are asked for.
 
     Args:
@@ -192,7 +192,7 @@ def axis_group(name: str) -> Group:
 
 
 def _sizes(world: int, **inner: int) -> AxisSizes:
-    """Returns the sizes of all axes; the data axis is what the others leave of the world."""
+    """Returns the sizes of all axes; the data axis is the remaining factor of the world."""
     for name, size in inner.items():
         check_size(f"the {name} parallel size", size, 1)
     product = math.prod(inner.values())
@@ -284,7 +284,7 @@ def get_data_parallel_ranks() -> list[int]:
 def get_data_context_parallel_group() -> dist.ProcessGroup | None:
     """The ranks of all replicas and all parts of their sequences; None where torch.distributed is not initialized.
 
-    They have the same part of the model, and each has a share of its gradients: what computes with replicas, such as
+    They have the same part of the model, and each has a share of its gradients: wrappers of replicas, for example
     `fully_shard` and DistributedDataParallel, is given this group where sequences are divided.
     """
     return _process_group(DATA_CONTEXT)

@@ -1,7 +1,7 @@
 """Random number streams that are the same on all ranks of a group, and others that differ.
 
-What all ranks compute alike has to draw alike: initial weights, dropout outside of a divided layer. So the generators
-of torch are seeded alike. What each rank computes for itself may draw from a stream of its own, which takes their place
+Equal results on all ranks need equal random numbers: initial weights, dropout outside of a divided layer. So the
+generators of torch get equal seeds. A rank's own results may draw from a stream of its own, which takes their place
 inside of `fork`, on the host and on the device.
 """
 
@@ -51,14 +51,14 @@ def set_rng_state(state: RNGState, device: torch.device | None = None) -> None:
 
 
 _MODEL_PARALLEL = "model-parallel-rng"
-# What FairScale and Megatron add to the seed of a stream that differs between the ranks.
+# FairScale and Megatron add this to the seed of a stream that differs between the ranks.
 _OFFSET = 2718
 
 
 class RNGStatesTracker:
     """Streams of random numbers by name, with the methods of FairScale's and Megatron's `CudaRNGStatesTracker`.
 
-    A snapshot takes it as an object, of which each rank has its own state:
+    A snapshot takes it as an object with a state on each rank:
 
         snapshot.save(directory, step, {"model": model, "random": RandomState(), "streams": get_rng_tracker()})
     """
@@ -142,7 +142,7 @@ class RNGStatesTracker:
 
         Raises:
             KeyError: There is no such stream.
-            RuntimeError: It is asked for in a backward pass, by a recomputation that does not know what was drawn.
+            RuntimeError: It is asked for in a backward pass, by a recomputation that does not know the drawn numbers.
         """
         if name not in self._states:
             state_names = ", ".join(map(repr, self._states)) or "none"
@@ -169,12 +169,12 @@ class RNGStatesTracker:
             self._inside.pop()
             if not again:
                 self._states[name] = get_rng_state()
-                # A fork of the same name around this one goes on behind what was drawn here.
+                # A fork of the same name around this one goes on after the numbers drawn here.
                 fork.end = None if outer is None else self._states.get(outer)
             set_rng_state(before if fork.end is None else fork.end)
 
     def replayed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What to give `torch.utils.checkpoint.checkpoint` as `context_fn`, where streams are used inside.
+        """The `context_fn` for `torch.utils.checkpoint.checkpoint`, if streams are used inside.
 
         A recomputation then gets the numbers that the forward got, and no stream goes on by it.
         """
@@ -235,7 +235,7 @@ CudaRNGStatesTracker = RNGStatesTracker
 
 @checked_arguments
 def model_parallel_manual_seed(seed: int) -> None:
-    """Seeds torch's generators alike on all ranks, and a stream "model-parallel-rng" differently on each.
+    """Seeds torch's generators equally on all ranks, and a stream "model-parallel-rng" differently on each.
 
     Call it after `initialize_model_parallel`. Ranks that hold the same part of the model get the same stream.
     """
@@ -254,11 +254,12 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=_tracker.replayed)
 
 
-# Random numbers inside of a divided region: each rank draws its own, and outside all ranks go on alike.
+# Random numbers inside of a divided region: each rank draws its own, and outside all ranks go on with equal numbers.
 #
-# Where heads, features or positions are divided, ranks draw different numbers, and how many depends on what each has.
-# So on the way in a seed is drawn, the same one on all ranks; inside, each goes on from that seed and its own number;
-# on the way out all go back to the state of the way in. A recomputation from the same random state draws the same.
+# Where heads, features or positions are divided, ranks draw different numbers, and a number of them that depends on
+# their part. So on the way in a seed is drawn, the same one on all ranks; inside, each goes on from that seed and its
+# own number; on the way out all go back to the state of the way in. A recomputation from the same random state draws
+# the same.
 
 
 class RegionRNG(ForEachShardHook):
@@ -290,7 +291,7 @@ class RegionRNG(ForEachShardHook):
         torch.manual_seed(seed * self.group.size + self.group.rank)
 
     def exit(self) -> None:
-        """Goes back to the numbers that all ranks draw alike; without `enter` nothing happens."""
+        """Goes back to the numbers that are equal on all ranks; without `enter` nothing happens."""
         outside, self._outside = self._outside, None
         if outside is not None:
             set_rng_state(outside)

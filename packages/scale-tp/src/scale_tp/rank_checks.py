@@ -1,4 +1,4 @@
-"""What tensor parallel ranks can compare of their training, at a place that all of them reach together."""
+"""Comparisons of the training of tensor parallel ranks, at a place that all of them reach together."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def compare_optimizer_steps(contract: Contract, named_params: Callable[[], Itera
 
 
 def is_replica(param: Tensor, group: Group) -> bool:
-    """Whether a parameter is marked as one of which each rank of the group has all."""
-    # What a unit has gathered says nothing of itself until it is released.
+    """Whether a parameter is marked as one that each rank of the group has in full."""
+    # A gathered parameter has no mark until it is released.
     shard = shard_of(param)
     axes = () if shard is None else shard.axes
     return any(axis.group == group and axis.placement is Placement.REPLICATE for axis in axes)

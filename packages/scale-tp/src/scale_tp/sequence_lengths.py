@@ -1,7 +1,7 @@
 """Lengths of the parts of a sequence that ranks hold between two sequence-parallel layers.
 
-A rank sees the length of its own part alone: of 2 positions it can't tell whether the whole has 3 or 4. So every
-function and layer that divides a sequence records the lengths by rank, and what gathers it looks them up by its own.
+A rank sees the length of its own part only: with 2 positions it can't tell whether the sequence has 3 or 4. So every
+function and layer that divides a sequence records the lengths by rank, and a gather looks them up by its own.
 Ranks run the same layers in the same order, so all of them know the same. Where some rank had as much of two
 different sequences, all ranks ask each other, in one small message.
 """
@@ -56,10 +56,10 @@ class _RecordedLengths:
 
 @checked_arguments
 def record_sequence_lengths(lengths: Sequence[int], process_group: GroupLike = None) -> None:
-    """Says how long the parts of a sequence are that something else has divided, such as a loader of data.
+    """Records the lengths of the parts of a sequence that something else has divided, for example a data loader.
 
     All ranks of the group call it before the forward that gets these parts. It is needed where lengths differ between
-    the ranks, or from one batch to the next; what scale-tp divides itself is recorded already.
+    the ranks, or from one batch to the next; sequences that scale-tp divides are recorded already.
 
     Args:
         lengths: How many positions each rank has, by rank.
@@ -83,7 +83,7 @@ def record_lengths(group: Group, lengths: Sequence[int]) -> None:
 
 @untraced
 def shard_lengths(group: Group, part: Tensor, dim: int) -> tuple[int, ...]:
-    """Returns the lengths of all parts of a sequence by rank, of which this rank has `part` [..., positions, ...]."""
+    """Returns the lengths of all parts of a sequence by rank; `part` [..., positions, ...] is this rank's."""
     local_length = part.shape[dim]
     if group.process_group is None:
         return (local_length,)
@@ -98,7 +98,7 @@ def shard_lengths(group: Group, part: Tensor, dim: int) -> tuple[int, ...]:
 
 
 def lengths_hint(rank: int, own: int) -> str:
-    """What may have gone wrong where ranks wait for each other at a gather of a sequence."""
+    """Possible mistakes if ranks wait for each other at a gather of a sequence."""
     return (
         f"rank {rank} has {own} positions of the sequence. A rank whose part is as long as one of another sequence "
         "takes it for that, while others ask how long the parts are. Divide by "

@@ -71,10 +71,10 @@ class Split:
         Args:
             total: How many indices there are.
             num_ranks: Between how many ranks they are divided; some have none where there are more ranks than blocks.
-            block: How many indices always stay together, such as those of an attention head.
+            block: The number of indices that always stay together, for example those of an attention head.
 
         Raises:
-            ValueError: A negative size, no rank, or a total that is not made of whole blocks.
+            ValueError: A negative size, no rank, or a total that is no multiple of the block.
         """
         if block < 1 or total % block:
             raise ValueError(
@@ -98,7 +98,8 @@ class Split:
     def stacked(cls, *splits: Split) -> Split:
         """Several matrices one behind the other in one dimension, each split by itself.
 
-        Such as the queries, keys and values of a fused projection, or the gate and the up projection of a perceptron.
+        For example the queries, keys and values of a fused projection, or the gate and the up projection of a
+        perceptron.
 
         Raises:
             ValueError: They are for different numbers of ranks, or there are none.
@@ -187,7 +188,7 @@ class HeadSplit(NamedTuple):
     """Which attention heads each rank computes."""
 
     query: Split
-    key_value: Split  # those that the queries attend to; what several ranks need are copies on each of them
+    key_value: Split  # those that the queries attend to; several ranks may have copies of one
 
 
 def even_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
@@ -250,7 +251,7 @@ def check_size(what: str, value: Any, least: int = 0) -> None:
         raise ValueError(f"expected {what} to be at least {least}, got {value}")
 
 
-# Megatron's utilities, for code beside the layers: these divide by `Split`, for which no size needs to divide.
+# Megatron's utilities, for code outside the layers: these divide by `Split`, for which no size needs to divide.
 
 
 @checked_arguments

@@ -1,7 +1,7 @@
 """Full state dicts of a divided model, under the plain model's names.
 
-In pieces it is saved by `scale_core.state.sharded_state_dict`, which knows from `shard_of` what each rank has:
-`torch.distributed.checkpoint` and `scale_core.snapshot` write it and read it at any number of ranks. Here are whole
+In pieces it is saved by `scale_core.state.sharded_state_dict`, which knows each rank's shard from `shard_of`:
+`torch.distributed.checkpoint` and `scale_core.snapshot` write it and read it at any number of ranks. Here are full
 tensors, for other programs and for a plain model.
 """
 
@@ -24,8 +24,9 @@ from scale_tp.layers.base import ParallelModule, ParamSharding
 def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Tensor]:
     """Returns the state dict of the plain model, with full tensors; all ranks that divide the model call it together.
 
-    It is `model.state_dict()` with tensors of its own, also of what is not divided, and on the host if that is asked.
-    One tensor after another is gathered, on the device where its shards are. What is not divided is copied.
+    It is `model.state_dict()` with tensors of its own, also of parameters that are not divided, and on the host if you
+    ask for it. One tensor after another is gathered, on the device where its shards are. Tensors that are not divided
+    are copied.
 
     Args:
         model: A model that holds divided modules, wherever; or none.
@@ -36,8 +37,8 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
     """
     placed = dict(_param_shardings(model))
     state: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():  # The parts: else all would be whole at once.
-        if not isinstance(value, Tensor):  # What a module has put there by get_extra_state.
+    for name, value in model.state_dict(keep_vars=True).items():  # Parts: one full tensor at a time.
+        if not isinstance(value, Tensor):  # The result of a module's get_extra_state.
             state[name] = value
             continue
         part = local_tensor(value)

@@ -2,11 +2,11 @@
 
 An unsharded layer draws its full weight from the random numbers of this process. A rank that drew its own part alone
 would get other numbers, and so would whatever is drawn after it. So the full weight is drawn here too, in the same
-order, but block by block: what is not this rank's is dropped.
+order, but block by block: blocks of other ranks are dropped.
 
-An initializer such as `torch.nn.init.xavier_normal_` gets a tensor that has the full shape and no memory, and its
-operations say what to draw. Where one looks at values, as `orthogonal_` and `trunc_normal_` do, the full one is built
-for it after all.
+An initializer, for example `torch.nn.init.xavier_normal_`, gets a tensor that has the full shape and no memory, and its
+operations tell the numbers to draw. Where one looks at values, as `orthogonal_` and `trunc_normal_` do, the full one
+is built for it after all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def init_shard(
     *,
     keep_full: bool = False,
 ) -> Tensor | None:
-    """Fills `part` with what `init_method` gives the full tensor; random numbers go on as if that had been built.
+    """Fills `part` with its slice of the tensor that `init_method` fills; random numbers go on as for the full one.
 
     The part is [shape, but for `dim` with the indices of `rank`]; on the meta device nothing happens to it. With
     `keep_full` the full tensor is built and returned.
@@ -66,7 +66,7 @@ def init_shard(
 def full_noise(
     part: Tensor, shape: Sequence[int], dim: int, split: Split, rank: int, draw: Callable[[Tensor], object]
 ) -> Tensor:
-    """Returns noise like `part`: this rank's slice of what `draw` fills a tensor of the full shape with."""
+    """Returns noise like `part`: this rank's slice of a full tensor that `draw` fills."""
     noise = torch.empty_like(part, memory_format=torch.contiguous_format, requires_grad=False)
     init_shard(noise, shape, dim, split, rank, draw)
     return noise
@@ -92,7 +92,7 @@ def _copy_local(target: Tensor, block: Tensor, offset: int, period: int, columns
     stop, position = offset + block.numel(), offset
     while position < stop:
         row, column = divmod(position, period)
-        # Whole rows at once; else what there is of this row.
+        # Complete rows at once; else the rest of this row.
         rows = (stop - position) // period if column == 0 else 0
         length = rows * period if rows else min(period - column, stop - position)
         piece = block[position - offset : position - offset + length].view(max(rows, 1), -1)
@@ -109,7 +109,7 @@ def _copy_local(target: Tensor, block: Tensor, offset: int, period: int, columns
 def _block_size(device: torch.device) -> int:
     if device.type != "cuda":
         return _HOST_BLOCK
-    # Each thread of a full grid draws four numbers before the next round begins; a block is made of whole rounds.
+    # Each thread of a full grid draws four numbers before the next round begins; a block is made of complete rounds.
     properties = torch.cuda.get_device_properties(device)
     one_round = properties.multi_processor_count * properties.max_threads_per_multi_processor * 4
     return one_round * -(-_HOST_BLOCK // one_round)
@@ -172,18 +172,18 @@ class _RecordedOp(NamedTuple):
     """One operation on the full parameter."""
 
     operation: Callable[..., object]
-    args: tuple[Any, ...]  # beside the parameter
+    args: tuple[Any, ...]  # after the parameter
     kwargs: Mapping[str, Any]
     state: RNGState | None  # of the random numbers before; None where none were drawn
     generator_state: Tensor | None  # of the generator that was given
 
 
 class FullWeightProxy(Tensor):
-    """Stands for a full parameter of which this rank has a part, in code that gives values to full parameters.
+    """Stands for a full parameter of a divided one, in code that gives values to full parameters.
 
-    To its shape, and to what fills it element by element, it is the full parameter: all of it is drawn, and what is not
+    For its shape, and for elementwise fills, it is the full parameter: all of it is drawn, and what is not
     this rank's is dropped. Where such code looks at values (a row that is set to zero, a decomposition), the full
-    parameter is built after all, and what was done so far is repeated on it, from the same random numbers. In the end
+    parameter is built after all, and the operations so far are repeated on it, from the same random numbers. In the end
     `write_back`.
     """
 
@@ -200,13 +200,13 @@ class FullWeightProxy(Tensor):
 
     @classmethod
     def of(cls, param: Tensor, shape: tuple[int, ...], dim: int, split: Split, rank: int) -> Self:
-        """Returns the whole of `param`, [shape, but for `dim` with the indices of `rank`]."""
+        """Returns the full shape of `param`, [shape, but for `dim` with the indices of `rank`]."""
         wrapper: Self = cast(Any, Tensor)._make_wrapper_subclass(
             cls, shape, dtype=param.dtype, device=param.device, requires_grad=False
         )
         wrapper.param, wrapper.shard_dim, wrapper.index_split, wrapper.rank = param.detach(), dim, split, rank
         wrapper.part, wrapper.full, wrapper._recorded = wrapper.param.contiguous(), None, []
-        wrapper._is_param = True  # What isinstance(..., nn.Parameter) asks of a tensor that is none by its class.
+        wrapper._is_param = True  # Read by isinstance(..., nn.Parameter) for a tensor of another class.
         return wrapper
 
     @classmethod
@@ -253,7 +253,7 @@ class FullWeightProxy(Tensor):
             self.param.copy_(self.part)
 
     def _apply_to_part(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Does to the part what an operation does to the whole; False where that can't be done element by element."""
+        """Applies an operation of the full parameter to the part; False where that can't be done element by element."""
         if self.full is not None or any(isinstance(arg, Tensor) and arg.dim() for arg in args):
             return False
         state = generator_state = None

@@ -24,7 +24,7 @@ from scale_tp.mappings import RegionEntry, RegionExit, apply
 def linear_with_grad_all_reduce(
     input: Tensor, weight: Tensor, bias: Tensor | None, group: Group
 ) -> tuple[Tensor, Tensor]:
-    """Multiplies what all ranks have; its gradient is summed while that of the weight is computed.
+    """Multiplies an input that all ranks have; its gradient is summed while that of the weight is computed.
 
     Returns the input inside of the region, for other readers, and [..., outputs of this rank].
     """

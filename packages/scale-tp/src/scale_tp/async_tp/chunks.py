@@ -2,7 +2,7 @@
 
 Each rank has a part of the sequence, and each part is cut into pieces. In round r, each rank sends its r-th piece to
 all others; or it sends each of them a summand of their r-th piece. All rounds are started as early as possible, and
-what needs no other rank is multiplied in the meantime. A step reads: start the transfers, multiply, wait.
+chunks that need no other rank are multiplied in the meantime. A step reads: start the transfers, multiply, wait.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def all_gather_chunks(chunks: SequenceChunks, part: Tensor, act: Callable[[Chunk
 
 
 def reduce_scatter_chunks(chunks: SequenceChunks, like: Tensor, act: Callable[[ChunkRange, Tensor], None]) -> Tensor:
-    """Returns this rank's shard [..., positions, ...] of the sum of what all ranks compute, piece by piece.
+    """Returns this rank's shard [..., positions, ...] of the sum of all ranks' results, piece by piece.
 
     act(range in the full sequence, [..., positions, ...]) fills the latter with this rank's summand. Summands, which
     have the dtype of `like` and its shape but for the positions, are added in rank order, in fp32 at least.

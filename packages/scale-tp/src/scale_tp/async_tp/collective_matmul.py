@@ -8,7 +8,7 @@ multiplied as it comes. (Also called micro-pipelined tensor parallelism, or deco
 2023.)
 
 The numbers are those of the layers without overlap, sums in the same order: to the bit where the kernel of a matrix
-product treats a row alike however many rows there are. Gradients of weights are one product, as without.
+product of a row does not depend on the number of rows. Gradients of weights are one product, as without.
 Gradients of gradients do not pass.
 """
 
@@ -56,10 +56,11 @@ def gather_linear(
     sizes: Sequence[int] | None = None,
     pieces: int = 1,
 ) -> tuple[Tensor, ...]:
-    """Multiplies the full sequence, of which each rank has a part, with several weights, as its parts arrive.
+    """Multiplies the full sequence, divided over the ranks, with several weights, as its parts arrive.
 
-    What a column parallel layer does under sequence parallelism; queries, keys and values take one gather together. The
-    gathered input is not kept: in the backward pass it is gathered once more, beside the product of its gradient.
+    The product of a column parallel layer under sequence parallelism; queries, keys and values take one gather
+    together. The gathered input is not kept: in the backward pass it is gathered once more, during the product of its
+    gradient.
 
     Args:
         input: [..., positions of this rank, ..., features].
@@ -94,7 +95,7 @@ def linear_scatter(
 ) -> Tensor:
     """Multiplies with a weight, and scatters the sum over the ranks along the sequence, part by part as it is computed.
 
-    What a row parallel layer does under sequence parallelism. In the backward pass the gradient is gathered, and
+    The product of a row parallel layer under sequence parallelism. In the backward pass the gradient is gathered, and
     multiplied as its parts arrive.
 
     Args:
@@ -126,7 +127,7 @@ def linear_scatter(
 def chunk_sequence(
     what: str, input: Tensor, process_group: GroupLike, dim: int, sizes: Sequence[int] | None, pieces: int
 ) -> SequenceChunks:
-    """Returns how a sequence is cut of which this rank has a part [..., positions of this rank, ..., features]."""
+    """Returns the cut of a sequence from this rank's part of it, [..., positions of this rank, ..., features]."""
     ranks = tensor_parallel_group(process_group)
     check_size("pieces", pieces, 1)
     dim = check_sequence_dim(what, "dim", input.shape, dim)
@@ -195,7 +196,7 @@ class _AllGatherLinear(RegionEntry):
             if not ctx.keeps and any(wants_weights):
                 gathering = start_all_gather(saved_input, chunks.group, chunks.dim, chunks.sizes)
             if wants_part:
-                # In the order in which autograd adds what the readers of one tensor give: the last one first.
+                # In the order in which autograd adds the gradients of one tensor's readers: the last one first.
                 for grad, weight in reversed(list(zip(output_grads, weights, strict=True))):
                     if grad is not None:
                         input_grad = (to_rows(grad) @ weight).to(ctx.dtype).view(*grad.shape[:-1], weight.shape[1])

@@ -3,7 +3,7 @@
 The forward of a module that exists already can't be changed where it is divided, but the first linear layer that reads
 its input can overlap that input's gather with its own product (see `collective_matmul`). Other readers get what that
 layer has gathered, or gather it without overlap, with the same numbers. Where a checkpoint computes a reader again, it
-does what it did in the forward, whatever else is computed again.
+works as in the forward, whatever else is computed again.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class DeferredInput:
 
     @property
     def is_available(self) -> bool:
-        """Whether it was brought in in this pass: a recomputation does not keep what the forward has brought in."""
+        """Whether it was brought in in this pass: a recomputation does not keep the forward's input."""
         if self._in_backward != in_backward():
             self._in_backward, self._inside = in_backward(), None
         return self._inside is not None
 
     def gather(self) -> Tensor:
-        """Returns the input inside of the region, for what does not multiply it."""
+        """Returns the input inside of the region, for functions that do not multiply it."""
         if self.is_available and self._inside is not None:
             return self._inside
         with torch.set_grad_enabled(self.keeps_graph):
@@ -110,7 +110,7 @@ class DeferredInputTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answers what the shape tells, and gives every other function the gathered input."""
+        """Answers questions of the shape, and gives every other function the gathered input."""
         if func in _KNOWN_FROM_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -121,7 +121,7 @@ class DeferredInputTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch has it without the function
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What reads it through torch's functions does not get here."""
+        """Reads through torch's functions do not get here."""
         raise RuntimeError(f"{func}{_NOT_GATHERED}")
 
 
@@ -139,5 +139,5 @@ _NOT_GATHERED = (
 
 
 def _refuse_gradient(gradient: Tensor) -> Tensor:
-    """A gradient of what only stands for the gathered input would be lost."""
+    """A gradient of this stand-in for the gathered input would be lost."""
     raise RuntimeError(f"a torch.autograd.Function{_NOT_GATHERED}")

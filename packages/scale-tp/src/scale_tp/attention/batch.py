@@ -1,4 +1,4 @@
-"""What a model is given of a sequence that ranks divide: parts of tensors, shifted targets, the divisor of its loss.
+"""The inputs of a model for a divided sequence: parts of tensors, shifted targets, the divisor of its loss.
 
 The mean over all tokens is not the mean of the ranks' means, since ranks have different numbers of tokens that count.
 So each rank divides its sum by the mean number: then the mean of the ranks' losses, as data parallelism takes it of
@@ -22,7 +22,7 @@ from scale_tp.parallel_state import DATA_CONTEXT, axis_group, context_parallel_g
 
 
 def num_tokens_per_rank(targets: Tensor, process_group: GroupLike = None, *, ignore_index: int = -100) -> Tensor:
-    """Returns what to divide a rank's sum of losses by: how many targets count, as a mean over the ranks.
+    """Returns the divisor of a rank's sum of losses: the number of targets that count, as a mean over the ranks.
 
     All ranks of the group call it; one number is summed over them.
 
@@ -67,9 +67,9 @@ def get_batch_on_this_cp_rank(
     of transformers take it, which `context_parallel` knows for padding.
 
     Args:
-        batch: Tensors [batch, length, ...] by name, of which `input_ids` or `inputs_embeds` says the length. Padding,
-            the zeros of `attention_mask`, has labels that are ignored, and costs least on the right. What is no tensor
-            is handed on, and so is a `num_items_in_batch`, for gradients that are accumulated: then it is
+        batch: Tensors [batch, length, ...] by name; `input_ids` or `inputs_embeds` has the length. Padding,
+            the zeros of `attention_mask`, has labels that are ignored, and costs least on the right. A value that is
+            no tensor is handed on, and so is a `num_items_in_batch`, for gradients that are accumulated: then it is
             `num_tokens_per_rank` of all of them.
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
             this process alone.
@@ -139,7 +139,7 @@ def _check_length(length: int, ranks: Group, ignore_index: int) -> None:
 
 
 def _is_on_the_right(real: Tensor) -> bool:
-    """Whether all padding follows what is real, where no position of a causal model sees it but its own."""
+    """Whether all padding follows the tokens, where no position of a causal model sees it but its own."""
     return not bool((real[:, 1:] & ~real[:, :-1]).any())
 
 

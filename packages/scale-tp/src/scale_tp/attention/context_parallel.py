@@ -2,7 +2,7 @@
 
 Inside of the block the operator `scaled_dot_product_attention` has a kernel of its own. A name that is replaced, as
 torch's own `context_parallel` replaces `torch.nn.functional.scaled_dot_product_attention`, would be missed by whoever
-has imported the function before, and a mode by other threads. What a kernel sees is each call, whoever makes it: a
+has imported the function before, and a mode by other threads. A kernel gets each call, whoever makes it: a
 model, `nn.MultiheadAttention`, or a checkpoint that computes a block again.
 """
 
@@ -39,9 +39,9 @@ _NUM_COMPARED = 32  # elements of a key and a value
 
 @contextmanager
 def context_parallel(process_group: GroupLike = None, *, attention: Attention = "ring") -> Iterator[None]:
-    """Makes `scaled_dot_product_attention` attend over the full sequence, of which each rank has a part.
+    """Makes `scaled_dot_product_attention` attend over the full sequence, divided over the ranks.
 
-    Forward and backward stand in the block, on all ranks of the group. What the model is given is cut before, by
+    Forward and backward stand in the block, on all ranks of the group. The inputs of the model are cut before, by
     `get_batch_on_this_cp_rank` for models of transformers, by `split_sequence` and `position_ids` for others, and its
     loss is divided by `num_tokens_per_rank`. On one rank the block changes nothing.
 
@@ -54,7 +54,7 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
             (`ulysses_attention`), which allows dropout.
 
     Raises:
-        ValueError: In an attention, for what would not be that of one process: a mask that says more than which keys
+        ValueError: In an attention whose result would not be that of one process: a mask that says more than which keys
             are padding, dropout with "ring", keys of another length than the queries (cross attention, a cache), parts
             that are the same on all ranks. After the forward of a model of transformers without `position_ids`, or with
             sliding windows. At the end of the block, where no attention was computed. In a backward pass behind the
@@ -96,7 +96,7 @@ class _Block:
         self.ranks, self.attention = ranks, attention
         self.has_attended = False
         self.has_gone_backward = False
-        self.may_compute_again = False  # attention was called in what may be a checkpoint
+        self.may_compute_again = False  # attention was called in a possible checkpoint
         self.is_complete = False  # left without an error
         self._first_node = next_node_number()
         # The last one, which a model gives to all of its layers, and its version: it may be filled again in place.

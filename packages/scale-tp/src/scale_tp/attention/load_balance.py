@@ -3,7 +3,7 @@
 A causal query attends to the positions before it. So where each rank holds one chunk of the sequence, the last rank has
 almost all of the work. In the zigzag order the sequence is cut into two chunks per rank, and rank r holds the r-th
 chunk from the front and the r-th from the back: then all have the same. (Striped attention, arXiv 2311.09431, balances
-by single tokens; whole chunks leave each block of the work in one piece.)
+by single tokens; full chunks leave each block of the work in one piece.)
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def position_ids(
 def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int = 1, order: Order = "zigzag") -> Tensor:
     """Returns this rank's shard of a tensor that all ranks have in full; nothing is sent.
 
-    Tokens, targets and position numbers are split alike, before the model's forward.
+    Tokens, targets and position numbers are split in the same way, before the model's forward.
 
     Args:
         tensor: [..., length, ...], any dtype.
@@ -90,7 +90,7 @@ def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int 
 def join_sequence(
     tensor: Tensor, process_group: GroupLike = None, *, dim: int = 1, length: int | None = None, order: Order = "zigzag"
 ) -> Tensor:
-    """Returns the full tensor on every rank, from each rank's shard; without gradients, for what is looked at or kept.
+    """Returns the full tensor on every rank, from each rank's shard; without gradients, for results to look at or keep.
 
     Args:
         tensor: [..., positions held, ...], this rank's shard.
@@ -135,7 +135,7 @@ def _agreed_length(tensor: Tensor, dim: int, length: int | None, group: Group, o
 
 
 def full_length(local: int, length: int | None, num_ranks: int, rank: int, order: Order) -> int:
-    """Returns the length of the sequence of which this rank holds `local` positions, if it can."""
+    """Returns the length of the sequence if this rank holds `local` positions of it, or None."""
     if length is None:
         return local * num_ranks
     expected = list(rank_positions(length, num_ranks, order).sizes)

@@ -1,4 +1,4 @@
-"""What a model of transformers computes from its inputs otherwise than a part of a sequence needs it, by its config.
+"""Settings of transformers models that compute something else for a part of a sequence than it needs.
 
 These would be silent: positions that each rank counts from 0, a window that a part is too short to show, and a loss
 that shifts labels within the part, is the mean of this rank's alone, or is of how its tokens are routed. Nothing of
@@ -20,7 +20,7 @@ from torch.nn.modules import module as module_hooks
 @functools.lru_cache(maxsize=1024)
 def _signature_of_model(kind: type[nn.Module]) -> inspect.Signature | None:
     """The arguments of a model's forward; None of a module that is none of transformers' models."""
-    # What a PreTrainedModel has, and the modules inside of it have not.
+    # Attributes of a PreTrainedModel that the modules inside of it do not have.
     is_model = hasattr(kind, "get_input_embeddings") and hasattr(kind, "config_class")
     return inspect.signature(kind.forward) if is_model else None
 

@@ -1,4 +1,4 @@
-"""Padding of a divided sequence: what a rank's mask says of its own keys, put together over the ranks.
+"""Padding of a divided sequence: each rank's mask of its own keys, put together over the ranks.
 
 A mask over this rank's queries and keys can't say which keys of other ranks a query sees. But a mask that marks
 padding alone says the same of a key to all queries, besides that a causal one hides later keys. So it is read back into
@@ -25,7 +25,7 @@ _INSTEAD = (
 
 
 class Padding(NamedTuple):
-    """What the masks of all ranks mean."""
+    """The meaning of all ranks' masks."""
 
     hidden: Tensor  # [batch, length] bool: keys of the full sequence that no query sees
     is_causal: bool  # no query sees a later key
@@ -46,7 +46,7 @@ def padding_mask(hidden: Tensor, *, is_causal: bool) -> Tensor:
 
 
 def gather_padding(mask: Tensor, batch: int, num_queries: int, ranks: Group) -> Padding:
-    """Returns what the ranks' masks, each of its own queries and keys, say of the full sequence.
+    """Returns the padding of the full sequence from the ranks' masks, each of its own queries and keys.
 
     All ranks call it: one bit for each key is gathered.
 
@@ -58,8 +58,8 @@ def gather_padding(mask: Tensor, batch: int, num_queries: int, ranks: Group) -> 
         ranks: The ranks that divide the sequence.
 
     Raises:
-        ValueError: On all ranks: a mask of one of them says more than which keys are padding, or masks can't be told
-            apart from causal ones.
+        ValueError: On all ranks: a mask of one of them says more than which keys are padding, or masks can't be
+            distinguished apart from causal ones.
     """
     seen, marks_keys = _seen_of(mask)
     real = seen[:, 0, -1, :]

@@ -38,7 +38,7 @@ from scale_tp.split import Range, Split
 
 
 class AttentionBlock(NamedTuple):
-    """Queries of this rank that attend to keys of one rank, by their indices in what those ranks hold."""
+    """Queries of this rank that attend to keys of one rank, by their indices in those ranks' parts."""
 
     queries: slice
     num_keys: int  # the first ones
@@ -93,10 +93,10 @@ def ring_attention(
     order: Order = "zigzag",
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Computes attention over the full sequence, of which each rank has a part; all ranks of the group call it.
+    """Computes attention over the full sequence, divided over the ranks; all ranks of the group call it.
 
     It equals `torch.nn.functional.scaled_dot_product_attention` on the full sequence to the rounding of fp32. On CUDA
-    in half precision torch's flash kernel computes the blocks, each of which is rounded to the query's dtype, unless
+    in half precision torch's flash kernel computes the blocks, each rounded to the query's dtype, unless
     there is a `key_padding_mask`, or head and value size differ or are no multiple of 8 up to 256.
 
     Each rank sends its keys and values W - 1 times in the forward and again in the backward pass, and their gradients W
@@ -109,7 +109,7 @@ def ring_attention(
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
             this process alone.
         is_causal: No position looks at a later one.
-        scale: What the scores are multiplied by; None is one over the root of the head size.
+        scale: The factor of the scores; None is one over the root of the head size.
         length: How many positions the full sequence has; None is as many on each rank as here.
         order: Which positions each rank holds, as in `split_sequence`.
         key_padding_mask: [batch, length] bool, the same on all ranks, of the full sequence: True at keys that no
@@ -160,7 +160,7 @@ class _Ring:
     group: Group
     positions: Split
     causal: bool  # no position looks at a later one
-    scale: float  # what the scores are multiplied by
+    scale: float  # the factor of the scores
     tag: int  # of keys and values
     gradient_tag: int  # of their gradients
     hidden: Sequence[Tensor] | None = None  # of the keys of each rank, [batch, positions] bool, those that none sees

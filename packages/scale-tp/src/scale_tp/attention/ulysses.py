@@ -1,7 +1,7 @@
 """Exact attention over a sequence that is divided between ranks: each rank takes some heads over the full sequence.
 
 One all-to-all turns a part of the sequence with all heads into all of the sequence with a part of the heads, and one
-turns the result back. Between them any attention may compute, with masks, windows or dropout, since it sees the whole
+turns the result back. Between them any attention may compute, with masks, windows or dropout, since it sees the full
 sequence. (DeepSpeed-Ulysses, arXiv 2309.14509.) Where there are fewer key-value heads than ranks, a head goes to each
 rank that needs it, and the gradients of its copies are summed on their way back.
 """
@@ -43,7 +43,7 @@ def ulysses_attention(
     order: Order = "contiguous",
     **options: Any,
 ) -> Tensor:
-    """Computes attention over the full sequence, of which each rank has a part; all ranks of the group call it.
+    """Computes attention over the full sequence, divided over the ranks; all ranks of the group call it.
 
     It equals `attention` on the full sequence, to the bit where that computes each head by itself. Each rank sends
     (W - 1)/W of its query, key, value and output once in each pass.
@@ -56,10 +56,10 @@ def ulysses_attention(
             this process alone.
         attention: Called as `attention(query, key, value, **options)` with this rank's heads over all positions, in
             their order, and as many key-value heads as heads; returns [batch, heads, positions, value size]. With
-            `dropout_p` in the options, ranks draw different numbers in it, and go on alike behind it.
+            `dropout_p` in the options, ranks draw different numbers in it, and go on with equal numbers after it.
         length: How many positions the full sequence has; None is as many on each rank as here.
         order: Which positions each rank holds, as in `split_sequence`.
-        **options: Handed to `attention`, such as is_causal=True.
+        **options: Passed to `attention`, for example is_causal=True.
 
     Returns:
         [batch, heads, positions held, value size].

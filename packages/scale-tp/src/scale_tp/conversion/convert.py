@@ -1,4 +1,4 @@
-"""What becomes of each module of a model that is divided: its mixin, and how its parameters are sharded.
+"""The conversion of each module of a divided model: its mixin, and the sharding of its parameters.
 
 Arithmetic on names, shapes and styles; nothing is changed here.
 """
@@ -28,7 +28,7 @@ from scale_tp.split import Split
 
 
 class Conversion(NamedTuple):
-    """What becomes of one module."""
+    """The conversion of one module."""
 
     path: str
     module: nn.Module
@@ -82,7 +82,7 @@ def weight_split(path: str, module: nn.Module, style: Style, ranks: Group, heads
 
 
 def conversion_for(path: str, module: nn.Module, style: Style, split: Split | None, in_region: bool) -> Conversion:
-    """Returns what becomes of a module; `in_region` each rank has a part of the sequence around it."""
+    """Returns the conversion of a module; with `in_region` each rank has a part of the sequence around it."""
     shardings = {name: ParamSharding(tuple(param.shape)) for name, param in module.named_parameters(recurse=False)}
     if split is None:
         if style.sums_gradients:

@@ -1,4 +1,4 @@
-"""Hooks that compare, while a divided model trains, what must be the same on all ranks of its group.
+"""Hooks that compare, while a divided model trains, values that must be the same on all ranks of its group.
 
 Tensor parallel ranks compute the same outside of the divided layers: on the same batch, with equal norms and biases.
 Where one of them does not, the sums over ranks are of numbers that don't belong together, and no shape shows it.
@@ -79,7 +79,7 @@ class OptimizerStepCheck(ForEachShardHook):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if threading.current_thread() is not threading.main_thread():
-            return  # A part of a pipeline in one process; its turns are not alike on all ranks.
+            return  # A part of a pipeline in one process; its turns are not the same on all ranks.
         if model not in self._num_forwards:  # A copy of the model has a copy of this hook.
             self._num_forwards[model] = 0
             register_step_recorder(self)
@@ -88,7 +88,7 @@ class OptimizerStepCheck(ForEachShardHook):
             compare_optimizer_steps(self._contract, model.named_parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        contract = copy.copy(self._contract)  # Without what the model of this hook has done.
+        contract = copy.copy(self._contract)  # Without the record of the model of this hook.
         contract.recorded_steps, contract.named_params = OptimizerSteps(), tuple
         return {"_contract": contract}
 

@@ -162,5 +162,5 @@ def output_dim(module: nn.Module) -> int:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether a module is an embedding; one with a forward of its own may scale what it finds."""
+    """Whether a module is an embedding; one with a forward of its own may scale its result."""
     return isinstance(module, nn.Embedding)

@@ -1,7 +1,7 @@
 """Divides a model that exists already between ranks, by a plan of names and styles.
 
 Everything is checked before anything is changed: which module has which style, where attention heads are cut, whether
-each layer gets what it expects from the one before, and whether all ranks are about to do the same.
+each layer gets the input it expects from the one before, and whether all ranks are about to do the same.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ def parallelize(
             then.
         process_group: The ranks; None is the model axis of `initialize_model_parallel`.
         sequence_parallel: Between the divided layers, each rank has a part of the sequence in place of all of it.
-        overlap_pieces: Into how many pieces to cut what is sent, so that it overlaps with the matrix products, as in
+        overlap_pieces: The number of pieces of a message, so that it overlaps with the matrix products, as in
             `ColumnParallelLinear` and `RowParallelLinear`; the numbers are the same. None does not overlap.
         attention_rules: Rules for attention modules in addition to `ATTENTION_RULES`; the first that fits counts.
         sync_module_states: Send the values of the group's first rank to all before, so that the parts are those of one
             model. Without it, all ranks have to have the same values, as from one seed or one checkpoint.
-        check_inputs: Compare in each forward, by their bits, what must be the same on all ranks: the model's inputs,
-            and those of its divided layers that take them in full. A difference is a `DivergenceError` with the module,
-            the first place, and each rank's value there. For one run, not for all: it reads all of them once more, and
-            waits for the ranks at each of these layers.
+        check_inputs: Compare in each forward, by their bits, the values that must be the same on all ranks: the
+            model's inputs, and those of its divided layers that take them in full. A difference is a `DivergenceError`
+            with the module, the first place, and each rank's value there. For one run, not for all: it reads all of
+            them once more, and waits for the ranks at each of these layers.
         check_replicas_every: After how many forwards with gradients to compare the replicated parameters,
-            such as those of norms, beginning with the first; 0 is never. None is what `SCALE_CHECK_REPLICAS_EVERY`
-            says, or 100 on the CPU and with `torch.use_deterministic_algorithms`; elsewhere replicas drift by rounding,
-            and are not compared. A difference is a `DivergenceError`.
+            such as those of norms, beginning with the first; 0 is never. None is the value of
+            `SCALE_CHECK_REPLICAS_EVERY` says, or 100 on the CPU and with `torch.use_deterministic_algorithms`;
+            elsewhere replicas drift by rounding, and are not compared. A difference is a `DivergenceError`.
 
     Returns:
         The model.
@@ -179,7 +179,7 @@ class _ConversionPlan:
     overlap_pieces: int | None
 
     def signature(self) -> str:
-        """What has to be the same on all ranks."""
+        """The values that have to be the same on all ranks."""
         overlaps = "" if self.overlap_pieces is None else f", overlap_pieces={self.overlap_pieces}"
         parts = [f"{len(self.conversions)} modules, {'' if self.region is None else 'sequence parallel'}{overlaps}"]
         for conversion in self.conversions:
@@ -226,7 +226,7 @@ class _ConversionPlan:
         check_first_forward(self.model, self.group)
         if self.group.backend != "fake":
             self.model.register_forward_hook(FailedPass(self.group), always_call=True)
-        # What is left is the same on all ranks, which norms of gradients and checkpoints have to know.
+        # Other parameters are the same on all ranks, which norms of gradients and checkpoints have to know.
         for param in self.model.parameters():
             if shard_of(param) is None:
                 set_shard(param, ParamSharding(tuple(param.shape)).shard_spec(self.group))
@@ -270,7 +270,7 @@ def _build_plan(
         validation.check_memory(model, conversions)
     validation.check_partial_outputs(styles)
     for heads_of_module in heads.values():
-        heads_of_module.local_attributes(ranks.rank)  # Raises where an attribute is not what its rule says.
+        heads_of_module.local_attributes(ranks.rank)  # Raises if an attribute differs from its rule.
     validation.check_unstyled_siblings(modules, all_styles, heads)
     # Column parallel layers that the same module holds read one input; between them and the row parallel ones dropout
     # draws numbers of this rank's own.

@@ -28,12 +28,12 @@ _REPLICATED = Style("sequence", sums_gradients=True)
 
 @dataclass(frozen=True)
 class SequenceRegion:
-    """The blocks, and what the modules in them do with the sequence."""
+    """The blocks, and the role of the modules in them for the sequence."""
 
     path: str  # the name of the list of blocks
     blocks: nn.ModuleList
     replicated: Mapping[str, Style]  # modules with full parameters that compute on a part, by name
-    gathering: Mapping[str, nn.Module]  # modules that gather what they are given, by name
+    gathering: Mapping[str, nn.Module]  # modules that gather their input, by name
 
     def contains(self, path: str) -> bool:
         """Whether a module is in one of the blocks."""
@@ -55,8 +55,8 @@ def find_sequence_region(
     path = around[-1]
     blocks = modules[path]
     assert isinstance(blocks, nn.ModuleList)
-    # A module of divided layers may shape what they give by the length of its own input, so that has to be whole. A
-    # block that holds such layers itself has norms and sums beside them, which compute on a part.
+    # A module of divided layers may shape their outputs by the length of its own input, so it needs the full one. A
+    # block that holds such layers itself also has norms and sums, which compute on a part.
     divided = [name.rpartition(".")[0] for name, style in styles.items() if style.divides in ("outputs", "inputs")]
     inner = {name: modules[name] for name in divided if name.startswith(f"{path}.") and modules[name] not in [*blocks]}
     style_by_name: dict[str, Style] = {}
@@ -200,7 +200,7 @@ class _ScatterInput(_InputHook):
 
 @dataclass(frozen=True)
 class _GatherOutput:
-    """Behind the last block: all ranks have all of what it returned, or of the first part of that."""
+    """Behind the last block: all ranks have its full result, or the first part of it in full."""
 
     group: Group
     state: _RegionState

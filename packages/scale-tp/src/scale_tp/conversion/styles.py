@@ -28,10 +28,10 @@ class Style:
 
     Attributes:
         divides: Which dimension of the weight is divided: that of the outputs or of the inputs of a linear layer, the
-            words or the width of an embedding; "sequence" divides no weight, but what the module computes on; and
+            words or the width of an embedding; "sequence" divides no weight, but the module's activations; and
             "nothing".
-        input: What comes in: all of it, the same on all ranks, or a rank's shard, as a layer before gives it.
-        output: What goes out: all of it, or a rank's "part"; or a "summand", which another module sums.
+        input: The input: all of it, the same on all ranks, or a rank's shard, as a layer before gives it.
+        output: The output: all of it, or a rank's "part"; or a "summand", which another module sums.
         stacked: How many matrices of equal size the weight is made of, each divided by itself: 2 for gate and up
             projections in one layer.
         interleaved: The matrices of several outputs alternate row by row, as where the model takes `x[..., ::2]` and
@@ -155,7 +155,7 @@ def check_model_plan(model: str, plan: Plan, names: Iterable[str]) -> None:
     if not refused:
         return
     key, value = next(iter(refused.items()))
-    # What is inside of such a module, and what takes what such a projection gives, is left out with it.
+    # Modules inside of such a module, and consumers of such a projection, are left out with it.
     around = {key.rpartition(".")[0] if value in _UNSUPPORTED_WITH_SIBLINGS else key for key, value in refused.items()}
     left = {
         key: value

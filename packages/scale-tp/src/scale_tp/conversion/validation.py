@@ -125,7 +125,7 @@ def _name_of(style: Style) -> str:
 def check_unstyled_siblings(
     modules: Mapping[str, nn.Module], styles: Mapping[str, Style], heads: Mapping[str, Heads]
 ) -> None:
-    """Refuses parameters without a style that fit what 'colwise' layers give as well as what all ranks have.
+    """Refuses parameters without a style that fit both an output of 'colwise' layers and one that all ranks have.
 
     On a part, each rank would have a summand of their gradient alone, and nothing would show it (decision 0042).
     """
@@ -140,7 +140,7 @@ def check_unstyled_siblings(
                 continue
             if below != parent and any(path == child or path.startswith(f"{child}.") for path in divided):
                 continue  # Layers in it are divided too, and have their own siblings.
-            # A module of several layers that knows the width of what all ranks have takes that, and may narrow it.
+            # A module of several layers that knows the full width takes that, and may narrow it.
             is_replicated = below not in (parent, child) and any(
                 full_widths.intersection(param.shape) for param in modules[child].parameters()
             )
@@ -245,7 +245,7 @@ def check_producer_splits(
 
 
 def _is_cut(given: Split, wanted: Split, taken: Collection[int]) -> bool:
-    """Whether one layer gives a multiple of what another one takes, and no layer takes all of it."""
+    """Whether one layer gives a multiple of the inputs of another one, and no layer takes all of it."""
     return given.total > wanted.total > 0 and given.total % wanted.total == 0 and given.total not in taken
 
 
@@ -277,7 +277,7 @@ def _stacked_splits(split: Split, total: int) -> list[Split]:
 
 
 def check_tied_params(model: nn.Module, changes: Sequence[Conversion]) -> None:
-    """Refuses a parameter that two modules share, of which only one is divided, or each in another way."""
+    """Refuses a parameter that two modules share, if only one is divided, or each in another way."""
     placed: dict[Tensor, dict[str, ParamSharding | None]] = {}
     by_path = {change.path: change for change in changes}
     for path, module in model.named_modules():
@@ -311,7 +311,7 @@ def check_memory(model: nn.Module, changes: Sequence[Conversion]) -> None:
 
 
 def check_sequence_styles(styles: Mapping[str, Style], within: Callable[[str], bool]) -> None:
-    """Refuses modules that would compute on a part of the sequence where all ranks have the whole of it."""
+    """Refuses modules that would compute on a part of the sequence where all ranks have all of it."""
     for path, style in styles.items():
         if style.divides == "sequence" and not within(path):
             raise ValueError(

@@ -1,8 +1,8 @@
 """Multi-head attention whose heads are divided between ranks, with heads that share keys and values.
 
 Each rank computes with its query heads and the key-value heads that they look at. Where there are fewer key-value heads
-than ranks, some ranks hold copies of one, and the gradients of the copies are summed. What goes in is brought into the
-divided region once for queries, keys and values; what comes out is one sum.
+than ranks, some ranks hold copies of one, and the gradients of the copies are summed. The input is brought into the
+divided region once for queries, keys and values; the output is one sum.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class ParallelAttention(nn.Module):
     Args:
         embed_dim: Size of the input's and the output's last dimension.
         num_heads: Query heads; they need not divide by the ranks.
-        num_key_value_heads: Key-value heads, each of which as many query heads share; None is as many as heads.
+        num_key_value_heads: Key-value heads, each shared by equally many query heads; None is as many as heads.
         head_dim: Size of one head; None is `embed_dim / num_heads`.
         bias: Whether the projections have biases.
         causal: No position looks at a later one.
-        attend: What computes attention of this rank's heads; it gets as many key-value heads as there are here.
-        init_method: What fills each full weight in place, as in `ColumnParallelLinear`.
+        attend: Computes attention of this rank's heads; it gets as many key-value heads as there are here.
+        init_method: Fills each full weight in place, as in `ColumnParallelLinear`.
         process_group: The ranks that divide the heads; None is the model axis of `initialize_model_parallel`.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.

@@ -1,7 +1,7 @@
 """Base of the layers of this package: modules of whose parameters each rank has a part.
 
-A layer says of each parameter what the full one is, and along which dimension it is divided (`ParamSharding`). From
-that follow its local shape, its initial values, what `scale_core.shard_of` says of it, and how state dicts are loaded.
+A layer gives the full shape of each parameter, and the dimension along which it is divided (`ParamSharding`). From
+that follow its local shape, its initial values, its `scale_core.shard_of`, and how state dicts are loaded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ParamSharding(NamedTuple):
         return full_tensor(self, part, group, name)
 
     def shard_spec(self, group: Group, name: str = "") -> Shard:
-        """What norms, optimizers and checkpoints of scale-core read of a rank's shard."""
+        """The description of a rank's shard for norms, optimizers and checkpoints of scale-core."""
         if self.split is None:
             axes, numel = (Axis(group, Placement.REPLICATE),), torch.Size(self.shape).numel()
             return Shard(name, self.shape, 0, numel, axes, gathered=False, first_copy=group.rank == 0)
@@ -124,5 +124,5 @@ def resolve_split(what: str, total: int, group: Group, stride: int, split: Split
 
 
 def rank_repr(group: Group) -> str:
-    """What a printed layer says of its ranks."""
+    """The text about its ranks in a printed layer."""
     return f", rank={group.rank} of {group.size}" if group.size > 1 else ""

@@ -1,4 +1,4 @@
-"""Cross entropy over logits of which each rank has a part of the vocabulary, without the full logits on any rank.
+"""Cross entropy over logits divided along the vocabulary, without the full logits on any rank.
 
 With m the largest logit and s the sum of exp(logit - m) over the vocabulary, the loss of a token is m + log(s) - its
 target's logit. Each rank computes these three for its own shard, in fp32, some rows at a time; one message exchanges
@@ -46,8 +46,8 @@ def vocab_parallel_cross_entropy(
     """Returns the cross entropy of logits whose last dimension is divided between ranks.
 
     Args:
-        vocab_parallel_logits: [..., words of this rank], such as a `ColumnParallelLinear` without `gather_output`
-            gives, or a slice of it such as `logits[:, :-1]`. They are not changed, and not copied as a whole. Logits of
+        vocab_parallel_logits: [..., words of this rank], as a `ColumnParallelLinear` without `gather_output`
+            gives, or a slice of it, for example `logits[:, :-1]`. They are not changed or copied. Logits of
             all words, the same on all ranks as with `gather_output`, are refused.
         target: [...] of integers: words of the full vocabulary; the same on all ranks.
         weight: [words of all ranks], floating point, the same on all ranks: the loss of a target is multiplied by that
@@ -64,7 +64,7 @@ def vocab_parallel_cross_entropy(
         [...], or a scalar; fp32, or fp64 where the logits are.
 
     Raises:
-        TypeError: What has to be a tensor or a number is none.
+        TypeError: An argument that has to be a tensor or a number is none.
         ValueError: The shapes don't fit, or an option makes no sense, alone or with another one; or all ranks have the
             same logits, of all words (on CUDA an error of the device).
         IndexError: A target is no word (on CUDA, as in torch, an error of the device).
@@ -96,7 +96,7 @@ def vocab_parallel_cross_entropy(
 
 
 class LossTerms(NamedTuple):
-    """What the loss is computed from beside the logits and the target."""
+    """The inputs of the loss in addition to the logits and the target."""
 
     group: Group
     start: int  # the first word of this rank
@@ -200,7 +200,7 @@ def reduce_stats(own: Tensor, group: Group, width: int) -> tuple[Tensor, Tensor,
 def check_not_gathered(by_rank: Tensor, width: int, group: Group) -> None:
     """Refuses logits of all words, which are the same on all ranks: each word would count once for each rank.
 
-    `by_rank` is what `local_stats` has found, [ranks, 4, rows]. Logits that are all equal, as of a head of zeros, tell
+    `by_rank` has the results of `local_stats`, [ranks, 4, rows]. Logits that are all equal, as of a head of zeros, tell
     nothing: there the sum of exponentials is the number of words.
     """
     stats = by_rank[:, :2]
@@ -280,7 +280,7 @@ def _is_number(given: object, kind: type) -> bool:
 
 
 def vocab_split(width: int, vocabulary_size: int | None, group: Group) -> Split:
-    """Returns which words each rank has, of which this one has `width`."""
+    """Returns the words of each rank; this one has `width` of them."""
     if vocabulary_size is None:
         if group.process_group is None:
             return Split.even(width, 1)
@@ -296,7 +296,7 @@ def vocab_split(width: int, vocabulary_size: int | None, group: Group) -> Split:
 
 
 def check_weight(weight: Tensor, terms: LossTerms) -> None:
-    """Refuses a weight of another shape or dtype, or beside label smoothing or a z-loss."""
+    """Refuses a weight of another shape or dtype, or together with label smoothing or a z-loss."""
     argument: object = weight
     if not isinstance(argument, Tensor):
         raise TypeError(f"expected weight to be a tensor, got {type(argument).__name__}")

@@ -19,7 +19,7 @@ from scale_tp.weight_init import full_noise
 
 
 class ParallelDropout(nn.Dropout):
-    """`torch.nn.Dropout` for an input that is this rank's shard of a tensor: it drops what the full tensor would drop.
+    """`torch.nn.Dropout` for a shard of a tensor: it drops the elements that the full tensor would drop.
 
     Args:
         p: The probability of an element to be dropped.

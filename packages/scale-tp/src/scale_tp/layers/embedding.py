@@ -51,7 +51,7 @@ def local_padding_idx(padding_idx: int | None, own: Range) -> int | None:
 
 
 def look_up(layer: str, ids: Tensor, num_embeddings: int, lookup: Callable[[Tensor], Tensor]) -> Tensor:
-    """Looks token ids up; refuses what are none, and says which are out of range."""
+    """Looks token ids up; refuses other values, and names ids out of range."""
     argument: object = ids
     if not isinstance(argument, Tensor):
         raise TypeError(f"{layer}: expected a tensor of words, got {type(argument).__name__}: write torch.tensor(...)")
@@ -155,7 +155,7 @@ class _EmbeddingBase(ParallelModule):
 
 
 class VocabParallelEmbedding(_EmbeddingBase):
-    """`torch.nn.Embedding` of which each rank has some words.
+    """`torch.nn.Embedding` divided by words over the ranks.
 
     Args:
         num_embeddings: How many words there are; they need not divide by the ranks.
@@ -165,7 +165,7 @@ class VocabParallelEmbedding(_EmbeddingBase):
         norm_type: p of that norm.
         scale_grad_by_freq: Divide a row's gradient by how often the word occurs in the input.
         sparse: Gradients of the table are sparse.
-        init_method: What fills the full table in place; each rank keeps its shard of the same values.
+        init_method: Fills the full table in place; each rank keeps its shard of the same values.
         keep_master_weight_for_test: Keep the full table, as it began, in `master_weight`.
         process_group: As in `ColumnParallelLinear`.
         device: As in `ColumnParallelLinear`.
@@ -260,7 +260,7 @@ class VocabParallelEmbedding(_EmbeddingBase):
 
 @checked_arguments
 class ParallelEmbedding(_EmbeddingBase):
-    """`torch.nn.Embedding` of which each rank has some features of all words.
+    """`torch.nn.Embedding` divided by features over the ranks.
 
     Args:
         num_embeddings: As in `VocabParallelEmbedding`, like all arguments but these.

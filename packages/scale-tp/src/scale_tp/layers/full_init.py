@@ -1,4 +1,4 @@
-"""Runs code that initializes full parameters on a model of which this rank has parts."""
+"""Runs code that initializes full parameters on a model that is divided over ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Mod
 
     Args:
         module: A module that is divided, or that holds such; on the meta device nothing happens to its parameters.
-        function: Is called with the module once. It fills parameters in place, as those of `torch.nn.init` do. What it
-            reads before it has written it is NaN where other ranks have it. Where it looks at the values of a
-            parameter, that parameter is built as a whole until it returns.
+        function: Is called with the module once. It fills parameters in place, as those of `torch.nn.init` do. A value
+            that it reads before it has written it is NaN where other ranks have it. Where it looks at the values of a
+            parameter, that parameter is built in full until it returns.
 
     Returns:
         The module.

@@ -1,4 +1,4 @@
-"""What tensor parallel ranks compare while they train layers that were built by hand, not by `parallelize`.
+"""Comparisons of tensor parallel ranks that train layers built by hand, not by `parallelize`.
 
 No model says where a pass begins. So the layers of a group count: a layer that is called again, while nobody has begun
 a pass since it was last called, begins one. In some passes the ranks compare the steps of their optimizers, which

@@ -1,6 +1,6 @@
 """Linear layers whose weight is divided between ranks, by columns of the product or by its rows.
 
-A pair of them needs one sum: the first is divided by its outputs, so each rank computes some features alone; what comes
+A pair of them needs one sum: the first is divided by its outputs, so each rank computes some features; what comes
 next works feature by feature; the second is divided by its inputs, so each rank has a summand of the result.
 
                   column                       row
@@ -36,7 +36,7 @@ from scale_tp.weight_init import Initializer
 
 
 class _ParallelLinear(ParallelModule):
-    """What both layers have in common: a weight [out, in] that is divided along the dimension `_dim`, and a bias."""
+    """The common part of both layers: a weight [out, in] that is divided along the dimension `_dim`, and a bias."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -91,7 +91,7 @@ class _ParallelLinear(ParallelModule):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """`y = x W^T + b`, of which each rank computes some of the output features.
+    """`y = x W^T + b`; each rank computes some of the output features.
 
     Args:
         in_features: Size of the input's last dimension.
@@ -99,19 +99,19 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: Whether there is a bias; it is divided as the output is, and begins as zeros.
         gather_output: Whether every rank gets the full output. Otherwise it gets its own features, for a
             `RowParallelLinear` with `input_is_parallel=True`.
-        init_method: What fills the full weight in place; each rank keeps its shard of the same values. A function that
+        init_method: Fills the full weight in place; each rank keeps its shard of the same values. A function that
             does nothing leaves the memory as it is, for a checkpoint.
-        stride: How many equal matrices are stacked in this one, each of which is divided by itself.
+        stride: The number of equal matrices stacked in this one, each divided by itself.
         keep_master_weight_for_test: Keep the full weight, as it began, in `master_weight`.
         process_group: The ranks that divide the layer: a `ProcessGroup` or a `DeviceMesh` axis; None is the model axis
             of `initialize_model_parallel`, or this process alone.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
-        sequence_parallel: Whether the input is this rank's part of the sequence, of which all parts are gathered.
+        sequence_parallel: Whether the input is this rank's part of the sequence; the parts are gathered.
         sequence_dim: The dimension of the sequence then.
         split: Which output features each rank has, in place of `stride`. Ranks may have copies of each other's
             features, as of key-value heads; the gradients of copies are summed.
-        overlap_pieces: Into how many pieces to cut the other ranks' parts of the sequence, each of which is multiplied
+        overlap_pieces: The number of pieces of the other ranks' parts of the sequence, each multiplied
             while the next ones are sent; in the backward pass the gradient of the input is sent while that of
             the weight is computed, which without `sequence_parallel` is all there is. None does not overlap.
         input_is_inside: Whether the input has been brought into the divided region already, as by
@@ -178,10 +178,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
         Args:
             input_: [..., in_features]: the same on all ranks or, with `sequence_parallel`, this rank's shard. With
-                `input_is_inside`, what has been brought into the divided region.
+                `input_is_inside`, the input of the divided region.
 
         Returns:
-            [..., out_features], or [..., out features of this rank] without `gather_output`; always of the whole
+            [..., out_features], or [..., out features of this rank] without `gather_output`; always of the full
             sequence.
 
         Raises:

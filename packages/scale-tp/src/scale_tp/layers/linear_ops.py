@@ -90,7 +90,7 @@ def row_parallel_linear(
     overlap_pieces: int | None,
     transposed: bool = False,
 ) -> Tensor:
-    """Returns [..., outputs]: the sum over the ranks of what each rank's features give, and the bias once.
+    """Returns [..., outputs]: the sum over the ranks of the products of their features, and the bias once.
 
     The input is [..., features of this rank], the weight [outputs, features of this rank] or transposed. With a
     `sequence_dim` each rank gets its part of the sequence; with `overlap_pieces` sums overlap with products.
@@ -129,7 +129,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bo
 class SharedInput(ForEachShardHook):
     """The input of several column-parallel modules, which is brought into the region once.
 
-    Modes: "copy" what all ranks have; "gather" the sequence, of which each has a part; "inside" where it is already.
+    Modes: "copy" an input that all ranks have; "gather" a divided sequence; "inside" if it is there already.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class SharedInput(ForEachShardHook):
         # A tensor that was changed, or is used for another purpose, is another one.
         state = (input._version if not input.is_inference() else 0, torch.is_grad_enabled())
         entered, self._inside = self._inside, None
-        # Where a checkpoint computes some readers again, each does what it did in the forward.
+        # Where a checkpoint computes some readers again, each works as in the forward.
         is_first_again = in_backward() and reader in self._first_readers
         if entered is not None and entered[0] == state and entered[1] is input and not is_first_again:
             inside = entered[2]
@@ -188,7 +188,7 @@ class SharedInput(ForEachShardHook):
 
 
 def check_num_features(layer: str, input: Any, expected: int, *, fix: str = "") -> None:
-    """Refuses what is no tensor, and an input of another last dimension than `expected`."""
+    """Refuses a value that is no tensor, and an input with a last dimension other than `expected`."""
     if not isinstance(input, Tensor | DeferredInput):
         raise TypeError(f"{layer}: expected a tensor [..., {expected}], got {type(input).__name__}")
     if not input.shape or input.shape[-1] != expected:

@@ -21,7 +21,7 @@ from scale_tp.split import Split
 
 
 class ShardedMixin(ParallelModule):
-    """Base of what is added to a module's own class."""
+    """Base of the classes that are added to a module's own class."""
 
     original_class: type[nn.Module]
     # How the weight is divided: its split, along which dimension, and this rank's size of that; set by `swap_class`.
@@ -31,7 +31,7 @@ class ShardedMixin(ParallelModule):
 
     @staticmethod
     def mixed_attributes(own: type[nn.Module]) -> dict[str, Any]:
-        """What the class made of this one and a module's own has beside what is in these."""
+        """Further attributes of the class made of this one and a module's own."""
         return {"reset_parameters": _reset_parameters} if callable(getattr(own, "reset_parameters", None)) else {}
 
     def weight_error(self) -> ValueError:

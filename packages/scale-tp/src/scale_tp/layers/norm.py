@@ -71,13 +71,13 @@ class ParallelRMSNorm(nn.RMSNorm):
 
 
 def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None) -> nn.Module:
-    """Has the gradients of a module's own parameters all-reduced over the ranks, each of which has a part of its input.
+    """Has the gradients of a module's own parameters all-reduced over the ranks, because each has a part of its input.
 
     The module stays the same object, with the same names; its class becomes one that is made from it. Parameters of
     modules inside it are not meant.
 
     Args:
-        module: Such as a norm; the values of its parameters are the same on all ranks.
+        module: For example a norm; the values of its parameters are the same on all ranks.
         process_group: The ranks that divide its input; None is the model axis, or this process alone.
 
     Returns:
