@@ -87,7 +87,8 @@ __all__ = [
     "zb_v",
 ]
 
-# What runs models needs torch, which takes a while to load; schedules are computed without it. Steps load no solver.
+# Modules that run models need torch, which takes a while to load; schedules are computed without it. Steps load no
+# solver.
 _LOADED_WHEN_ASKED_FOR = {
     "scale_pipe.batch_norm": ("DeferredBatchNorm",),
     "scale_pipe.distributed.errors": ("StageError",),
@@ -111,7 +112,7 @@ _MODULES = {name: module for module, names in _LOADED_WHEN_ASKED_FOR.items() for
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Loads what runs models when it is asked for."""
+    """Loads the modules that run models at first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)

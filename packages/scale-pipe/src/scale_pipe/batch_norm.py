@@ -1,4 +1,4 @@
-"""`DeferredBatchNorm`: running statistics of whole mini-batches, updated once per mini-batch.
+"""`DeferredBatchNorm`: running statistics of full mini-batches, updated once per mini-batch.
 
 Each micro-batch is normalized by its own statistics, since those of the others are not known yet. They are merged, and
 the running averages are updated once per mini-batch instead of once per micro-batch.
@@ -126,7 +126,7 @@ class DeferredBatchNorm(_BatchNorm):
         return {**self.__dict__, "_expected": None, "_collected": None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name in ("sum", "sum_squares"):  # FairScale keeps what it has collected as buffers; it is not needed.
+        for name in ("sum", "sum_squares"):  # FairScale keeps its sums as buffers; they are not needed.
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -139,7 +139,7 @@ class DeferredBatchNorm(_BatchNorm):
         are.
 
         Args:
-            module: A batch norm, or what holds some; changed in place.
+            module: A batch norm, or a module with some inside; changed in place.
             chunks: Micro-batches in a mini-batch, where no pipeline sets their number.
 
         Returns:

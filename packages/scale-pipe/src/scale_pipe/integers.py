@@ -29,7 +29,7 @@ def checked_arguments(function: F) -> F:
         return checked()(*args, **kwargs)
 
     if not isinstance(function, type):
-        return call  # type: ignore[return-value]  # It has the signature of what it wraps.
+        return call  # type: ignore[return-value]  # It has the wrapped function's signature.
     function.__init__ = call  # type: ignore[misc]
     return function
 

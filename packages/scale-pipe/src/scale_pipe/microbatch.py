@@ -28,8 +28,8 @@ _NO_CHUNK_HINT = "what belongs to no sample is passed as scale_pipe.NoChunk(tens
 class NoChunk:
     """Around a tensor among a model's inputs: it is not cut, but goes to every micro-batch as it is.
 
-    It is for what belongs to no sample, such as a mask [1, 1, L, L] or a table. A tensor without dimensions is not cut
-    in any case.
+    It is for tensors that belong to no sample, for example a mask [1, 1, L, L] or a table. A tensor without dimensions
+    is not cut in any case.
 
     Args:
         tensor: Any shape.
@@ -54,7 +54,7 @@ class Arguments(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Inputs of a mini-batch by micro-batch; `total` samples, None where each micro-batch gets the whole."""
+    """Inputs of a mini-batch by micro-batch; `total` samples, None if each micro-batch gets all of it."""
 
     by_micro_batch: Sequence[Any]
     total: int | None
@@ -179,8 +179,8 @@ def scatter_with_sizes(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
 def scatter_each(inputs: Any, chunks: int, *, stacklevel: int = 2) -> list[Any]:
     """Cuts a mini-batch as `scatter` does, and where tensors differ in their first dimension, each one by itself.
 
-    They have to be cut in the same proportions: [2, ...] beside [4, ...] makes two micro-batches of [1, ...] beside
-    [2, ...]. Since one of them may also be a table that was to stay whole, there is a warning; `stacklevel` is that of
+    They have to be cut in the same proportions: [2, ...] with [4, ...] makes two micro-batches of [1, ...] with
+    [2, ...]. Since one of them may also be a table that was not to be cut, there is a warning; `stacklevel` is that of
     `warnings.warn`, 2 for the caller. Raises ValueError where proportions differ.
     """
     first_by_size: dict[int, tuple[str, Tensor]] = {}
@@ -188,7 +188,7 @@ def scatter_each(inputs: Any, chunks: int, *, stacklevel: int = 2) -> list[Any]:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             first_by_size.setdefault(leaf.shape[0], (path, leaf))
     if not first_by_size:
-        return scatter(inputs, chunks)  # Its error says what was given.
+        return scatter(inputs, chunks)  # Its error describes the inputs.
     sizes = {total: micro_batch_sizes(total, chunks) for total in first_by_size}
     (total, first), *others = first_by_size.items()
     for other, second in others:
@@ -232,7 +232,7 @@ def _cut(inputs: Any, sizes: Mapping[int, Sequence[int]]) -> list[Any]:
 
     tensors = list(tensors_in(inputs))
     pieces = {id(tensor): split(tensor) for tensor in tensors}
-    cuts = [  # Containers may make their tensors anew each time they are looked through.
+    cuts = [  # Containers may make new tensors each time they are iterated.
         map_tensors(lambda tensor: (pieces.get(id(tensor)) or split(tensor))[number], inputs)  # noqa: B023  # called at once
         for number in range(num_pieces)
     ]
@@ -271,8 +271,8 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 def gather(outputs: Sequence[Any]) -> Any:
     """Merges the outputs of all micro-batches: tensors along dimension 0, everything else as it is in each.
 
-    A single output is returned as it is. Raises ValueError where outputs are not nested alike, tensors have no
-    dimension or do not fit, or values that are no tensors differ.
+    A single output is returned as it is. Raises ValueError where outputs are not nested in the same way, tensors have
+    no dimension or do not fit, or values that are no tensors differ.
     """
     first = outputs[0]
     if len(outputs) == 1:

@@ -19,7 +19,7 @@ Result: TypeAlias = tuple[Any, dict[SkipKey, Any]]
 
 
 class PartitionFunction(nn.Module):
-    """Calls a module with what it pops, and returns what it stashes; errors of checkpointing name its layers.
+    """Calls a module with the skips that it pops, and returns those that it stashes; errors name its layers.
 
     `clones` is for a module that changes its inputs in place where they are needed again.
     """

@@ -13,10 +13,10 @@ The first pass runs along the path and keeps the gradients at the boundary. The 
 the boundary by itself, and asks for the leaves behind its own edges: the engine then computes nothing else. Each node
 gets the very gradients that one pass would have given it, so the sums are the same, to the bit.
 
-Vectors are an exception: nodes such as a layer norm compute the gradients of their parameters on the way, at hardly any
-cost. These are taken in the first pass, and added to `grad` in the second.
+Vectors are an exception: some nodes, for example a layer norm, compute the gradients of their parameters on the way,
+at hardly any cost. These are taken in the first pass, and added to `grad` in the second.
 
-Some graphs can't be cut so, and run whole in the first pass: where one parameter is reached from two nodes of the
+Some graphs can't be cut so, and run completely in the first pass: where one parameter is reached from two nodes of the
 boundary (its two summands would be added to `param.grad` one after the other), and where a function of Python, which
 may do anything, would have to run twice.
 """
@@ -40,7 +40,7 @@ Gradients = Sequence[Tensor | None]
 
 
 class _Segment(NamedTuple):
-    """What one call of the engine computes in the second pass."""
+    """The work of one call of the engine in the second pass."""
 
     edges: list[GradientEdge]  # where it starts
     leaves: list[Tensor]  # whose gradients it adds to `grad`
@@ -50,9 +50,9 @@ class _Cut(NamedTuple):
     """Where a graph is cut."""
 
     on_path: list[bool]  # for each root, whether it leads to an input
-    boundary: list[_Segment]  # what starts at nodes of the path
+    boundary: list[_Segment]  # segments that start at nodes of the path
     vectors: list[Tensor]  # leaves whose gradients are computed on the way
-    beside: _Segment | None  # what starts at roots that lead to parameters alone
+    beside: _Segment | None  # the one that starts at roots that lead to parameters only
 
 
 class Backward:
@@ -80,7 +80,7 @@ class Backward:
         return grads
 
     def run_inputs(self, gradients: Gradients) -> list[Tensor | None]:
-        """Computes and returns the gradients of the inputs, and keeps what those of the parameters need."""
+        """Computes and returns the gradients of the inputs, and keeps the inputs for those of the parameters."""
         cut = _cut(self._roots, self._inputs) if self._splits else None
         if cut is None:
             return self.run(gradients)
@@ -110,7 +110,7 @@ class Backward:
         """Adds the gradients of the parameters to their `grad`, unless the first pass computed everything."""
         later, self._later = self._later, []
         for index, (part, saved_grads) in enumerate(later):
-            later[index] = (part, [])  # What has been used is freed before the next is computed.
+            later[index] = (part, [])  # Used gradients are freed before the next is computed.
             edges, edge_grads = _with_gradient(part.edges, saved_grads)
             del saved_grads
             if edges:

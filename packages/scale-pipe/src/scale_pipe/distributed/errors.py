@@ -103,7 +103,7 @@ def raise_on_all_ranks(
 ) -> NoReturn:
     """Raises on all ranks the same StageError: that of the earliest stage that failed.
 
-    `cause` was raised on this rank, and `note` says what can't be undone.
+    `cause` was raised on this rank, and `note` tells changes that can't be undone.
     """
     texts = exchange_text(json.dumps([failure, note]), group, limit_seconds=limit_seconds)
     rows = [json.loads(text) for text in texts]
@@ -111,7 +111,7 @@ def raise_on_all_ranks(
     notes = "".join(f"\n{note}" for _, note in rows if note)
     batch = "" if first.micro_batch < 0 else f" of micro-batch {first.micro_batch}"
     where = f"stage {first.stage} on rank {first.rank}" if first.stage >= 0 else f"rank {first.rank}"
-    # Raised unnamed: a name in this frame would be a cycle, which keeps what the traceback holds until it is collected.
+    # Raised unnamed: a name in this frame would be a cycle, which keeps the traceback's objects until it is collected.
     raise StageError(
         f"step {step}: {where} raised {first.error_type} in {first.action}{batch}: {first.text}\n"
         f"All ranks aborted the step; gradients are as before it.{notes}\n{first.traceback}".rstrip(),

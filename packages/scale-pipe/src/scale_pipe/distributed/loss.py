@@ -130,12 +130,12 @@ class BatchLoss:
 
     @torch.no_grad()
     def _check(self, dtype: torch.dtype) -> None:
-        """Raises ValueError if the mean over micro-batches does not weigh the elements of all of them alike."""
+        """Raises ValueError if the mean over micro-batches does not give all their elements equal weight."""
         order = sorted(self._sizes)
         weights = _column([self.weight(number) for number in order])
         for (is_entropy, _), terms in self._terms.items():
             if not is_entropy and len(terms) < len(order):
-                continue  # A term that only some micro-batches have, such as a penalty.
+                continue  # A term that only some micro-batches have, for example a penalty.
             factors = _column([terms.get(number, _MISSING).factor for number in order])
             counts = _column([terms.get(number, _MISSING).num_elements for number in order])
             tolerance = min(64 * torch.finfo(dtype).eps, 0.01)

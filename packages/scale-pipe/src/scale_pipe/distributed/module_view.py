@@ -47,7 +47,7 @@ def original_fqn(fqns: Mapping[str, str], name: str) -> str:
 
 
 class ModelFQNs:
-    """The names in the state dict of the whole model, known on every rank."""
+    """The names in the state dict of the full model, known on every rank."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         positions: dict[str, int] = {}  # of modules, in the order of the model, which each split stage has
@@ -120,13 +120,13 @@ class StageModuleView(nn.Module):
 
     @property
     def stages(self) -> MutableMapping[int, nn.Module]:
-        """This rank's stages, by number; one may be replaced by a wrapper around it, such as `fully_shard(stage)`."""
+        """This rank's stages, by number; you may replace one by a wrapper around it, as `fully_shard(stage)`."""
         return LocalStages(self)
 
     def _add_stage(self, index: int, stage: nn.Module) -> None:
         self._modules[f"{_STAGE}{index}"] = stage
 
-    # A module beside the stages would never run, and has no name in the original model.
+    # A module outside the stages would never run, and has no name in the original model.
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module) and name not in self._modules:
@@ -227,7 +227,7 @@ class StageModuleView(nn.Module):
     # State.
 
     def names_of_model(self) -> Mapping[str, str]:
-        """Returns all names in the state of the whole model, each with the first name of the same tensor."""
+        """Returns all names in the state of the full model, each with the first name of the same tensor."""
         return self._fqns.first_names
 
     def is_first_holder(self, name: str) -> bool:
@@ -272,7 +272,7 @@ class StageModuleView(nn.Module):
         return {**renamed, **full_state} if rank == 0 else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this rank's part of a state dict of the original model, whole or of this rank alone.
+        """Loads this rank's part of a state dict of the original model, in full or of this rank only.
 
         Args:
             state_dict: By the names of the original model.
@@ -340,7 +340,7 @@ def _module_tree(stages: Mapping[int, nn.Module]) -> _ModuleTree:
 
 
 class _AnyAttribute:
-    """An object with every attribute: torch walks to the end of a name, and does not use what it finds there."""
+    """An object with every attribute: torch walks to the end of a name, and does not use the attribute there."""
 
     def __getattr__(self, name: str) -> _AnyAttribute:
         if name.startswith("__") or name == "_fqn_modifiers":

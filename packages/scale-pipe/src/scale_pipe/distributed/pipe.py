@@ -86,11 +86,11 @@ class DistributedPipe(StageModuleView):
             meta device stay there: give this rank's stages memory and values before the first step.
         checkpoint: "never", "always" or "except_last": the micro-batches whose activations are recomputed in the
             backward pass.
-        deferred_batch_norm: Batch norms update their running statistics once per step, by those of the whole batch.
+        deferred_batch_norm: Batch norms update their running statistics once per step, by those of the full batch.
         memory_cap: For "solve", the most live micro-batches on a rank, in model equivalents.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
-        check_replicas_every: After how many steps the copies of parameters that several ranks hold, such as tied
-            embeddings, are compared, beginning with the first; 0 is never. None is 100, or what
+        check_replicas_every: After how many steps the copies of parameters that several ranks hold, for example tied
+            embeddings, are compared, beginning with the first; 0 is never. None is 100, or the value of
             `SCALE_CHECK_REPLICAS_EVERY` says. A difference is a `DivergenceError`.
 
     Raises:
@@ -236,14 +236,14 @@ class DistributedPipe(StageModuleView):
             The mean loss of the batch: a detached scalar, the same on all ranks.
 
         Raises:
-            StageError: A stage has failed, or its arguments are wrong; on all ranks alike. Gradients are as before the
+            StageError: A stage has failed, or its arguments are wrong; on all ranks. Gradients are as before the
                 step, and training can go on. One reason is a loss that is a mean over other numbers of elements in
                 each micro-batch, so that their mean is not that of the batch.
             ScaleDistributedError: A rank was lost.
         """
         step_args = StepArgs(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, optimizer)
         self._begin(StepKind.STEP)
-        # In whatever mode a step is called it computes gradients, and such as can be used outside of inference mode.
+        # In whatever mode a step is called it computes gradients that can be used outside of inference mode.
         with torch.inference_mode(False), torch.enable_grad():
             inputs = prepare_inputs(step_args, StepKind.STEP, self._schedule, self.group.rank, self._device)
             stages = {index: runner.module for index, runner in self._runners.items()}
@@ -286,13 +286,13 @@ class DistributedPipe(StageModuleView):
             args: As in `step`.
             target: As in `step`.
             loss_fn: As in `step`. Where the last stage returns the loss itself: `loss_fn=lambda loss: loss`.
-            with_output: Whether to return the output beside a loss; otherwise it is not kept.
+            with_output: Whether to return the output with a loss; otherwise it is not kept.
             stage_inputs: As in `step`.
             kwargs: As in `step`.
 
         Returns:
             Where the rank of the last stage is given a target or a loss function, the mean loss as `step` returns it;
-            with `with_output` a tuple of the loss and the output. Without them the output, which is that of the whole
+            with `with_output` a tuple of the loss and the output. Without them the output, which is that of the full
             batch on the rank of the last stage, and None on the others.
 
         Raises:
@@ -306,7 +306,7 @@ class DistributedPipe(StageModuleView):
         return output if loss is None else (loss, output) if with_output else loss
 
     def _begin(self, kind: StepKind) -> None:
-        """Begins a pass with the stages as they are now, some of which may have been wrapped or moved."""
+        """Begins a pass with the stages as they are now; some may have been wrapped or moved."""
         self._loop.begin(kind)
         if self._cross_stage.shared and self._shared.needs_broadcast:
             self._shared.refresh(self)
@@ -363,7 +363,7 @@ class DistributedPipe(StageModuleView):
         return () if self._loop.last is None else local_spans(self._loop.last, self.group.rank)
 
     def measured(self) -> ScheduleSimulation:
-        """Returns the last pass of all ranks, to be drawn beside the plan; all ranks call it together.
+        """Returns the last pass of all ranks, to be drawn with the plan; all ranks call it together.
 
             measured = pipe.measured()
             save_drawing([simulate(pipe.schedule, measured.costs), measured], "step.svg")

@@ -1,4 +1,4 @@
-"""Measured times of a pass on all ranks: drawn beside the planned ones, and given to the solver."""
+"""Measured times of a pass on all ranks: drawn next to the planned ones, and given to the solver."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import Schedule
 
-_SEARCH_SECONDS = 120.0  # the longest search, beside the limit of a transfer
-_ROUNDS = 4  # of probes; the first one allocates what the others reuse
+_SEARCH_SECONDS = 120.0  # the longest search, in addition to the limit of a transfer
+_ROUNDS = 4  # of probes; the first one allocates memory for the others
 
 
 def local_spans(timed: TimedPass, rank: int) -> tuple[TimedAction, ...]:

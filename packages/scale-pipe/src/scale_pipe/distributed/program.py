@@ -1,4 +1,4 @@
-"""A model's stages, what connects them, and each rank's program for a step: the actions with all that is sent between.
+"""A model's stages, their connections, and each rank's program for a step: the actions with all transfers between.
 
 A schedule knows transfers between neighbors alone. A model may have skip connections, whose tensors go straight from
 the stage that stashes them to the one that pops them, and parameters that several stages share, whose gradients are
@@ -80,13 +80,13 @@ class SharedParameter(NamedTuple):
 
 
 class CrossStageTensors(NamedTuple):
-    """What a model sends beside the activations and gradients between neighbors."""
+    """The messages of a model other than activations and gradients between neighbors."""
 
     skips: tuple[SkipTransfer, ...] = ()
     shared: tuple[SharedParameter, ...] = ()
 
 
-# The stages of a model, and what connects them.
+# The stages of a model, and their connections.
 
 
 def split_into_stages(
@@ -142,7 +142,7 @@ def find_connections(
 ) -> tuple[CrossStageTensors, dict[str, dict[int, str]]]:
     """Finds the skips between all stages of a model, and the parameters that stages on several ranks share.
 
-    Returns beside them, by name of a shared parameter and by stage, its name there.
+    Also returns, by name of a shared parameter and by stage, its name there.
     """
     skips: list[SkipTransfer] = []
     for number, (key, stashed_in, popped_in) in enumerate(inspect_skip_layout(stages)):
@@ -276,7 +276,7 @@ def probe_slots(placement: StagePlacement) -> dict[int, tuple[Slot, Slot]]:
     return {stage: (probe(stage, stage + 1), probe(stage + 1, stage)) for stage in links}
 
 
-# One rank's program, with what can be known of it before it runs.
+# One rank's program, with the facts known before it runs.
 
 
 def completed_sends(
@@ -284,7 +284,8 @@ def completed_sends(
 ) -> dict[int, list[Slot]]:
     """Returns by the index of a computation which sends of this rank have been received before it starts.
 
-    A peer sends in the order of its program: what it had to receive before it sent what arrives now has arrived there.
+    A peer sends in the order of its program: by the time a message arrives here, the messages that its sender needed
+    for it have arrived there.
     """
     sent_at: dict[tuple[int, Slot], int] = {}
     received_at: dict[tuple[int, Slot], int] = {}

@@ -1,6 +1,6 @@
 """Runs one rank's program for one pass, from the first task to the last, whatever happens.
 
-A rank whose stage has failed goes on through its program. It computes nothing more, receives what it is sent, and sends
+A rank whose stage has failed goes on through its program. It computes nothing more, receives its messages, and sends
 the failure in the place of everything that it owes; its receivers do the same. So every rank comes to the end of its
 program, and sends always match receives.
 """
@@ -45,7 +45,7 @@ def _title(action: Action) -> str:
 
 
 class PassRuntime:
-    """One pass of one rank, and what is known after it; `failure` is None while it goes well."""
+    """One pass of one rank, and the result; `failure` is None while it goes well."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class PassRuntime:
         limit_seconds: float | None,
     ) -> None:
         self.failure: Failure | None = inputs.failure
-        self.cause: Exception | None = inputs.cause  # what was raised on this rank
+        self.cause: Exception | None = inputs.cause  # the exception of this rank
         self.losses: dict[int, Tensor] = {}  # by micro-batch, on the rank of the last stage
         self.loss: Tensor | None = None  # their mean, a scalar
-        self.output: Any = None  # of the whole mini-batch, likewise, in an evaluation
+        self.output: Any = None  # of the full mini-batch, likewise, in an evaluation
         self.chunk_sizes: dict[int, ChunkSize] = dict(enumerate(inputs.chunk_sizes))  # by micro-batch
         self.stepped_stages: list[int] = []
         self.timed_actions: list[tuple[Action, float, float]] = []  # start and end in seconds of time.perf_counter
@@ -183,7 +183,7 @@ class PassRuntime:
         """Runs one computation once its inputs are there, and keeps its outputs for their slots.
 
         Where messages match by order, the receive `following` it in the program starts before it: no transfer is
-        between the two, so the order of transfers is the same, and what arrives need not wait for the computation.
+        between the two, so the order of transfers is the same, and a message need not wait for the computation.
         """
         arrived: dict[str, Payload] = {}
         for slot in self._program.inputs[action]:

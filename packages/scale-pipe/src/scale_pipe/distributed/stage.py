@@ -45,14 +45,14 @@ class _InputAlias(torch.autograd.Function):
 
 
 class _MicroBatchGraph(NamedTuple):
-    """A micro-batch between its forward and its backward, by name of what was received and sent."""
+    """A micro-batch between its forward and its backward, by name of its messages."""
 
     leaves: Mapping[str, list[Tensor]]  # inputs that get gradients
     roots: Mapping[str, list[GradientEdge]]  # outputs that receive gradients; of the last stage the loss
 
 
 class LastStageResult(NamedTuple):
-    """What stays with the last stage after a forward, detached; empty on other stages."""
+    """The results that stay with the last stage after a forward, detached; empty on other stages."""
 
     loss: Tensor | None = None
     output: Any = None  # of an evaluation
@@ -108,7 +108,7 @@ class Stage:
         is_last: bool = False,
         loss_fn: StageLoss | None = None,
     ) -> tuple[dict[str, Payload], LastStageResult]:
-        """Computes a micro-batch, and returns by name what is sent on, and what stays here.
+        """Computes a micro-batch, and returns by name the outputs to send on, and those that stay here.
 
         `reduces`: its backward will be the stage's last one in this step. `is_last`: this is the model's last stage.
         """
@@ -153,7 +153,7 @@ class Stage:
         return sent, result
 
     def _call(self, given: Arguments, trees: Mapping[str, Any]) -> tuple[Any, dict[SkipKey, Any]]:
-        """Calls the module with what it is given and what has arrived; returns its output, and what it stashes."""
+        """Calls the module with its arguments and received values; returns its output, and the values it stashes."""
         args = (trees[OUTPUT],) if OUTPUT in trees else given.args
         if self._function is None:
             return self.module(*args, **given.kwargs), {}

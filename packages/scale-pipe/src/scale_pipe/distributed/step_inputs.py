@@ -1,4 +1,4 @@
-"""The inputs of one rank for a pass, cut into micro-batches; an error in them fails the step on all ranks alike."""
+"""The inputs of one rank for a pass, cut into micro-batches; an error in them fails the step on all ranks."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class StepArgs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What a rank needs to run a pass."""
+    """The inputs of a rank for a pass."""
 
     chunk_sizes: Sequence[ChunkSize] = ()  # on the rank of the first stage; elsewhere they arrive
-    arguments: Mapping[int, Chunks] = {}  # by stage of this rank, the `Arguments` beside what arrives
+    arguments: Mapping[int, Chunks] = {}  # by stage of this rank, the `Arguments` in addition to received values
     loss_fn: BatchLoss | None = None  # on the rank of the last stage, where a loss is wanted
     keep_output: bool = False  # on the rank of the last stage, in an evaluation
     step_optimizer: StepOptimizer | None = None  # called for each stage where the schedule steps it
-    failure: Failure | None = None  # what is wrong with them
+    failure: Failure | None = None  # a mistake in them
     cause: Exception | None = None
 
 
@@ -118,7 +118,8 @@ def check_mean_loss(loss_fn: Any) -> None:
     """Refuses a loss function with `reduction="sum"`, also in a partial (ValueError).
 
     The loss of a step is the mean over its micro-batches, each weighted by its samples, so of a sum over N samples it
-    would be a fraction, and gradients with it. A function that sums without an attribute can't be told from others.
+    would be a fraction, and gradients with it. A function that sums without an attribute can't be distinguished from
+    others.
     """
     function, reduction = loss_fn, None
     while isinstance(function, partial):

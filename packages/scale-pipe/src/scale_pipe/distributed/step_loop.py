@@ -1,4 +1,4 @@
-"""The passes of one rank, one after the other: each ends on all ranks alike, with a result or with an error."""
+"""The passes of one rank, one after the other: each ends on all ranks with a result, or on all with an error."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class StepStatus(NamedTuple):
-    """What all ranks know after a pass."""
+    """The facts that all ranks know after a pass."""
 
     failed_ranks: list[int]
     loss: Tensor | None  # the mean over the mini-batch, a scalar on this rank's device
     measured_ranks: list[int]  # where gradients are measured by micro-batch
-    signatures_match: bool  # they are measured alike on all ranks
+    signatures_match: bool  # they are measured in the same way on all ranks
     steps_after_all: bool  # some rank steps its stages now that all have finished
     optimizer_steps: list[int]  # since the last pass, by rank, as `OptimizerSteps.status`
 
@@ -81,7 +81,7 @@ class StepLoop:
         self.kind = kind
 
     def run(self, runtime: PassRuntime, device: torch.device) -> StepStatus:
-        """Runs a pass, and returns what came of it on all ranks.
+        """Runs a pass, and returns its result on all ranks.
 
         Raises StageError on all ranks if a stage has failed, and ScaleDistributedError if a rank was lost.
         """
@@ -110,7 +110,7 @@ class StepLoop:
 
     @contextmanager
     def _together(self, raised_by_all: type[Exception] = errors.StageError) -> Iterator[None]:
-        """Around what all ranks do together: where one does not come, or leaves, no pass can follow."""
+        """A context of a common operation: if a rank does not come, or leaves, no pass can follow."""
         rank = self._group.rank
         try:
             yield
@@ -125,7 +125,7 @@ class StepLoop:
             raise
 
     def _exchange_status(self, runtime: PassRuntime, steps_after_all: bool, device: torch.device) -> StepStatus:
-        """Exchanges how the pass went; the one place where a step waits for what a device has computed."""
+        """Exchanges how the pass went; the one place where a step waits for a device."""
         runtime.merge_losses()
         failed, grads = runtime.failure is not None, runtime.grads
         # Records of other lengths, as those of a contract, are never taken for these seven integers.
@@ -154,7 +154,7 @@ class StepLoop:
         )
 
     def _compare_steps(self, statuses: Sequence[int]) -> None:
-        """Raises ContractError on all ranks if optimizers that have stepped alike do so no more.
+        """Raises ContractError on all ranks if optimizers that have made equal steps do so no more.
 
         Stages may have optimizers of their own, and some ranks none: these are not compared.
         """
@@ -186,7 +186,7 @@ class StepLoop:
         errors.raise_on_all_ranks(runtime.failure, self._group, self._number, cause, self._limit, note)
 
     def _raise_rank_lost(self, failure: Failure, cause: Exception | None) -> NoReturn:
-        """Raises ScaleDistributedError with what each rank did last; no pass can follow."""
+        """Raises ScaleDistributedError with each rank's last operation; no pass can follow."""
         text = f"step {self._number}: {failure.text} (in {self.kind})"
         self._recorder.events.append(text)
         self._recorder.publish()

@@ -1,7 +1,7 @@
-"""Outputs that transformers' models collect beside the results of their modules, such as router logits.
+"""Outputs that transformers' models collect in addition to the results of their modules, for example router logits.
 
 Forward hooks append them to lists of the outer forward, so each stage would have those of its own modules alone, and
-the balance loss of a mixture of experts would silently lack layers. So what the call of a module has appended travels
+the balance loss of a mixture of experts would silently lack layers. So the outputs that a module has appended travel
 with the shapes of that call's result, and later stages append it in place of the call. The lists have no public access.
 """
 
@@ -33,7 +33,7 @@ def install_collectors(model: nn.Module) -> None:
 
 @contextmanager
 def collecting() -> Iterator[dict[str, list[Any]]]:
-    """Yields a dict that holds, at the end of the context, what was appended to the lists in it."""
+    """Yields a dict that holds, at the end of the context, the values appended to the lists in it."""
     lists = _lists()
     lengths = {key: len(outputs) for key, outputs in lists.items()}
     added: dict[str, list[Any]] = {}
@@ -42,7 +42,7 @@ def collecting() -> Iterator[dict[str, list[Any]]]:
 
 
 def add_collected(added: Collected) -> None:
-    """Appends to the lists what a module has appended on its own stage."""
+    """Appends to the lists the values that a module has appended on its own stage."""
     for key, outputs in _lists().items() if added else ():
         outputs += added.get(key, ())
 

@@ -10,7 +10,7 @@ a new stage there:
     norm  head                  2  2
 
 A module with parts on several stages, here the model itself and `h`, is *split*: each stage has a copy of it, without
-what is on other stages, and runs its forward. What is in it is on a stage as a *whole*, or is split in turn. A module
+modules on other stages, and runs its forward. A module in it is on a stage as a *whole*, or is split in turn. A module
 that holds neither parameters nor saved buffers is *stateless*: it is on every stage.
 """
 
@@ -35,10 +35,10 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class CutPlan:
-    """Which stage holds what, by names in the model."""
+    """The modules and parameters of each stage, by names in the model."""
 
     cuts: tuple[str, ...]  # The modules at which stages 1, 2, ... begin.
-    stages_of: Mapping[str, tuple[int, ...]]  # By whole module, or parameter of a split one, the stages that hold it.
+    stages_of: Mapping[str, tuple[int, ...]]  # By module, or parameter of a split one, the stages that hold it.
     split_modules: frozenset[str]  # The model itself is "".
 
     @property
@@ -47,7 +47,7 @@ class CutPlan:
         return len(self.cuts) + 1
 
     def holds(self, stage: int, name: str) -> bool:
-        """Whether a stage holds a whole module or a parameter."""
+        """Whether a stage holds a module in full or a parameter."""
         return stage in self.stages_of[name]
 
     def describe_stages(self, name: str) -> str:
@@ -57,7 +57,7 @@ class CutPlan:
 
 
 def plan_cuts(model: nn.Module, cuts: Sequence[str], hold: Mapping[str, int | Sequence[int]] | None = None) -> CutPlan:
-    """Finds out which stage holds what; for arguments and errors see `split`."""
+    """Assigns modules and parameters to stages; for arguments and errors see `split`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model that is cut is an nn.Module, but is {type(model).__name__}")
     items = list(_items(model))

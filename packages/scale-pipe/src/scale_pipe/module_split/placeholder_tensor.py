@@ -1,6 +1,6 @@
-"""Placeholder tensors: shape, dtype and device of what another stage has computed, and no values.
+"""Placeholder tensors: shape, dtype and device of a tensor of another stage, and no values.
 
-Each stage runs the model's own forward. There, placeholders stand for what modules of earlier stages return. The
+Each stage runs the model's own forward. There, placeholders stand for the results of modules of earlier stages. The
 forward may read their shapes, add them, reshape them, pass them to a dropout: all of that is done on the meta device,
 which takes no memory, no time and no random numbers, and gives other placeholders. Where a placeholder is an argument
 of the call at which the model is cut, the stage before has sent its values: it is resolved, and from then on it behaves
@@ -38,7 +38,7 @@ class PlaceholderTensor(Tensor):
 
     Args:
         meta: The same on the meta device, of any shape and dtype.
-        origin: What has made the values, for errors: "module 'wte' of stage 0".
+        origin: The maker of the values, for errors: "module 'wte' of stage 0".
         device: Where it would be.
         is_parameter: Whether it is in the place of a parameter or buffer, in all passes and not only in one.
     """
@@ -71,7 +71,7 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs `func` on what has been received in the meantime, above autograd, so that gradients flow."""
+        """Runs `func` on the values received in the meantime, above autograd, so that gradients flow."""
         args, kwargs = resolve((tuple(args), dict(kwargs or {})))
         if func in _READ_VALUES and (first := unresolved_placeholder(args)) is not None:
             raise _needs_values(f"Tensor.{func.__name__}", first)
@@ -93,7 +93,7 @@ class PlaceholderTensor(Tensor):
             kwargs["device"] = torch.device("meta")
         meta_args, meta_kwargs = pytree.tree_map_only(Tensor, to_meta, (args, kwargs))
         results = func(*meta_args, **meta_kwargs)
-        if func._schema.is_mutable:  # It returns what was written to, which has no values to change.
+        if func._schema.is_mutable:  # It returns its written argument, which has no values to change.
             return args[0] if isinstance(results, Tensor) else results
         return pytree.tree_map_only(Tensor, lambda tensor: cls(tensor, first.origin, device), results)
 
@@ -125,7 +125,7 @@ def resolve(tree: Any) -> Any:
 
 
 def has_placeholder(tree: Any) -> bool:
-    """Whether a tree has a placeholder, resolved or not. Quick for small trees, such as the arguments of modules."""
+    """Whether a tree has a placeholder, resolved or not. Quick for small trees, as the arguments of modules."""
     kind = type(tree)
     if kind is Tensor or kind in _ATOMS:
         return False

@@ -1,4 +1,4 @@
-"""One run of a stage: the model's own forward, of which it runs its part.
+"""One run of a stage: the model's own forward, where it runs its part.
 
 Each call of a module that `StageModules` holds passes through `Replay.call`. Before the stage begins, modules of
 earlier stages return placeholders of the shapes in the trail. At the call where the stage begins, the arguments are
@@ -42,7 +42,7 @@ from scale_pipe.module_split.stage_io import (
 
 
 class SplitError(ScaleError):
-    """A model cannot run in the stages that it is cut into; the message says where to cut, or what to hold."""
+    """A model cannot run in the stages that it is cut into; the message says where to cut, or which module to hold."""
 
 
 class _StageBoundary(Exception):
@@ -243,7 +243,7 @@ _local = threading.local()
 
 
 def active_replay() -> Replay | None:
-    """Returns the run of this thread; None outside of runs, and inside of modules that are on the stage as a whole."""
+    """Returns the run of this thread; None outside of runs, and inside of modules that are on the stage in full."""
     return getattr(_local, "replay", None)
 
 

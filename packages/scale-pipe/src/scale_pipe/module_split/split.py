@@ -1,8 +1,8 @@
-"""`split`: a model cut at names of modules into stages, each of which runs the model's own forward.
+"""`split`: a model cut at names of modules into stages that run the model's own forward.
 
 A stage is a copy of the model itself and of the other modules that have parts on several stages. In it, the modules of
 other stages are replaced by placeholders without values; its own ones are the very modules of the model. So parameters
-have the model's names, a model on the meta device never becomes whole, and nothing is traced.
+have the model's names, a model on the meta device is never complete in memory, and nothing is traced.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def split(
 ) -> list[nn.Module]:
     """Cuts a model into stages at the calls of modules.
 
-    The first stage is called with the model's arguments, every other one with what the stage before has returned; the
-    last returns the model's output. A later stage may be given arguments of the model by keyword, such as labels that
-    only its rank has. The modules stay the model's own objects.
+    The first stage is called with the model's arguments, every other one with the result of the stage before; the
+    last returns the model's output. A later stage may be given arguments of the model by keyword, for example labels
+    that only its rank has. The modules stay the model's own objects.
 
         >>> import torch
         >>> from scale_pipe import split
@@ -53,11 +53,12 @@ def split(
         True
 
     Args:
-        model: Any module. What its forward does between the calls of modules, each stage does as well.
+        model: Any module. Each stage also runs the code of its forward between the calls of modules.
         cuts: Names of modules, in the order in which the model registers them. Each begins a stage, at its first call.
             The stage of a module follows from the order of registration.
         hold: By the name of a module or parameter, the stage that holds it where that order is not the order of use;
-            several stages for one that all of them use, such as an embedding whose weight is the output layer's too.
+            several stages for one that all of them use, for example an embedding whose weight is the output layer's
+            too.
         pass_on: The names of the model's arguments whose tensors later stages need themselves, such as "labels"; of the
             others they know the shapes. None passes all on.
 
@@ -154,7 +155,7 @@ def _placeholder_module(module: nn.Module, name: str, where: str) -> nn.Module:
             _set_placeholder(copy, key, tensor, f"{name}.{key} of {where}")
     for key, child in module._modules.items():
         copy._modules[key] = None if child is None else _placeholder_module(child, f"{name}.{key}", where)
-    # A class's own ways to save and load, as a batch norm has, would look for what is not here.
+    # A class's own ways to save and load, as a batch norm has, would look for missing modules.
     vars(copy).update(
         forward=RemoteForward(name, where), _save_to_state_dict=_save_nothing, _load_from_state_dict=_load_nothing
     )

@@ -20,9 +20,9 @@ from scale_pipe.module_split.stage_io import CallArguments, StageOutput
 
 
 class StageForward:
-    """The forward of a stage, which is copied and pickled with it: the model's own, of which it runs its part.
+    """The forward of a stage, which is copied and pickled with it: the model's own, where it runs its part.
 
-    `pass_on` names the model's arguments that later stages get whole; None is all.
+    `pass_on` names the model's arguments that later stages get uncut; None is all.
     """
 
     def __init__(self, plan: CutPlan, stage: int, pass_on: frozenset[str] | None) -> None:
@@ -66,7 +66,7 @@ class StageForward:
         return replay.run(forward)
 
     def _device(self, module: nn.Module, given: Any) -> torch.device:
-        """Returns the device of the stage's parameters, or else of its buffers, or of what it is given."""
+        """Returns the device of the stage's parameters, or else of its buffers, or of its arguments."""
         param = None if self._first is None else self._first[0]._parameters.get(self._first[1])
         if param is None:
             parameters = (
@@ -97,7 +97,7 @@ class StageForward:
 
 
 class RemoteForward:
-    """The forward of a placeholder module, which runs only where a model calls a part of a whole module by itself."""
+    """The forward of a placeholder module, which runs only where a model calls a part of a held module by itself."""
 
     def __init__(self, name: str, stages: str) -> None:
         self.name, self.stages = name, stages

@@ -1,7 +1,7 @@
-"""Stage outputs: what one stage of a split model sends to the next, as tensors and a layout of how they are nested.
+"""Stage outputs: the message of one stage of a split model to the next, as tensors and a layout of their nesting.
 
 They hold the arguments of the call at which the model is cut, the model's own inputs, and the trail: the output shapes
-of the modules called so far, with what these have collected (`collected_outputs`). A tensor in several
+of the modules called so far, with the outputs that these have collected (`collected_outputs`). A tensor in several
 places is sent once.
 """
 
@@ -32,7 +32,7 @@ _SENDABLE = (
 
 
 class NotForwarded(Enum):
-    """Stands for an object that is not sent, such as a cache of keys and values: each stage has its own."""
+    """Stands for an object that is not sent, for example a cache of keys and values: each stage has its own."""
 
     VALUE = 0
 
@@ -49,7 +49,7 @@ class ModuleOutputShapes(NamedTuple):
 
 
 class StageInput(NamedTuple):
-    """What a stage has received, or its layout; see `StageOutputLayout`."""
+    """The received values of a stage, or their layout; see `StageOutputLayout`."""
 
     inputs: CallArguments  # Of the model; a `NotForwarded` where an object was not sent.
     call: CallArguments  # Of the call at which the model is cut.
@@ -81,7 +81,7 @@ def pack_stage_output(
     trail: tuple[ModuleOutputShapes, ...],
     collected: Sequence[Collected] = (),
 ) -> StageOutput:
-    """Returns what the next stage needs; inputs that are placeholders stay such."""
+    """Returns the inputs of the next stage; inputs that are placeholders stay such."""
     content = (inputs, call, list(collected) if any(collected) else [])
     (inputs, call, collected), tensors = _take_tensors(content)
     layout = StageInput(_without_unsendable(inputs), _without_unsendable(call), trail, collected)
@@ -105,7 +105,7 @@ def unpack_stage_input(output: StageOutput, device: torch.device) -> StageInput:
 
 
 def pack_module_output(name: str, output: Any) -> ModuleOutputShapes:
-    """Returns what later stages know of a module's output."""
+    """Returns the placeholder of a module's output for later stages."""
     numbered, tensors = _take_tensors(output)
     return ModuleOutputShapes(name, numbered, [to_meta(tensor) for tensor in tensors])
 

@@ -129,7 +129,7 @@ class Pipe(nn.Module):
     """
 
     partitions: nn.ModuleList
-    _batch_norm_class = DeferredBatchNorm  # What `deferred_batch_norm` makes of batch norms
+    _batch_norm_class = DeferredBatchNorm  # The class that replaces batch norms under `deferred_batch_norm`
 
     @checked_arguments(own="module balance devices chunks checkpoint")
     def __init__(
@@ -174,7 +174,7 @@ class Pipe(nn.Module):
             kwargs: Its keyword arguments, likewise.
 
         Returns:
-            What the last layer returns, [N, ...], on the last device: tensors are concatenated, everything else has to
+            The result of the last layer, [N, ...], on the last device: tensors are concatenated, everything else has to
             be the same for each micro-batch.
 
         Raises:

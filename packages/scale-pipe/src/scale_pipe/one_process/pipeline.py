@@ -1,9 +1,9 @@
 """Runs a mini-batch through all partitions: for each clock cycle, fetch the inputs of its tasks, and compute them.
 
-All copies of a cycle are issued before its first computation. A copy between two accelerators waits for what its source
-has been given to do by then: behind the next micro-batch's computation there it would be a cycle late.
+All copies of a cycle are issued before its first computation. A copy between two accelerators waits for the work of
+its source has been given to do by then: behind the next micro-batch's computation there it would be a cycle late.
 
-What an accelerator computes is issued by a thread of its own, so that no device waits until the host has issued what
+The work of an accelerator is issued by a thread of its own, so that no device waits until the host has issued work
 another one does. A device that computes in the calling thread anyway has no other thread: its worker runs inline, and
 the order of everything it does is always the same.
 """
@@ -140,7 +140,7 @@ class Pipeline:
         self._workers = Workers(devices)
 
     def run(self, micro_batches: Sequence[Arguments], num_checkpointed: int) -> list[Any]:
-        """Computes the outputs of all micro-batches, of which the first `num_checkpointed` are recomputed.
+        """Computes the outputs of all micro-batches; the first `num_checkpointed` are recomputed.
 
         Nothing of a mini-batch is kept when it returns or fails. The error of the first partition that failed is
         raised with its own traceback and a note on where.

@@ -1,4 +1,4 @@
-"""The modes of the thread that calls a pipeline, in the threads that issue what accelerators compute."""
+"""The modes of the thread that calls a pipeline, in the threads that issue the work of accelerators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CallerContext:
     Grad and inference mode, autocast, the default device, hooks for saved tensors, switches of checkpointing, and the
     current stream of each device. Generators of random numbers are those of the process, whatever the thread; only what
     is drawn from those of the host and of the task's device is drawn again in a recomputation, since others belong to
-    other threads. (What several threads draw from the host's at the same time has no order that could be repeated.)
+    other threads. (If several threads draw from the host's at the same time, the order can't be repeated.)
 
     Raises RuntimeError under a dispatch mode, which sees the operators of its own thread alone.
     """

@@ -121,7 +121,7 @@ def balance_by_makespan(
     device: Device = None,
     process_group: GroupLike = None,
 ) -> list[int]:
-    """Balances the time of a whole step of a schedule, as the simulator gives it.
+    """Balances the time of a full step of a schedule, as the simulator gives it.
 
     The place of the slowest partition matters, and the shares of forward and gradients in its time. So from the balance
     by times, cuts are moved as long as the simulated step becomes shorter.

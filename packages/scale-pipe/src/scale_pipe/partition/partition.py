@@ -33,7 +33,7 @@ class Partition(nn.Sequential):
 
 
 def run_layers(layers: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs layers, the first of which may take any arguments; errors get a note on the layer and its arguments."""
+    """Runs layers; the first may take any arguments; errors get a note on the layer and its arguments."""
     arguments = Arguments(args, dict(kwargs))
     for name, layer in layers._modules.items():
         assert layer is not None
@@ -48,7 +48,7 @@ def run_layers(layers: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def describe_layers(module: nn.Module) -> str:
-    """Returns what a partition or a stage holds, for errors: "layers 2 (Linear), 3 (Tanh)", or its class."""
+    """Describes a partition or a stage for errors: "layers 2 (Linear), 3 (Tanh)", or its class."""
     if not isinstance(module, nn.Sequential):
         return str(module._get_name())
     layers = [f"{name} ({layer._get_name()})" for name, layer in module.named_children()]
@@ -111,7 +111,7 @@ def check_sequential(module: nn.Module) -> None:
             f"module must be nn.Sequential to be partitioned, but is {type(module).__name__}; "
             'cut other models by names: scale_pipe.split(module, ["blocks.4"])'
         )
-    # Its layers are called one by one, past itself: what it does around them would silently be left out.
+    # Its layers are called one by one, past itself: code of its own around them would silently be left out.
     if "forward" in vars(module) or type(module).forward is not nn.Sequential.forward:
         raise TypeError(
             f"module has a forward of its own, that of {type(module).__name__}, which would not run, as its layers are "

@@ -38,7 +38,7 @@ class StageTimes(NamedTuple):
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of a layer: its parameters, and what it keeps of a micro-batch for its backward, with its output."""
+    """Bytes of a layer: its parameters, and the tensors it keeps of a micro-batch for its backward, with its output."""
 
     activations: int
     parameters: int

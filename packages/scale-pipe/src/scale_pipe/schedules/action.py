@@ -1,6 +1,7 @@
-"""Actions: what a rank does on a stage and a micro-batch. A schedule is lists of these and nothing else.
+"""Actions: the work of a rank on a stage and a micro-batch. A schedule is lists of these and nothing else.
 
-The validator, the simulator, the pictures and the runtime read the same lists: what is proved and drawn is what runs.
+The validator, the simulator, the pictures and the runtime read the same lists: a schedule runs as it is proved and
+drawn.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Action(NamedTuple):
     """An action; `str` writes it as `F2.5`: forward of stage 2 on micro-batch 5. A step is `S2`.
 
     Attributes:
-        kind: What is done.
+        kind: The kind of work.
         stage: On which stage, counted from 0 in the order of the model.
         micro_batch: On which micro-batch, counted from 0; `EVERY_MICRO_BATCH` of a step.
     """
@@ -69,7 +70,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads what `str` has written, such as `F2.5`, `SA0.1` or `S2`.
+        """Reads a result of `str`, for example `F2.5`, `SA0.1` or `S2`.
 
         Raises:
             ValueError: It is no action.

@@ -1,6 +1,6 @@
 """List scheduling: a free rank starts the ready action with the smallest priority number.
 
-The whole schedule follows from one number per action. A search over these numbers finds schedules that no search over
+The schedule follows from one number per action. A search over these numbers finds schedules that no search over
 orders reaches in as many steps, since one number moves many actions and the memory cap is kept throughout.
 
 Actions are integers here: kind k (0 forward, 1 input gradient, 2 weight gradient) on stage s and micro-batch m has the

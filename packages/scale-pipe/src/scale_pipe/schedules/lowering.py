@@ -1,12 +1,12 @@
-"""From the compute order of each rank to a whole schedule: transfers are inserted, and optimizer steps appended.
+"""From the compute order of each rank to a complete schedule: transfers are inserted, and optimizer steps appended.
 
-All actions of all ranks are put in one global order in which each comes after what it needs, a transfer being one
+All actions of all ranks are put in one global order in which each comes after its inputs, a transfer being one
 event of two ranks. Each rank's list is the part of that order which concerns it. So the first event of the global
 order that is not done can always run: no list deadlocks, even where a send returns only when its receive has begun,
 and even where all transfers of a rank pass one after the other.
 
 A rank may do a computation before a transfer that it needs only later: nothing that the computation needs comes after
-that transfer. So a receive is as late as its rank's other transfers and what needs it permit.
+that transfer. So a receive is as late as its rank's other transfers and its users permit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build_schedule(name: str, placement: StagePlacement, num_micro_batches: int,
         name: The schedule's.
         placement: The rank of each stage.
         num_micro_batches: The number of micro-batches of a step.
-        orders: By rank, what it computes, in order.
+        orders: By rank, its computations, in order.
 
     Raises:
         DeadlockError: With these orders some actions never become ready.

@@ -33,7 +33,8 @@ def get_schedule(
 ) -> Schedule:
     """Returns the schedule of a name, or a given schedule, validated; for "solve" the one that is run to measure times.
 
-    `stages_per_rank` None is what the schedule is built for: two in a V and where stages are interleaved, else one.
+    `stages_per_rank` None is the number that the schedule is built for: two in a V and where stages are interleaved,
+    else one.
     """
     if isinstance(schedule, Schedule):
         if schedule.num_ranks != num_ranks:

@@ -64,11 +64,11 @@ class Schedule:
         return any(action.kind is Kind.INPUT_GRADIENT for actions in self.actions for action in actions)
 
     def compute_actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Returns by rank what it computes, without transfers and steps."""
+        """Returns by rank its computations, without transfers and steps."""
         return tuple(tuple(action for action in actions if action.kind in COMPUTES) for actions in self.actions)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the schedule as what `json.dumps` takes."""
+        """Returns the schedule as a value for `json.dumps`."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -79,7 +79,7 @@ class Schedule:
 
     @classmethod
     def from_json(cls, content: Any) -> Schedule:
-        """Reads what `to_json` has returned.
+        """Reads a result of `to_json`.
 
         Raises:
             ValueError: It is no schedule, or one of another format.
@@ -133,7 +133,7 @@ class ScheduleError(ValueError):
     Attributes:
         rank: The rank where it goes wrong; None where it is not about one.
         action: The action; None where it is not about one.
-        reason: What is wrong with it.
+        reason: The mistake in it.
     """
 
     def __init__(self, reason: str, rank: int | None = None, action: Action | None = None) -> None:
@@ -145,7 +145,7 @@ class ScheduleError(ValueError):
 
 
 class DeadlockError(ScheduleError):
-    """Ranks wait for one another in a circle; the message says for each what it waits for."""
+    """Ranks wait for one another in a circle; the message says for each which action it waits for."""
 
 
 class MemoryCapError(ScheduleError):

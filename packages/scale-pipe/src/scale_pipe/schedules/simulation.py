@@ -1,4 +1,4 @@
-"""The simulator: how long a schedule takes under measured costs, and what each rank holds meanwhile.
+"""The simulator: how long a schedule takes under measured costs, and the memory of each rank meanwhile.
 
 The model: a rank does one computation at a time, in its list's order, each as soon as its tensor has arrived. Transfers
 start when their list reaches them, overlap with computations, and pass one after another over each directed link

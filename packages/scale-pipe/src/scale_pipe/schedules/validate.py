@@ -7,7 +7,7 @@ Whether ranks deadlock depends on the transport. There are three models:
 - `"buffered"`: a send returns at once, a receive waits for its tensor; on a link, tensors arrive in the order of their
   sends.
 - `"rendezvous"`: a send returns when its receive has begun, and the other way round. NCCL may be such, where all
-  transfers of a rank pass one after the other. What passes here passes everywhere.
+  transfers of a rank pass one after the other. A schedule that passes here passes everywhere.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def validate(
     memory_cap: float | Sequence[float] | None = None,
     transport: Transport = "rendezvous",
 ) -> None:
-    """Proves that a schedule can run, or raises what is wrong with it.
+    """Proves that a schedule can run, or raises an error that names the mistake.
 
     Args:
         schedule: Any.
@@ -60,7 +60,7 @@ def validate(
         transport: The model of transfers; the strictest by default.
 
     Raises:
-        ScheduleError: An action is missing, too many, on the wrong rank, or before what it needs.
+        ScheduleError: An action is missing, too many, on the wrong rank, or before its inputs.
         DeadlockError: Ranks wait for one another.
         MemoryCapError: A rank holds more than the cap.
         ValueError: The transport is none of the three, or there is not one cap for each rank.
@@ -91,7 +91,7 @@ def caps_by_rank(memory_cap: float | Sequence[float] | None, num_ranks: int) -> 
 
 
 def _check_rank(schedule: Schedule, rank: int) -> None:
-    """Checks that each action is in the list of its rank once, and no other, and comes after what it needs there."""
+    """Checks that each action is in the list of its rank once, and no other, and comes after its inputs there."""
     expected = dict.fromkeys(_expected_actions(schedule, rank))
     seen_actions: set[Action] = set()
     for action in schedule.actions[rank]:
@@ -144,7 +144,7 @@ def _misplaced_reason(schedule: Schedule, rank: int, action: Action) -> str:
 
 
 def _local_dependencies(action: Action, num_micro_batches: int) -> list[Action]:
-    """Returns what an action needs of its own rank, where its rank does that at all."""
+    """Returns the earlier actions of its own rank that an action needs."""
     kind, stage, micro_batch = action
     if kind is Kind.STEP:
         return [Action(Kind.WEIGHT_GRADIENT, stage, batch) for batch in range(num_micro_batches)]

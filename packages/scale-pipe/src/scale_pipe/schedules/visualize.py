@@ -13,7 +13,7 @@ from scale_pipe.integers import checked_arguments
 from scale_pipe.schedules.action import COMPUTES, Kind
 from scale_pipe.schedules.simulation import ScheduleSimulation
 
-COLORS = {  # In drawings, and in traces, for which Chrome has names; with what the legend says.
+COLORS = {  # In drawings, and in traces, for which Chrome has names; with the texts of the legend.
     Kind.FORWARD: ("#4c78a8", "thread_state_running", "forward"),
     Kind.INPUT_GRADIENT: ("#e07b39", "thread_state_iowait", "gradient of inputs"),
     Kind.WEIGHT_GRADIENT: ("#59a14f", "thread_state_runnable", "gradient of weights"),
@@ -28,8 +28,8 @@ MICROSECONDS = 1e6
 def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, width: int = 960) -> str:
     """Returns an SVG: a row for each rank, a box for each computation, and time from left to right.
 
-    Several simulations, such as planned and measured, are drawn one below the other on one scale of time. A box has the
-    number of its micro-batch; the paler it is, the earlier its stage is among those of its rank.
+    Several simulations, for example planned and measured, are drawn one below the other on one scale of time. A box
+    has the number of its micro-batch; the paler it is, the earlier its stage is among those of its rank.
 
     Args:
         simulations: One or more.

@@ -1,6 +1,6 @@
 """Schedules that compute the gradients of inputs and of weights apart: ZB-H1, ZB-V, V-Half, V-Min and DualPipe-V.
 
-Other ranks wait for the gradient of the input only, so weight gradients fill what would be idle time. The schedules
+Other ranks wait for the gradient of the input only, so weight gradients fill the idle time. The schedules
 differ in the placement and in how many micro-batches may be live, in model equivalents:
 
     ZB-H1     one stage per rank     P             1F1B's memory, a third of its bubble
@@ -9,7 +9,7 @@ differ in the placement and in how many micro-batches may be live, in model equi
     V-Min     a V                    (P + 4) / 3   a third of it
 
 ZB-H1 is 1F1B with every weight gradient delayed by as many micro-batches as 1F1B leaves free on that rank. The V
-schedules are list schedules: a free rank takes what is ready of forwards and input gradients, the one kind before the
+schedules are list schedules: a free rank takes a forward or an input gradient that is ready, the one kind before the
 other, and a weight gradient only where neither is ready, or where no activation fits any more. Several priority rules
 are tried, and the one is taken that is best where the three times are equal. Where measured times are far from equal,
 `solve` finds better ones.
@@ -139,7 +139,7 @@ def _best_list_schedule(name: str, num_ranks: int, num_micro_batches: int, cap: 
 # `n` is how often each is repeated on rank r of P with M micro-batches, and 0 and 1 are the rank's first and second
 # stage:
 #
-#     phase  n              what
+#     phase  n              work
 #     1      2 (P - r - 1)  F0
 #     2      r + 1          F0 F1
 #     3      P - r - 1      I1 W1 F1
@@ -151,7 +151,7 @@ def _best_list_schedule(name: str, num_ranks: int, num_micro_batches: int, cap: 
 #
 # Its aim is to hide transfers: in phases 4 and 5 a forward and a backward of different micro-batches alternate,
 # so one's transfer passes while the other computes. It needs M >= 2P; with fewer it is built for 2P, and the
-# surplus micro-batches are left out: what one micro-batch does never waits for another's, so the rest still runs.
+# surplus micro-batches are left out: a micro-batch never waits for another one, so the rest still runs.
 #
 # Source: the DualPipe repository's description, and "DualPipe could be better without the dual" (2025).
 
@@ -172,7 +172,7 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def _dual_pipe_order(rank: int, num_ranks: int, num_micro_batches: int) -> list[Action]:
-    """Returns what a rank computes; M is at least 2P."""
+    """Returns the computations of a rank; M is at least 2P."""
     before, ahead = num_ranks - rank - 1, rank + 1
     half = ahead // 2  # Of phase 6; on even ranks, the change falls between the two stages.
     sixth: list[str] = []
@@ -180,7 +180,7 @@ def _dual_pipe_order(rank: int, num_ranks: int, num_micro_batches: int) -> list[
         sixth += ["I1" if turn >= half + 1 - rank % 2 else "B1", "I0" if turn >= half else "B0"]
     order: list[Action] = []
     num_done: Counter[tuple[int, bool]] = Counter()  # By stage and direction, which micro-batch is next.
-    delayed: deque[tuple[int, int]] = deque()  # Of which the weight gradient is still to come.
+    delayed: deque[tuple[int, int]] = deque()  # Their weight gradients are still to come.
     for entry in [
         *before * 2 * ["F0"],
         *ahead * ["F0", "F1"],

@@ -1,4 +1,4 @@
-"""Names of skip connections: the commands `stash` and `pop`, namespaces, and what modules declare."""
+"""Names of skip connections: the commands `stash` and `pop`, namespaces, and declarations of modules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class stash:  # noqa: N801  # It reads as a command: `yield stash("skip", x)`.
 
 
 class pop:  # noqa: N801  # It reads as a command: `skip = yield pop("skip")`.
-    """A command that a skippable layer's `forward` yields, to get what was stashed by this name.
+    """A command that a skippable layer's `forward` yields, to get the tensor stashed by this name.
 
     Args:
         name: As declared.
@@ -85,12 +85,12 @@ def skip_key(module: nn.Module, name: str) -> SkipKey:
 
 
 def stashed_keys(module: nn.Module) -> list[SkipKey]:
-    """Returns what a module and its submodules stash, in their order."""
+    """Returns the skips that a module and its submodules stash, in their order."""
     return [
         skip_key(part, name) for part in module.modules() if (names := declared_skips(part)) for name in names.stash
     ]
 
 
 def popped_keys(module: nn.Module) -> list[SkipKey]:
-    """Returns what a module and its submodules pop, in their order."""
+    """Returns the skips that a module and its submodules pop, in their order."""
     return [skip_key(part, name) for part in module.modules() if (names := declared_skips(part)) for name in names.pop]

@@ -24,14 +24,14 @@ class Portals:
         self._waiting: dict[tuple[int, SkipKey], Any] = {}
 
     def put(self, micro_batch: int, stashed: Mapping[SkipKey, Any]) -> None:
-        """Stores what a partition has stashed of a micro-batch."""
+        """Stores the skips that a partition has stashed of a micro-batch."""
         for key, value in stashed.items():
             self._waiting[micro_batch, key] = value
 
     def check_not_overwritten(self, micro_batch: int, given: Any) -> None:
         """Raises if the input of a layer that works in place shares memory with a skip that is still to be popped.
 
-        Whether the skip changed with it would depend on devices and on checkpointing, some of which copy.
+        Whether the skip changed with it would depend on devices and on checkpointing, because some of them copy.
         """
         storages = set(map(_storage, tensors_in(given)))
         for (number, (_, name)), value in self._waiting.items():
@@ -42,7 +42,7 @@ class Portals:
                 )
 
     def pop(self, micro_batch: int, partition: int) -> dict[SkipKey, Any]:
-        """Returns and removes what a partition will pop of a micro-batch."""
+        """Returns and removes the skips that a partition will pop of a micro-batch."""
         keys = [skip.key for skip in self._layout if skip.popped_in == partition]
         return {key: self._waiting.pop((micro_batch, key)) for key in keys if (micro_batch, key) in self._waiting}
 

@@ -1,6 +1,6 @@
 """Skip connections: a layer stashes a tensor, and a later one pops it, wherever the model is cut between them.
 
-A layer's `forward` is a generator that yields what it stashes and pops to the code that runs it. So a pipeline never
+A layer's `forward` is a generator that yields its stashes and pops to the code that runs it. So a pipeline never
 sends a tensor through stages that do not use it.
 """
 

@@ -1,4 +1,4 @@
-"""The skip tracker: runs skippable layers, and keeps what they stash until it is popped.
+"""The skip tracker: runs skippable layers, and keeps their stashed tensors until they are popped.
 
 Inside of `run_with_skips` popped tensors are passed in and stashed ones are returned; outside, a tracker of the thread
 keeps them.
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class SkipTracker:
-    """What was stashed and is not popped yet, by key; that of a thread outlives single calls."""
+    """The tensors that are stashed and not popped yet, by key; that of a thread outlives single calls."""
 
     def __init__(self, popped: Mapping[SkipKey, Any] = MappingProxyType({}), *, of_thread: bool = False) -> None:
         self.tensors, self.stashed, self.of_thread = dict(popped), set[SkipKey](), of_thread
@@ -65,7 +65,7 @@ def use_skip_tracker(tracker: SkipTracker) -> Iterator[SkipTracker]:
 def run_with_skips(
     partition: Callable[..., R], popped: Mapping[SkipKey, Any], *args: Any, **kwargs: Any
 ) -> tuple[R, dict[SkipKey, Any]]:
-    """Calls a partition with the skips that it pops; returns its output, and what it has stashed for others.
+    """Calls a partition with the skips that it pops; returns its output, and the skips it has stashed for others.
 
     Nothing is kept from one call to the next, so it can be recomputed as any function of tensors.
     """
@@ -100,7 +100,7 @@ def run_generator(module: nn.Module, declared: DeclaredSkips, layer: Generator[A
 
 
 def check_all_used(module: nn.Module, to_stash: set[str], to_pop: set[str]) -> None:
-    """Raises `RuntimeError` if a forward has left out some of what its class declares."""
+    """Raises `RuntimeError` if a forward has left out some of the skips that its class declares."""
     for names, did, verb in ((to_stash, "stashed", "stash"), (to_pop, "popped", "pop")):
         if names:
             raise RuntimeError(

@@ -40,11 +40,11 @@ class ReduceMode(Enum):
 
 
 class GradientState(NamedTuple):
-    """What `param.grad` holds on a rank after the stage's last backward."""
+    """The content of `param.grad` on a rank after the stage's last backward."""
 
     reduce_mode: ReduceMode
-    groups: tuple[Group, ...]  # between whose ranks it is sharded, or which have it whole
-    # Elements [start, stop) in the row-major order of the full parameter, or of what `ranges` leave of it.
+    groups: tuple[Group, ...]  # whose ranks divide it, or have it in full
+    # Elements [start, stop) in the row-major order of the full parameter, or of the part in `ranges`.
     start: int
     stop: int
     numel: int  # of the full parameter

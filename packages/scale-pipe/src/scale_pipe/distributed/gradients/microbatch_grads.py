@@ -59,7 +59,7 @@ class MicrobatchGrads:
 
     @property
     def signatures(self) -> Sequence[StepSignature]:
-        """What the observers need other ranks to have alike."""
+        """The values that observers need to be equal on other ranks."""
         return () if self.step is None else self.step.terms
 
     @on_local_tensors
@@ -178,7 +178,7 @@ class MicrobatchGrads:
 
     @on_local_tensors
     def _accumulate(self, shared: _SharedParam, grad: Tensor) -> None:
-        """Adds what a stage computed, or a part of it, as a reentrant checkpoint inside of it does."""
+        """Adds gradients of a stage, or of a part of it, as a reentrant checkpoint inside of it does."""
         batch = None if self.step is None else self.step.sample
         if batch is None:
             return  # A backward outside of the schedule, whose gradient is not in the step.

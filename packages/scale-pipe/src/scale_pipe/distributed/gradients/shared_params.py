@@ -1,11 +1,11 @@
-"""Parameters that several stages hold, such as tied embeddings: one tensor in the model, a copy on each rank here.
+"""Parameters that several stages hold, for example tied embeddings: one tensor in the model, a copy on each rank here.
 
-Copies begin equal and get equal gradients, so optimizers that are set up alike keep them equal. The gradient of each is
-the sum of what all holders have computed, in the order of their stages: the same to the bit on all of them.
+Copies begin equal and get equal gradients, so equal optimizers keep them equal. The gradient of each is
+the sum of all holders' gradients, in the order of their stages: the same to the bit on all of them.
 
-Where stages have replicas, a copy may be sharded over them (`data_parallel`). What arrives from another stage is the
-shard that this replica of it has: mostly the very shard that is needed here, since stages are sharded alike. Where it
-is not, the replicas of this stage put the full gradient together, and take their own shards of it.
+Where stages have replicas, a copy may be sharded over them (`data_parallel`). The message of another stage is the
+shard that this replica of it has: mostly the very shard that is needed here, since stages are sharded in the same way.
+Where it is not, the replicas of this stage put the full gradient together, and take their own shards of it.
 
 Shared parameters are found by identity before the split, and by name ever after: `load_state_dict(assign=True)`,
 `fully_shard` and values for stages on the meta device put other tensors in their places.
@@ -112,7 +112,7 @@ class SharedParams:
 
     @on_local_tensors
     def set_grads_aside(self) -> None:
-        """Keeps what was accumulated so far: it has been summed already."""
+        """Keeps the gradients accumulated so far: they have been summed already."""
         self._accumulated = {name: unreduced_grad(copy.param) for name, copy in self._copies.items()}
         for copy in self._copies.values():
             set_unreduced_grad(copy.param, None)
@@ -223,9 +223,9 @@ class SharedParams:
 def _matching_grads(
     name: str, copy: _Copy, others: Mapping[int, _ReceivedGrad | None], *, failed: bool, limit_seconds: float | None
 ) -> dict[int, Tensor | None]:
-    """Returns by stage the elements of its gradient that match this rank's shard; `others` is what has arrived."""
+    """Returns by stage the elements of its gradient that match this rank's shard; `others` has the received ones."""
     param, state = copy.param, copy.state
-    # Of each stage: whether any replica lacks what it needs, and whether any has received something.
+    # Of each stage: whether any replica lacks elements, and whether any has received something.
     flags = [int(failed)]
     for grad in others.values():
         flags += [int(grad is not None and not _covers(grad, state)), int(grad is not None)]
@@ -271,7 +271,7 @@ def _check_frozen(name: str, copy: _Copy, others: set[int]) -> None:
 
 
 def _check_compatible(name: str, copy: _Copy, others: Mapping[int, _ReceivedGrad | None]) -> None:
-    """Refuses to sum gradients of which some are averaged over replicas and some are not yet."""
+    """Refuses to sum gradients if some are averaged over replicas and some are not yet."""
     state = copy.state
     for stage, grad in others.items():
         if grad is None:

@@ -6,13 +6,13 @@ says that there is nothing. So no rank waits for one that has failed, and sends 
 A header has a fixed length, so it can be received before anything is known. Tensors mostly have the metadata of the
 last ones in their slot: memory for them is posted together with the header, and the transport fills it while this rank
 computes. Small tensors are packed in one message with the header. Where the metadata has changed, the sender, which
-knows what the receiver has posted, sends the header alone and a single byte for each tensor that was posted; the real
+knows the receiver's posted buffers, sends the header alone and a single byte for each tensor that was posted; the real
 tensors follow. (Gloo accepts a message that is shorter than the memory posted for it.)
 
 On NCCL, whose messages have no tags and are matched by their order alone, tensors are sent and received in the order of
 the program, which is one for all ranks; headers and metadata stay on the host. If the metadata of a slot is known, its
 tensors are received before its header is read, so that they may arrive while this rank computes. Then the sender always
-fills what was posted: with the tensors, or with as many bytes of no meaning, after which changed tensors follow.
+fills the posted buffers: with the tensors, or with as many bytes of no meaning, after which changed tensors follow.
 
 Layout of a packed message, with tensors at multiples of 64 bytes:
 
@@ -108,7 +108,7 @@ def dense(tensor: Tensor) -> Tensor:
     requires_grad, tensor = tensor.requires_grad, tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    # torch keeps the strides of what is dense, such as a permutation of a contiguous tensor, and no others.
+    # torch keeps the strides of dense tensors, for example a permutation of a contiguous one, and no others.
     if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         tensor = tensor.contiguous()
     return tensor.requires_grad_() if requires_grad else tensor
@@ -148,7 +148,7 @@ _Works = list[tuple[int | None, Work]]
 class _Posted(NamedTuple):
     memory: Tensor  # of the header, and of the tensors packed with it
     works: _Works
-    tensors: list[Tensor]  # posted beside the header
+    tensors: list[Tensor]  # posted with the header
 
 
 class _OnDevice(NamedTuple):
@@ -177,7 +177,7 @@ class P2PError(TransferError):
 
 
 class P2PChannel:
-    """The messages of one rank to and from the others, a tag for each slot: the same on all ranks, no two alike.
+    """The messages of one rank to and from the others, a tag for each slot: the same on all ranks, no two equal.
 
     `pass_kind` is sent with each message; `received_kind` is that of the last one received.
     `matches_by_order`: tensors go by NCCL, so `start_tensors` is called for each slot in the order of the program.
@@ -231,7 +231,7 @@ class P2PChannel:
     def start_ahead(self, slot: Slot, peer: int) -> None:
         """Starts to receive the tensors of a slot before its turn, if they go by NCCL and their metadata is known.
 
-        What this rank computes from now on does not hold them up. The header of each earlier slot has to be read.
+        Later computation of this rank does not hold them up. The header of each earlier slot has to be read.
         """
         if self._on_device and slot in self._metas:
             self._ahead[slot] = self._receive_on_device(self._metas[slot], peer)
@@ -309,7 +309,7 @@ class P2PChannel:
         if fault_points.active is not None:
             fault_points.active("pipe.send", str(slot))
         known = self._metas.get(slot)
-        expected = None if self._on_device else known  # what the receiver has posted memory for on the host
+        expected = None if self._on_device else known  # the receiver has posted memory for these on the host
         description, tensors, chunk_size = b"", [], ChunkSize(0, 0, 0)
         if isinstance(message, Failure):
             kind, description = MessageKind.FAILED, pickle.dumps(tuple(message))

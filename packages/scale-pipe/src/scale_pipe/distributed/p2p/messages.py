@@ -1,6 +1,6 @@
 """Messages between stages: a pytree taken apart into tensors and a pickled structure, or the failure sent in its place.
 
-Stages may return anything: tuples, dicts, dataclasses, with tensors in them and other values beside. All of it is
+Stages may return anything: tuples, dicts, dataclasses, with tensors and other values in them. All of it is
 pickled but for the tensors, which are sent by themselves, uncopied (`p2p`).
 """
 
@@ -44,7 +44,7 @@ class Slot(NamedTuple):
     name: str  # "" between neighbors, otherwise the name of the skip or of the shared parameter
     source: int  # stage
     target: int  # stage
-    micro_batch: int  # EVERY_MICRO_BATCH for what is sent once per step
+    micro_batch: int  # EVERY_MICRO_BATCH for messages once per step
 
     def gradient_slot(self) -> Slot:
         """The slot of the gradient of this activation."""
@@ -91,7 +91,7 @@ class Failure(NamedTuple):
     rank: int
     stage: int  # -1 outside of all stages
     micro_batch: int  # -1 outside of all micro-batches
-    action: str  # such as "the forward"
+    action: str  # for example "the forward"
     error_type: str
     text: str
     traceback: str

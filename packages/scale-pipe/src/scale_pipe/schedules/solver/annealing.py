@@ -72,7 +72,7 @@ def anneal(
 
 
 def critical_path(problem: Problem, orders: Codes, timing: Timing) -> list[tuple[int, int]]:
-    """Returns the (rank, position) of actions none of which can be later without making the makespan longer."""
+    """Returns the (rank, position) of actions that can't be later without making the makespan longer."""
     rank = timing.rank_ends.index(timing.makespan)
     position = len(orders[rank]) - 1
     path = []
@@ -90,7 +90,7 @@ def critical_path(problem: Problem, orders: Codes, timing: Timing) -> list[tuple
 
 
 def _score(timing: Timing) -> float:
-    """Returns what is minimized: the makespan, and a little of the mean end, which guides where makespans are equal."""
+    """Returns the objective: the makespan, and a little of the mean end, which guides where makespans are equal."""
     return timing.makespan + MEAN_END_SHARE * sum(timing.rank_ends) / len(timing.rank_ends)
 
 

@@ -74,7 +74,7 @@ class Bound:
 
     @property
     def reason(self) -> str:
-        """What keeps schedules from being faster, in words."""
+        """The reason why schedules can't be faster, in words."""
         busiest = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].makespan)
         if self.critical_path > self.ranks[busiest].makespan:
             return f"one micro-batch takes {self.critical_path:g} through all stages and back"

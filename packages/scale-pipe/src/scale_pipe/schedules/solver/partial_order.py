@@ -24,7 +24,7 @@ FIXED_VISITS = 30
 
 @dataclass(frozen=True)
 class Timing:
-    """When evaluated orders are over, with what an evaluation of neighboring orders needs to begin in the middle."""
+    """The ends of evaluated orders, with the state from which an evaluation of neighboring orders can begin."""
 
     makespan: float
     rank_ends: tuple[float, ...]
@@ -104,7 +104,8 @@ class Search:
 
         Forward, input gradient and weight gradient of a stage and micro-batch are in this order, and the cap is kept.
         A weight gradient is inserted where the rank would be idle for at least `patience` (up to 1) of its time.
-        `change` says where orders differ from ones evaluated with the same patience: what is before is not computed.
+        `change` says where orders differ from ones evaluated with the same patience: actions before it are not
+        evaluated again.
 
         None where ranks wait in a circle, or where some rank is idle for so long that the makespan exceeds `limit`.
         """
@@ -143,7 +144,7 @@ class _Run:
         self.waiting: dict[int, int] = {}  # By code, the rank that waits for its result.
 
     def skip_to(self, change: Change) -> None:
-        """Takes over what was over before a change begins."""
+        """Takes over the actions that end before a change begins."""
         base, orders = change.timing, self.orders
         ends, changed = base.ends, orders[change.rank]
         begin = ends[changed[change.position - 1]] if change.position else 0.0

@@ -1,7 +1,7 @@
-"""The solver's search: many candidate orders, of which the best are annealed in rounds until the visits are spent.
+"""The solver's search: many candidate orders; the best are annealed in rounds until the visits are spent.
 
 Classic and list schedules are the first candidates, as complete and as partial orders. In each round the best of each
-placement go on; what can no longer win is dropped.
+placement go on; candidates that can no longer win are dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MANY_ACTIONS = 400
 
 
 class Round(NamedTuple):
-    """Some searches, each of which goes on from one of the best results of the round before."""
+    """Some searches that go on from the best results of the round before."""
 
     share: float  # Of the visits.
     runs_of_a_kind: int  # How many go on from each placement, complete and partial orders apart.
@@ -64,7 +64,7 @@ many actions must start cool, or it ends before it has cooled down."""
 
 
 class _Candidate(NamedTuple):
-    """Orders from which a search may go on; the smallest makespan goes first, and ties by what follows."""
+    """Orders from which a search may go on; the smallest makespan goes first, and ties by the next fields."""
 
     makespan: float
     placement: int  # Its number.
