@@ -3,7 +3,7 @@
 `adascale` is the optimizer; read it first. Below it:
 
 - `gain`, `noise_scale`, `batch_size`: the formulas, numbers in and numbers out;
-- `measurement/`: from each local gradient to the sums over all ranks, and what one step gives;
+- `measurement/`: from each local gradient to the sums over all ranks, and the estimates of one step;
 - `estimates`: the averages of all steps;
 - `squared_norms`, `adam_preconditioner`: norms of one gradient, and gradients as Adam scales them;
 - `validation`: checks of arguments;

@@ -1,4 +1,4 @@
-"""What Adam divides gradients by, so that noise is measured in the steps that it takes, and not in raw gradients.
+"""Adam's divisors of gradients, so that noise is measured in the steps that it takes, and not in raw gradients.
 
 SGD steps along the gradient, Adam along the gradient over the root of its mean square. A direction of large gradients
 that Adam makes small steps in must not count as much as it does for SGD: so every gradient, local and averaged, is
@@ -6,7 +6,7 @@ divided by sqrt(v) + eps before its square is taken (as AdaptDL does for its Ada
 
 v is the mean of the second moments over a full tensor here, one number for each: then it is a few numbers that ranks
 exchange, and the gain is the same under every sharding. It is that of the last step, so
-that all gradients of a step are measured alike.
+that all gradients of a step are measured in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RESCALING = re.compile("ada|lamb|lars|lion|muon|novograd|prop|shampoo|sophia")
 
 
 def base_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the state: of a wrapper such as OSS, the one it steps with."""
+    """The optimizer that has the state: of a wrapper, for example OSS, the one it steps with."""
     inner = getattr(optimizer, "optim", None)
     return base_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
 
@@ -93,7 +93,7 @@ class MomentShard(NamedTuple):
     """This rank's second moments of one parameter."""
 
     param: Tensor
-    state: Tensor  # what the optimizer steps on: the same, or a piece of it
+    state: Tensor  # the tensor that the optimizer steps on: the same, or a piece of it
     share: float  # 1 over how many ranks with other data have the same of it, as in `NormWeights`
 
 
@@ -101,7 +101,7 @@ class SecondMoments:
     """The mean second moment of each parameter of an optimizer over all ranks.
 
     A rank has a piece of a parameter's moments, or all of them as others do. Where ranks with other data have them
-    alike, each reads its part only if parts are added up anyway. The methods may be called for Adam and AdamW alone.
+    equally, each reads its part only if parts are added up anyway. The methods may be called for Adam and AdamW alone.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class SecondMoments:
         )
 
     def local_means(self) -> Tensor:
-        """What this rank adds to the means, [k], fp64, if those of all ranks with other data are added up."""
+        """This rank's summand of the means, [k], fp64, if those of all ranks with other data are added up."""
         part = self._data.rank, self._data.size
         return self._sums([part if is_equal else (0, 1) for is_equal in self._is_alike]) * self._part_weights
 

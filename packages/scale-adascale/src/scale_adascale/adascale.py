@@ -55,7 +55,7 @@ class AdaScale(Optimizer):
     pipeline parallelism the numbers are those of one process: each rank measures its own gradient before it is reduced.
 
     Args:
-        optimizer: What steps, on parameters, shards or, as OSS, on parts of parameters.
+        optimizer: The inner optimizer, of parameters, shards or, as OSS, on parts of parameters.
         world_size: FairScale's: the number of data parallel ranks, which is that of `process_group`.
         scale: How many times the batch of a step is as large as the one whose learning rate and schedule are used;
             `world_size * num_gradients_to_accumulate` if None.
@@ -70,10 +70,10 @@ class AdaScale(Optimizer):
         process_group: The ranks that have other data: all that share the gradients, the default group if None; of a
             `DistributedPipe` over all ranks, this one alone.
         model_parallel_group: The ranks that have other parts of the model for the same data: those of tensor and
-            pipeline parallelism. None is the group over which parameters are split beside `process_group`, or that of
-            the `DistributedPipe`, if there is one.
+            pipeline parallelism. None is the group over which parameters are split in addition to `process_group`, or
+            that of the `DistributedPipe`, if there is one.
         power: Learning rates are multiplied by gain ** power. 1 if None, as for SGD; 0.5 for Adam and AdamW; of others
-            that divide gradients by something, such as RMSprop, it must be said.
+            that divide gradients by something, for example RMSprop, it must be said.
         preconditioned: Measure gradients as Adam and AdamW use them, divided by the root of the mean second moment of
             their tensor. None is whether they are Adam's or AdamW's.
         grad_scaler: The scaler that multiplies losses and steps, torch's `GradScaler` or `ShardedGradScaler`.
@@ -217,10 +217,10 @@ class AdaScale(Optimizer):
 
         Args:
             *args: A closure that runs all backward passes of the step and returns the loss, if anything.
-            **kwargs: The same, and what the inner optimizer's `step` takes.
+            **kwargs: The same, and arguments of the inner optimizer's `step`.
 
         Returns:
-            What the closure, or the inner optimizer, has returned.
+            The result of the closure, or of the inner optimizer.
 
         Raises:
             RuntimeError: Not all backward passes have come since the last step, or gradients were not divided.
@@ -250,7 +250,7 @@ class AdaScale(Optimizer):
         return result if closure is None else loss
 
     def _has_step(self) -> bool:
-        """Whether the gradients of a whole step are there; False where nothing is measured, or nothing can change.
+        """Whether all gradients of a step are there; False where nothing is measured, or nothing can change.
 
         Raises RuntimeError if a step would be one with the gradients of some passes only, or with others than measured.
         """
@@ -278,7 +278,7 @@ class AdaScale(Optimizer):
         return True
 
     def _estimates(self) -> Estimates:
-        """With the gradients that are there already, if those of a whole step are."""
+        """With the gradients that are there already, if all those of a step are."""
         return self._statistics.estimates(self._loss_scale())
 
     def _loss_scale(self) -> float:
@@ -296,7 +296,7 @@ class AdaScale(Optimizer):
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; what was measured of them counts as nothing, unless a step was taken.
+        """Clears the gradients; their measurements count as nothing, unless a step was taken.
 
         Raises:
             RuntimeError: More backward passes were to come before the next step.
@@ -306,7 +306,7 @@ class AdaScale(Optimizer):
         self._statistics.reset()
         self._optimizer.zero_grad(set_to_none=set_to_none)
         self._statistics.on_zero_grad(to_zeros=not set_to_none)
-        self._statistics.register_hooks()  # On what was unfrozen.
+        self._statistics.register_hooks()  # On unfrozen parameters.
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divides the gradients by the number of those that were added up, where losses were not.
@@ -332,7 +332,7 @@ class AdaScale(Optimizer):
             if grads:  # Of small models a rank may have no piece.
                 torch._foreach_div_(grads, float(number))
 
-    # What may be changed between steps.
+    # Settings that may be changed between steps.
 
     @property
     def scale(self) -> float:
@@ -406,10 +406,10 @@ class AdaScale(Optimizer):
         self._statistics.register_hooks()
 
     def unhook(self) -> None:
-        """Stops to measure until `hook`, and drops what it keeps of gradients; steps go on with the last gain.
+        """Stops to measure until `hook`, and drops kept gradients; steps go on with the last gain.
 
         Raises:
-            RuntimeError: A step of a pipeline is under way, whose ranks would wait for what this one has measured.
+            RuntimeError: A step of a pipeline is under way, whose ranks would wait for the measurements of this one.
         """
         if self._statistics.local.step is not None:
             raise RuntimeError(
@@ -435,7 +435,7 @@ class AdaScale(Optimizer):
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` has returned, an inner optimizer's own state, or one of FairScale's AdaScale.
+        """Loads a result of `state_dict`, an inner optimizer's own state, or one of FairScale's AdaScale.
 
         Raises:
             RuntimeError: More backward passes are to come before the next step.

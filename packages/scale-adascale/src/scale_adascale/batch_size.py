@@ -1,4 +1,4 @@
-"""The batch size at which a training goes forward fastest: measured speed times what a sample is worth.
+"""The batch size at which a training goes forward fastest: measured speed times the value of a sample.
 
 A larger batch keeps the machine busier, and each of its samples is worth less:
 
@@ -38,7 +38,7 @@ class Suggestion(NamedTuple):
         batch_size: Samples of one step, over all ranks.
         goodput: Samples per second, in samples of the base batch size.
         throughput: Samples per second.
-        efficiency: What a sample is worth, beside one of the base batch size.
+        efficiency: The value of a sample, relative to one of the base batch size.
     """
 
     batch_size: int
@@ -49,7 +49,7 @@ class Suggestion(NamedTuple):
 
 @checked_arguments
 def fit_speed(seconds: Mapping[int, float]) -> Speed:
-    """Fits a line with the least sum of squared relative errors, both parts of which are at least 0.
+    """Fits a line with the least sum of squared relative errors, with both parts at least 0.
 
     Args:
         seconds: Measured seconds of a step, by batch size.
@@ -62,7 +62,7 @@ def fit_speed(seconds: Mapping[int, float]) -> Speed:
             f"expected seconds of a step by batch size, all above 0, got {dict(seconds)}. Measure some steps of one "
             "batch size at least, such as {256: 0.21, 512: 0.34}"
         )
-    # Divided by the seconds themselves, so that all measurements count alike: 1 = a x + b y.
+    # Divided by the seconds themselves, so that all measurements count equally: 1 = a x + b y.
     rows = [(1 / step_seconds, size / step_seconds) for size, step_seconds in seconds.items()]
     xx, yy, xy = (sum(x * x for x, _ in rows), sum(y * y for _, y in rows), sum(x * y for x, y in rows))
     x, y = sum(x for x, _ in rows), sum(y for _, y in rows)

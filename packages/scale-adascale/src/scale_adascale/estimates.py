@@ -1,4 +1,4 @@
-"""Moving averages of what steps have measured: per parameter group for the gain, of all groups for the noise scale.
+"""Moving averages of the measurements of steps: per parameter group for the gain, of all groups for the noise scale.
 
 They are kept as lists of numbers in the optimizer's own parameter groups, where schedulers keep theirs. So whatever
 saves an optimizer saves them, too: `state_dict()` that loads with `weights_only=True`, torch's distributed checkpoints,
@@ -98,7 +98,7 @@ class NoiseAverage:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Averages of what the steps of a training have measured."""
+    """Averages of the measurements of a training's steps."""
 
     groups: tuple[Average, ...]  # one for each parameter group
     noise: NoiseAverage = field(default_factory=NoiseAverage)  # of all groups together
@@ -112,7 +112,7 @@ class Estimates:
 
     @classmethod
     def from_groups(cls, groups: Sequence[Mapping[str, Any]]) -> Estimates:
-        """Those in parameter groups; a group that has none begins anew.
+        """Those in parameter groups; a group that has none begins again.
 
         Raises:
             ValueError: One has them in another form, as an older version has saved them.
@@ -214,7 +214,7 @@ _FAIRSCALE_KEY = "adascale"
 
 
 def without_fairscale(state_dict: Mapping[str, Any], num_groups: int) -> tuple[dict[str, Any], list[Average] | None]:
-    """An optimizer's state without what FairScale's AdaScale has added, and its average of each parameter group.
+    """An optimizer's state without the entries of FairScale's AdaScale, and its average of each parameter group.
 
     Raises:
         ValueError: It has averages of another number of parameter groups.

@@ -30,7 +30,7 @@ _LEAST, _LEAST_PART = 1e-6, 1e-3
 
 
 class Moments(NamedTuple):
-    """What the gain is made of."""
+    """The inputs of the gain."""
 
     variance: float  # sigma^2, the trace of the covariance of the gradient of a batch of scale 1
     square: float  # mu^2, the squared norm of the expected gradient
@@ -39,7 +39,7 @@ class Moments(NamedTuple):
 def moments(local: float, total: float, num_gradients: float, scale: float) -> Moments:
     """Estimates both moments from L, T, n > 1 and S, without bias; so either may come out below zero.
 
-    Of gradients g_i of batches of other sizes, of which each counts w_i in the mean, n is 1 / sum(w_i^2) and L is
+    Of gradients g_i of batches of other sizes, with weights w_i in the mean, n is 1 / sum(w_i^2) and L is
     n^2 sum(w_i^2 |g_i|^2).
     """
     assert num_gradients > 1, "the variance of one gradient is not known"
@@ -60,7 +60,7 @@ def bounded(estimate: Moments) -> Moments:
 
 
 def gain(estimate: Moments, scale: float) -> float:
-    """r of moments that are not below 0; 1 where both are 0, of which nothing can be said.
+    """r of moments that are not below 0; 1 if both are 0, because r is undefined then.
 
     >>> gain(Moments(variance=1.0, square=1.0), scale=2.0)
     1.3333333333333333
@@ -71,7 +71,7 @@ def gain(estimate: Moments, scale: float) -> float:
 
 
 def is_real(value: Any) -> bool:
-    """Whether it is a number with an order, as what comes from a command line or a file may not be."""
+    """Whether it is a number with an order, as a value from a command line or a file may not be."""
     return isinstance(value, numbers.Real) or (
         isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     )

@@ -1,6 +1,6 @@
 """Trainings that are counted in steps of the small batch, whatever the batch is: until the gains sum up to T.
 
-So the number of steps and the schedule of the small batch stay what they are (AdaScale, algorithm 1).
+So the number of steps and the schedule of the small batch stay the same (AdaScale, algorithm 1).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def until_steps(
     batches are micro-batches, and it ends between two steps.
 
     Args:
-        batches: What can be gone through more than once, such as a `DataLoader`.
+        batches: An iterable that can be iterated more than once, for example a `DataLoader`.
         optimizer: The AdaScale that steps. Steps that it has taken before count.
         steps: Steps of the small batch.
         first_epoch: The first number for `set_epoch`. If None it is 0 at the beginning, and where a training goes on, a
@@ -84,8 +84,8 @@ class GainScheduler:
         optimizer: The AdaScale.
         steps_per_call: How many steps of the small batch there are between two steps of the scheduler: 1, or the
             steps of an epoch for one that counts epochs.
-        total_steps: How many learning rates the schedule has, after the last of which it is left alone: for one that
-            has none beyond, as a `LambdaLR` that looks them up in a list. None is what a `OneCycleLR` says of itself,
+        total_steps: The number of learning rates of the schedule, which is left alone after the last: for one that
+            has none beyond, as a `LambdaLR` that looks them up in a list. None is the number of a `OneCycleLR`,
             also within a `SequentialLR` or `ChainedScheduler`; others go on.
 
     Raises:
@@ -136,7 +136,7 @@ class GainScheduler:
         return {"scheduler": self.scheduler.state_dict(), "count": self._count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` has returned."""
+        """Loads a result of `state_dict`."""
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self._count = state_dict["count"]
 

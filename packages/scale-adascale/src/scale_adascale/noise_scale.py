@@ -36,7 +36,7 @@ class NoiseScale(NamedTuple):
     def critical_batch_size(self) -> float:
         """About the batch size, in samples, at which a training takes twice the least number of samples and steps.
 
-        With batches that are small beside it twice the samples take half the steps; with large ones hardly fewer:
+        With batches that are small relative to it twice the samples take half the steps; with large ones hardly fewer:
 
             steps(m) = least steps * (1 + critical / m)        samples(m) = least samples * (1 + m / critical)
 
@@ -71,7 +71,7 @@ def noise_scale(average: NoiseAverage, base_batch_size: float, confidence: float
 
 
 def efficiency(batch_size: float, noise: float, base_batch_size: float) -> float:
-    """What a sample of this batch size is worth, beside one of the base batch size.
+    """The value of a sample of this batch size, relative to one of the base batch size.
 
     (B + b) / (B + m), with noise scale B, base b and batch size m (Pollux, arXiv 2008.12260, section 3.1).
     """
@@ -85,7 +85,7 @@ def _fieller(constant: float, linear: float, leading: float, is_positive: bool) 
     root = math.sqrt(max(linear**2 - leading * constant, 0.0))
     if leading > 0 and is_positive:
         return max((linear - root) / leading, 0.0), max((linear + root) / leading, 0.0)
-    # The square can't be told from 0: no ratio is too large. If the variance can be, some are too small.
+    # The square can't be distinguished from 0: no ratio is too large. If the variance can be, some are too small.
     if constant <= 0 or leading >= 0:
         return 0.0, math.inf
     return (linear - root) / leading, math.inf

@@ -54,7 +54,7 @@ def check_numbers(
 
 
 def check_num_gradients(number: Any) -> None:
-    """Raises ValueError unless it is a whole number of at least 1."""
+    """Raises ValueError unless it is an integer of at least 1."""
     try:
         is_whole = not isinstance(number, bool) and operator.index(number) >= 1
     except TypeError:

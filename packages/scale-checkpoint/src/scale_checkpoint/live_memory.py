@@ -2,8 +2,8 @@
 
 This is the count that plans, the tracker and the benchmarks mean by memory. It sees every storage that an operator
 returns, on the CPU as on any other device, from the call that makes it to the end of its last reference, so it is
-exact and the same on every machine. It doesn't see what a kernel takes and gives back inside one call, nor how an
-allocator rounds and caches.
+exact and the same on every machine. It doesn't see memory that a kernel takes and gives back inside one call, nor how
+an allocator rounds and caches.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveMemory(TorchDispatchMode):
-    """While it is active, counts the live bytes of one device, from zero: what was there before is not counted."""
+    """While it is active, counts the live bytes of one device, from zero: earlier memory is not counted."""
 
     _elsewhere: ClassVar[int] = 0  # how many `not_counted()` are open
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.current_bytes = 0  # what lives now
+        self.current_bytes = 0  # live now
         self.peak_bytes = 0  # the most that lived at any one time
         self._numbers: dict[int, int] = {}  # by the identity of the storage, which is stable as long as it lives
         self._sizes: list[int] = []  # by number; 0 where it is not counted or was released
@@ -68,7 +68,7 @@ class LiveMemory(TorchDispatchMode):
         return [number for number, size in enumerate(self._sizes) if size]
 
     def close(self) -> None:
-        """Stops counting: what is released from now on changes nothing."""
+        """Stops counting: later releases change nothing."""
         self._refs.clear()
         self._numbers.clear()
 
@@ -109,7 +109,7 @@ class LiveMemory(TorchDispatchMode):
 
 @contextmanager
 def not_counted() -> Iterator[None]:
-    """What operators make inside is not counted: the host's memory, where the device is the CPU."""
+    """Storages that operators make inside are not counted: the host's memory, where the device is the CPU."""
     LiveMemory._elsewhere += 1
     try:
         yield

@@ -13,7 +13,7 @@
     1       GELU    32.00 KiB  72.00 KiB  -32.00 KiB  168.26 KiB
     2       Linear   8.00 KiB  80.00 KiB   64.25 KiB  168.26 KiB
 
-A backward leaves gradients behind, and releases what the forward has kept.
+A backward leaves gradients behind, and releases the tensors that the forward has kept.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from scale_core.arguments import checked_arguments
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """One pass through a module, without what runs in modules inside it.
+    """One pass through a module, without the modules inside it.
 
     Attributes:
-        module_name: Qualified; empty for what runs outside of the model.
+        module_name: Qualified; empty for operators outside of the model.
         kind: The name of its class.
         is_forward: Whether it is a forward or a backward.
-        start_bytes: What lived when it began, over the memory when the tracker was started.
+        start_bytes: The live memory when it began, over the memory when the tracker was started.
         peak_bytes: The most that lived while it ran.
-        end_bytes: What lived when it ended.
+        end_bytes: The live memory when it ended.
     """
 
     module_name: str
@@ -57,14 +57,14 @@ class LayerTrace:
 
     @property
     def memory_diff(self) -> int:
-        """What it has left behind: in a forward activations, in a backward gradients less what it released."""
+        """The memory it has left behind: in a forward activations, in a backward gradients less what it released."""
         return self.end_bytes - self.start_bytes
 
 
 class LayerMemoryTracker:
     """Follows the memory of a model's modules while it is started, on any device; `print` shows it.
 
-    Counts the storages that operators make and that live, so a figure doesn't depend on what an allocator caches.
+    Counts the storages that operators make and that live, so a figure doesn't depend on the cache of an allocator.
     Start it before a forward pass, in the thread that runs it.
 
     Args:
@@ -91,13 +91,13 @@ class LayerMemoryTracker:
         self._stack.enter_context(trace_step(trace, modules))
 
     def stop(self) -> None:
-        """Stops to follow; what was found is added to `memory_traces`."""
+        """Stops to follow; the traces are added to `memory_traces`."""
         if self._stack is not None:
             stack, self._stack = self._stack, None
             stack.close()
 
     def clear_traces(self) -> None:
-        """Forgets every pass so far, also that which runs now; what is found from now on counts from the same start."""
+        """Forgets every pass so far, also that which runs now; later ones count from the same start."""
         self._finished = []
         if self._running is not None:
             self._running[0].order.clear()
@@ -147,7 +147,7 @@ class LayerMemoryTracker:
         return sorted(inside, key=lambda trace: -trace.memory_diff)[:top]
 
     def table(self) -> str:
-        """Returns one line for each module: what its forwards and backwards leave behind, and how high each rises."""
+        """Returns a line for each module: the memory its forwards and backwards leave behind, and their peaks."""
         rows = []
         for name in dict.fromkeys(trace.module_name for trace in self.memory_traces if trace.module_name):
             passes = [trace for trace in self.memory_traces if trace.module_name == name]
@@ -160,7 +160,7 @@ class LayerMemoryTracker:
         return table(("module", "class", "forward", "peak", "backward", "peak"), rows)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draws memory over the passes, and what each forward leaves behind; needs matplotlib."""
+        """Draws memory over the passes, and the memory each forward leaves behind; needs matplotlib."""
         figure = new_figure(height=6)
         above, below = figure.subplots(2)
         for is_forward, label in ((True, "forward"), (False, "backward")):
@@ -236,7 +236,7 @@ def suggest_checkpoint_location(
 ) -> SuggestedCheckpoints:
     """Suggests where to split a model into parts that are checkpointed, so that the largest part is as small as can be.
 
-    Looks at what each forward leaves behind. `plan_memory` decides by time as well, and tells what it costs.
+    Looks at the memory each forward leaves behind. `plan_memory` decides by time as well, and gives the cost.
 
     Args:
         traces: Of a tracker.

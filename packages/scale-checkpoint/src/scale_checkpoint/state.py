@@ -1,4 +1,4 @@
-"""Which pass a checkpointed module is in, by thread: what layers inside may ask, and what switches checkpointing off.
+"""Which pass a checkpointed module is in, by thread: queries for layers inside, and the switch of checkpointing.
 
 Another package that recomputes enters `checkpointing` and `recomputing` around it, so that layers inside see the same.
 """
@@ -14,9 +14,9 @@ class _State(threading.local):
     """Of one thread: a backward pass on an accelerator runs in a thread of its own."""
 
     checkpointing = False
-    recompute_depth = 0  # recomputations within one another: a backward in a forward recomputes what ran before it
+    recompute_depth = 0  # recomputations within one another: a backward in a forward recomputes the part before it
     disabled = False
-    internal = False  # this package's own operators run, such as copies that leave
+    internal = False  # this package's own operators run, for example copies that leave
 
 
 STATE = _State()
@@ -61,12 +61,12 @@ def disable_checkpointing() -> AbstractContextManager[None]:
 
 
 def checkpointing() -> AbstractContextManager[None]:
-    """Around the first forward of what will be computed again."""
+    """Around the first forward of a call that will be computed again."""
     return _set(checkpointing=True)
 
 
 def recomputing() -> AbstractContextManager[None]:
-    """Around what is computed again; what first runs inside is both checkpointed and recomputed.
+    """Around a recomputation; a call that first runs inside is both checkpointed and recomputed.
 
     `disable_checkpointing` around a backward comes too late, since the forward was checkpointed.
     """

@@ -1,6 +1,6 @@
 """Tensors among a module's arguments, taken out of their containers and put back into new ones.
 
-A recomputation is given what the module was given then: autograd keeps the tensors, and notices when one is changed in
+A recomputation gets the module's original inputs: autograd keeps the tensors, and notices when one is changed in
 place; the containers are new ones, so that a dict that the caller goes on filling makes no difference.
 """
 
@@ -42,7 +42,7 @@ def extract_tensors(tree: Any) -> tuple[list[Tensor], Any]:
 
 
 def insert_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """Returns what `extract_tensors` was given, in new containers, with `tensors` in the places of its tensors."""
+    """Returns the input of `extract_tensors`, in new containers, with `tensors` in the places of its tensors."""
     return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Placeholder) else leaf, tree)
 
 

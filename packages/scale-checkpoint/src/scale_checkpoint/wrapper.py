@@ -65,16 +65,16 @@ def checkpoint_wrapper(
         offload_to_cpu: Keep the inputs in the memory of the host; the same as `offload_to="host"`.
         keep: Operators whose results are kept, so that they are not computed again: names, as "addmm" or
             "_scaled_dot_product.*"; a policy function as torch's selective checkpointing has it; or "selective", which
-            keeps what takes long for its size: linear layers, convolutions, attention, and those batched products that
-            are smaller than what they were computed from.
+            keeps results that take long for their size: linear layers, convolutions, attention, and those batched
+            products that are smaller than their inputs.
         offload_to: "host" or the path of a folder: where the inputs are kept.
-        min_bytes: Of what is offloaded, smaller storages stay.
+        min_bytes: Storages smaller than this are not offloaded.
         preserve_random_state: False for a module that draws no random numbers, or need not draw them again.
         context_fn: As torch's checkpoint takes it: called once for each call of the module; returns two contexts, one
-            around its forward and one around each recomputation, such as those of
+            around its forward and one around each recomputation, for example those of
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
-        determinism_check: "none" leaves out torch's comparison of what the recomputation saves, by shape, dtype and
-            device, with what the forward has saved.
+        determinism_check: "none" leaves out torch's comparison of the tensors that the recomputation saves, by shape,
+            dtype and device, with those that the forward has saved.
 
     Returns:
         `module` itself.
@@ -113,16 +113,16 @@ def apply_checkpointing(
     offload_inputs: bool = False,
     min_bytes: int = MIN_BYTES,
 ) -> M:
-    """Sets what a module does with its activations, whatever it did before.
+    """Sets the treatment of a module's activations, whatever it was before.
 
     Args:
         module: Changed in place.
         how: "keep" makes it plain again; "recompute" keeps its inputs alone; "offload" keeps all, elsewhere;
-            "selective", operators, or a policy of operators, recompute all but what they name: see `keep` of
+            "selective", operators, or a policy of operators, recompute all other results: see `keep` of
             `checkpoint_wrapper`.
         offload_to: "host" or the path of a folder, for "offload" and `offload_inputs`.
         offload_inputs: Of a module that is recomputed: keep its inputs there, too.
-        min_bytes: Of what is offloaded, smaller storages stay.
+        min_bytes: Storages smaller than this are not offloaded.
 
     Returns:
         `module` itself.
@@ -224,10 +224,10 @@ def checkpoint_modules(
 
     Args:
         model: Changed in place. It has no name itself, and is not chosen.
-        select: Regular expressions for whole names, as `named_modules` gives them: `r"layers\.\d+"`; or a class,
+        select: Regular expressions for full names, as `named_modules` gives them: `r"layers\.\d+"`; or a class,
             whose modules are all chosen; or a function of name and module that returns one of the words and policies
             that `how` takes, or None for nothing.
-        how: What is done with those whose names or class match, as `apply_checkpointing` takes it.
+        how: The treatment of those whose names or class match, as `apply_checkpointing` takes it.
         offload_to: "host" or the path of a folder.
         offload_inputs: Of modules that are recomputed: keep their inputs there, too.
 
@@ -269,7 +269,7 @@ def _by_class(names: dict[nn.Module, list[str]], of: type[nn.Module], how: How) 
 
 
 def modules_by_name(model: nn.Module, patterns: Collection[str], argument: str) -> list[nn.Module]:
-    """Returns the modules whose whole names patterns match, in the model's order; a ValueError names `argument`."""
+    """Returns the modules whose full names patterns match, in the model's order; a ValueError names `argument`."""
     names, chosen = _names_of(model), set[nn.Module]()
     for pattern in patterns:
         try:

@@ -1,6 +1,6 @@
 """Measures the gradients of a step: of each rank before they are averaged, and of all ranks.
 
-Begin with `step_statistics`, what one step gives; `local_grad_norms` listens to the backward pass, `norm_reduction`
-sums over ranks, `param_info` says which rank holds what, `gradient_checks` what may not change, `errors` what is
-raised.
+Begin with `step_statistics`, the estimates of one step; `local_grad_norms` listens to the backward pass,
+`norm_reduction` sums over ranks, `param_info` has the parts of each rank, `gradient_checks` the values that may not
+change, `errors` the texts that are raised.
 """

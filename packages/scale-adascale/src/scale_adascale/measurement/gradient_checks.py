@@ -63,7 +63,7 @@ def are_zero(grads: Grads, zeros: Versions = ()) -> bool:
 def were_changed(before: Versions, grads: Grads, *, alone: bool, pass_failed: bool) -> bool:
     """Whether one was changed or cleared; a pass that has failed may have added to some.
 
-    Where this rank is not `alone`, what averages gradients may write to them between passes.
+    Where this rank is not `alone`, a reducer of gradients may write to them between passes.
     """
     for last, now in zip(before, grads, strict=False):
         if last is None:
@@ -104,14 +104,15 @@ def check_not_flattened(params: Iterable[Tensor]) -> None:
 
 # Whether ranks with other data really average their gradients, by one number in the sum that is sent anyway.
 #
-# Of gradients that all ranks should have alike each rank adds up bits, and multiplies the sum by a whole number of its
+# Of gradients that should be equal on all ranks each rank adds up bits, and multiplies the sum by an integer of its
 # own; these numbers sum up to zero. So do the products, if all have the same; all of it is exact in fp64. Where
 # gradients are not averaged, or only after the backward pass, or ranks have other parts of the model, it is almost
 # surely another number: sums that differ by a multiple of 2^24 - 3 pass for equal.
 #
-# A gradient may have zeros wherever one looks, as that of an embedding has, and only one layer may be left out of what
-# averages. So the first steps look at all elements of all gradients, and later ones at some of one gradient, each step
-# at others. If no gradient is averaged any more, that is found in the same step even so, unless these are zeros there.
+# A gradient may have zeros wherever one looks, as that of an embedding has, and only one layer may be left out of the
+# gradients that averages. So the first steps look at all elements of all gradients, and later ones at some of one
+# gradient, each step at others. If no gradient is averaged any more, that is found in the same step even so, unless
+# these are zeros there.
 
 _NUM_SAMPLED = 32  # elements of one gradient, where not all of all are looked at
 _NUM_FULL_STEPS = 8  # A scaler may have to leave out the first ones, whose gradients are no numbers.
@@ -120,7 +121,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rank_factor(rank: int, size: int) -> int:
-    """A whole number for each rank, at most 250 either way; those of all ranks sum up to zero."""
+    """An integer for each rank, at most 250 either way; those of all ranks sum up to zero."""
 
     def term(number: int) -> int:
         return (7 * number * number + 3 * number) % 251
@@ -136,16 +137,16 @@ def fingerprint(params: Sequence[Tensor]) -> int:
 def checksum_term(
     data: Group, shapes: int, grads: Sequence[Tensor | None], device: torch.device, *, step: int
 ) -> Tensor:
-    """This rank's summand, [1], fp64: of the parameters' fingerprint, and of gradients that `data` has alike."""
+    """This rank's summand, [1], fp64: of the parameters' fingerprint, and of gradients that are equal on `data`."""
     factor = float(rank_factor(data.rank, data.size)) if data.size > 1 else 0.0
     bits = bit_checksum(grads if factor else [], device, step=step).add_(shapes)
     return bits.to(torch.float64).mul_(factor).reshape(1)
 
 
 def bit_checksum(grads: Sequence[Tensor | None], device: torch.device, *, step: int) -> Tensor:
-    """A whole number below 2^24, the sum of the bits of gradients of any kind; scalar, int64. Zeros are as None.
+    """An integer below 2^24, the sum of the bits of gradients of any kind; scalar, int64. Zeros are as None.
 
-    Which elements are read depends on the step's number, which is alike on all ranks.
+    Which elements are read depends on the step's number, which is equal on all ranks.
     """
     checksum = torch.zeros((), dtype=torch.int64, device=device)
     turn, index = divmod(step, max(1, len(grads)))

@@ -1,16 +1,16 @@
 """The squared norms of this rank's own gradients before they are averaged, one backward pass after another.
 
-A parameter that is whole here has a hook, which gets its gradient ahead of what reduces it. One that is sharded has
+A full parameter has a hook, which gets its gradient before it is reduced. One that is sharded has
 none; its owner reports its gradient (`scale_core.hooks.autograd.register_local_grad_hook`). Where either shows a
 gradient of the samples of several ranks, as of experts that ranks divide, it tells that there is one, and what is
 measured is reported by source rank (`scale_core.hooks.source_grads`).
 
 A model has hundreds of gradients, many of them short, and between two layers' products each call of torch costs some
-ten times what it costs in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
+ten times its cost in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
 over; of long ones norms of rows are written side by side. No gradient is kept itself unless it stays as it is: autograd
 would have to copy what it can take now, and the memory of a gradient may be used again. Nothing waits for the device.
 
-A pass is a sample, and gradients are averaged when it ends; unless a pipeline runs the passes, which says what a sample
+A pass is a sample, and gradients are averaged when it ends; unless a pipeline runs the passes, which defines the sample
 is (`scale_core.hooks.microbatch_grads`). One step of a pipeline then counts as one pass that brings several samples.
 """
 
@@ -69,7 +69,8 @@ class LocalGradNorms:
 
     Its callbacks are methods, held weakly. `on_begin` is called with the first gradient of a pass, and may raise;
     `on_end` when a pass has ended and gradients have been averaged, with the weight of each of its samples in the mean:
-    it calls `add_pass`, unless they are not to count. `terms` returns what ranks of a pipeline must have alike.
+    it calls `add_pass`, unless they are not to count. `terms` returns the values that must be equal on the ranks of a
+    pipeline.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class LocalGradNorms:
         self._on_begin, self._on_end, self._terms = weak_hook(on_begin), weak_hook(on_end), weak_hook(terms)
         self.squared_norms: dict[torch.device, Tensor] = {}  # of the step: [k], fp64, by device
         self.in_backward = False  # A backward pass has brought gradients, and not ended yet.
-        self.failed = False  # The last pass has raised, and what it had brought was dropped.
+        self.failed = False  # The last pass has raised, and its gradients were dropped.
         self.left_partial_grads = False  # It had added to some gradients.
         self.grads_restored = False  # It was a pipeline's, which has put gradients back, in other tensors.
-        self.counted_elsewhere: frozenset[int] = frozenset()  # indices of what other ranks of the pipeline count
+        self.counted_elsewhere: frozenset[int] = frozenset()  # indices counted by other ranks of the pipeline
         self.step: MicrobatchStep | None = None  # the pipeline's step that runs now
         self._params: list[Tensor] = []
         self._indices: dict[int, int] = {}  # by id
@@ -93,7 +94,7 @@ class LocalGradNorms:
         self._source_handle: RemovableHandle | None = None
         self._of_pass: dict[torch.device, NormAccumulator] = {}
         self._seen: set[tuple[int, int]] = set()  # samples and indices of the gradients of the last pass
-        self._by_source: set[int] = set()  # indices of what is reported by source rank
+        self._by_source: set[int] = set()  # indices of gradients reported by source rank
         self._sources: set[tuple[int, int, int]] = set()  # samples, indices and source ranks that were in the last pass
         self._task = 0  # autograd's number of the pass that runs, as a rule; -1 of a pipeline's step
         self._last_before = context_parallel_group.last_backward  # when the pass began
@@ -110,7 +111,7 @@ class LocalGradNorms:
     def register_hooks(self, params: Iterable[Tensor]) -> None:
         """Hooks those of these parameters that can have a gradient, by their indices in this order.
 
-        A hook that is followed by a foreign one is put last again: what other hooks change is what is averaged.
+        A hook that is followed by a foreign one is put last again: changes by other hooks are averaged.
         """
         before, self._params = self._params, list(params)
         if any(old is not new for old, new in zip(before, self._params, strict=False)):
@@ -120,7 +121,7 @@ class LocalGradNorms:
         if len(before) != len(self._params):
             self.squared_norms, self._of_pass = {}, {}
         for index, param in enumerate(self._params):
-            # A hook that averages and was registered after this one runs after it, and does not change what it sees.
+            # A hook that averages and was registered after this one runs after it, and does not change its input.
             # So the source is read where the parameter is new, or its hook is put last.
             reads_source = id(param) not in self._indices
             self._indices[id(param)] = index
@@ -203,7 +204,7 @@ class LocalGradNorms:
     # A backward pass.
 
     def reset(self) -> None:
-        """Drops what was measured so far."""
+        """Drops the measurements so far."""
         self.in_backward, self.step = False, None
         self.failed = self.left_partial_grads = self.grads_restored = False
         self.squared_norms = {}
@@ -250,7 +251,7 @@ class LocalGradNorms:
                 self._count(index, grad.detach() if grad.requires_grad else grad)  # With `create_graph=True` it does.
 
     def _begin_gradient(self, index: int) -> int | None:
-        """Begins the pass with its first gradient; returns of which sample this one is, None if it is not measured."""
+        """Begins the pass with its first gradient; returns the number of its sample, None if it is not measured."""
         sample = 0
         if self.step is not None:
             if index in self._in_parts:
@@ -306,7 +307,7 @@ class LocalGradNorms:
         self.drop_pass()
 
     def _end_pass(self) -> None:
-        # What averages gradients has queued its own end by now, but may have done so after this one.
+        # A reducer of gradients has queued its own end by now, but may have done so after this one.
         register_post_backward(self._finish_pass, self._fail_pass)
 
     def drop_pass(self) -> None:
@@ -331,7 +332,7 @@ class LocalGradNorms:
         self._on_end(weights)
 
     def _check_samples(self) -> None:
-        """Refuses a pass through parts of samples of which the forward alone stood in the block."""
+        """Refuses a pass through parts of samples if only their forward stood in the block."""
         last = context_parallel_group.last_backward
         # Each micro-batch of a pipeline has a backward of its own.
         if last.task == self._task if self.step is None else last is not self._last_before:

@@ -1,8 +1,8 @@
 """Sums the squared norms that ranks have measured over all ranks: one small vector, one asynchronous all-reduce.
 
 It runs while other work between backward pass and step goes on, and is waited for when the gain is read. The vector has
-two numbers per parameter group; for Adam three per parameter, the third of which is this rank's part of the second
-moments, since what gradients are divided by is known when these are added up. Only where ranks have other parts of the
+two numbers per parameter group; for Adam three per parameter, where the third is this rank's part of the second
+moments, since the divisor of gradients is known when these are added up. Only where ranks have other parts of the
 model, and so other parameters, second moments are reduced ahead.
 """
 
@@ -28,7 +28,7 @@ from scale_core.shard import on_local_tensors
 
 
 class NormReducer:
-    """Adds up what ranks have measured of the gradients of each parameter group.
+    """Adds up the ranks' measurements of the gradients of each parameter group.
 
     Raises as `norm_weights` does and, where gradients are `preconditioned`, as `check_not_flattened`.
     """
@@ -45,7 +45,7 @@ class NormReducer:
         self._num_groups_agreed = 0  # All ranks are known to have so many parameter groups.
 
     def refresh(self) -> None:
-        """Looks up again which rank has what, if there are other parameters than before or another reducer."""
+        """Looks up the parts of the ranks again, if there are other parameters than before or another reducer."""
         if key_of(self._optimizer) != self._key:
             if self.preconditioned:
                 check_not_flattened(all_params(self._optimizer))
@@ -89,7 +89,7 @@ class NormReducer:
         return self._start([products, last, self._total_squares()], weights, by_moments)
 
     def _total_squares(self) -> Tensor:
-        """The squares of this rank's part of the averaged gradients, [k]; of what all have alike, of its portion."""
+        """The squares of this rank's part of the averaged gradients, [k]; of shared gradients, of its portion."""
         info = self.info
         rows = zip(info.params, info.holders, info.portions, strict=True)
         for index, (param, holder, portion) in enumerate(rows):
@@ -141,7 +141,7 @@ class NormReducer:
         self._num_groups_agreed = number
 
     def read(self, pending: CollectiveWork) -> list[list[float]]:
-        """Waits for what was started, the one place where a step waits for the device; returns a list for each row.
+        """Waits for the sums, the one place where a step waits for the device; returns a list for each row.
 
         Raises RuntimeError if ranks with other data have other averaged gradients.
         """
@@ -179,7 +179,7 @@ class NormReducer:
 
 
 def key_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    """What a `ParamInfo` depends on: the parameters by identity and group, and whether a reducer fills the pieces."""
+    """The inputs of a `ParamInfo`: the parameters by identity and group, and whether a reducer fills the pieces."""
     is_given_reduced = getattr(optimizer, "gets_reduced_gradients", False)
     return (is_given_reduced, *(tuple(map(id, group["params"])) for group in optimizer.param_groups))
 

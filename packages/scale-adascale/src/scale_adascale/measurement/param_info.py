@@ -1,8 +1,8 @@
-"""Which rank holds which part of an optimizer's parameters, and how often what it measures of them counts.
+"""The part of an optimizer's parameters that each rank holds, and how often its measurements count.
 
 The ranks of a training have two directions: along one they have other data (data parallelism, fully sharded or not),
-along the other other parts of the model (tensor and pipeline parallelism). A sum over all of them, of what each has,
-is right if what several ranks have alike is divided by their number.
+along the other other parts of the model (tensor and pipeline parallelism). A sum over all of them, of each rank's part,
+is right if a part that several ranks have is divided by their number.
 
     parameter of                    own gradient    averaged gradient
     DDP over D ranks                1               1 / D              the average is on every rank
@@ -13,7 +13,7 @@ is right if what several ranks have alike is divided by their number.
     tensor parallel, split over T   1               as above           each has other elements of both
     tensor parallel, replicated     1 / T           as above, / T
     the same, without `Shard`       1 / T           as above, / T      where other parameters are split over T ranks
-    a copy of what others have      0               0                  `Shard.counted` is False
+    a copy of other ranks' part      0               0                  `Shard.counted` is False
     a stage of a pipeline           1               as above           no other stage has it
 
 The sources of an expert are the E ranks with whose tokens it computes: the gradient of each is measured by itself.
@@ -88,7 +88,7 @@ def model_group_of(optimizer: Optimizer, data: Group, given: GroupLike) -> Group
 
 
 def model_split_groups(params: Iterable[Tensor], data: Group) -> dict[tuple[int, ...], Group]:
-    """The groups over which parameters are split or copied, beside the data parallel one, by their ranks."""
+    """The groups over which parameters are split or copied, in addition to the data parallel one, by their ranks."""
     axes = (axis for param in params for axis in _axes(param))
     return {axis.group.ranks: axis.group for axis in axes if not _is_within(axis.group, data)}
 
@@ -97,7 +97,7 @@ def model_split_groups(params: Iterable[Tensor], data: Group) -> dict[tuple[int,
 
 
 class NormWeights(NamedTuple):
-    """What squared norms are multiplied by, before they are summed over all ranks."""
+    """The factors of squared norms, before they are summed over all ranks."""
 
     local: float  # of this rank's own gradient
     share: float  # 1 over how many ranks with other data have the same part of the averaged gradient
@@ -111,7 +111,7 @@ class NormWeights(NamedTuple):
 def norm_weights(param: Tensor, holder: Tensor, data: Group, model: Group, splits: Iterable[Group] = ()) -> NormWeights:
     """The weights of one parameter, whose averaged gradient is that of `holder`: itself, or a piece of it.
 
-    One without a `Shard` is alike on the ranks of `splits`, over which other parameters of the model are split. Raises
+    One without a `Shard` is equal on the ranks of `splits`, over which other parameters of the model are split. Raises
     ValueError for one that is split over ranks in neither group, or over `data` by a tensor parallel layer.
     """
     _check_gathered(param, data)
@@ -189,7 +189,7 @@ def _is_within(group: Group, other: Group) -> bool:
 
 # All of it for one optimizer.
 
-# Elements of a gradient from which on it takes longer to read it than to call what reads it, and those of a call.
+# Elements of a gradient from which on it takes longer to read it than to call its reader, and those of a call.
 _LARGE, _CALL_COST = 1 << 17, 1 << 14
 
 
@@ -198,13 +198,13 @@ class ParamInfo:
     """Which part this rank has of the k parameters of an optimizer, group by group."""
 
     params: list[Tensor]
-    holders: list[Tensor]  # what has the averaged gradient of each: the parameter itself, or this rank's piece of it
+    holders: list[Tensor]  # of averaged gradients: the parameters, or this rank's pieces
     is_shared: list[bool]  # Do all ranks with other data have the same averaged gradient?
     portions: list[tuple[int, int] | None]  # the part of how many that this rank reads of it; None if another reads it
     device: torch.device  # where squares are added up
     group_index: Tensor  # [k] int64
     local_weights: Tensor  # [k] fp64, of own gradients
-    total_weights: Tensor  # [k] fp64, of averaged gradients, of which shared ones are measured in portions
+    total_weights: Tensor  # [k] fp64, of averaged gradients; shared ones are measured in portions
     fingerprint: int
     moments: SecondMoments  # of Adam; not to be used with other optimizers
     totals: dict[torch.device, NormAccumulator] = field(default_factory=dict)  # of averaged gradients

@@ -30,7 +30,7 @@ class ConsecutiveGradients:
     """The last step's gradients, kept for the noise of one worker that accumulates nothing.
 
     One gradient per step does not tell how noisy it is, so those of successive steps are compared. They are those of
-    other weights: what the weights have moved in between counts as noise. The other way is `batch_size.halves`.
+    other weights: the change of the weights in between counts as noise. The other way is `batch_size.halves`.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class ConsecutiveGradients:
 
 @dataclass
 class Settings:
-    """What the user has passed; may change between two steps."""
+    """The user's options; may change between two steps."""
 
     num_ranks: int  # with other data
     num_gradients: int  # backward passes between two steps
@@ -114,7 +114,7 @@ class StepStatistics:
     def __init__(self, reducer: NormReducer, settings: Settings, state: EstimatorState) -> None:
         self.is_hooked = True  # It measures.
         self._pending: CollectiveWork | None = None  # the sum over all ranks, from the end of the last pass on
-        self._rows: list[list[float]] = []  # what that was, when it was waited for
+        self._rows: list[list[float]] = []  # its values, when it was waited for
         self.reducer, self._settings, self._state = reducer, settings, state
         self.passes = 0  # that have ended since the last step; of a pipeline's step, its micro-batches
         self.is_divided = False  # The gradients were divided by their number, where losses were not.
@@ -123,10 +123,10 @@ class StepStatistics:
         self._geometry: _GeometryChange | None = None
         self._versions: Versions = ()  # of gradients after the last pass of a step, or of zeros that were written
         self._step_versions: Versions = ()  # of those that the last step was made with
-        self._squared_weights = 0.0  # of the samples so far, each beside that of samples of the same size
+        self._squared_weights = 0.0  # of the samples so far, each relative to that of samples of the same size
         self._refused: str | None = None  # why no more passes of this step can come
         self._unmeasured: str | None = None  # why the passes since the last step are not measured
-        self._is_late = False  # The last pass was found by what others have averaged.
+        self._is_late = False  # The last pass was found by the averages of others.
         self.local = LocalGradNorms(self._begin_pass, self._end_pass, self._terms)
 
     def __del__(self) -> None:
@@ -161,7 +161,7 @@ class StepStatistics:
             raise RuntimeError(self._refused)
 
     def _refusal(self) -> str | None:
-        """What is wrong with gradients to which a pass is about to add: the first, or another one of a step."""
+        """The mistake in gradients to which a pass is about to add: the first, or another one of a step."""
         grads, pass_failed = self._grads(), self.local.left_partial_grads
         if not self.passes:
             return None if are_zero(grads, self._versions) else leftover_gradients_text(pass_failed=pass_failed)
@@ -171,11 +171,11 @@ class StepStatistics:
         return changed_gradients_text(self.passes, self._settings.num_gradients, pass_failed=pass_failed)
 
     def _grads(self) -> list[Tensor | None]:
-        """Of parameters that are whole here; what is sharded may be anywhere between passes."""
+        """Of full parameters; sharded ones may be anywhere between passes."""
         return self.local.grads_of(self.reducer.info.holders)
 
     def _terms(self) -> StepSignature:
-        """What the ranks of a pipeline must have alike that add up what they measure when a step ends."""
+        """The values that must be equal on ranks of a pipeline that add up measurements when a step ends."""
         number = len(self._state.estimates.groups)
         groups = f"{number} parameter group{'s' if number > 1 else ''}"
         as_adam = ", as Adam uses them" if self.reducer.preconditioned and self._state.estimates.has_begun else ""
@@ -206,13 +206,13 @@ class StepStatistics:
             raise
 
     def _start_reduction(self) -> CollectiveWork:
-        """Starts to add up what all ranks have measured."""
+        """Starts to add up the measurements of all ranks."""
         uncounted = self.local.counted_elsewhere
         if self._settings.num_samples > 1:
             self._by_moments = self.reducer.preconditioned and self._state.estimates.has_begun
             squares = self.local.squared_norms.values()
             return self.reducer.start(squares, by_moments=self._by_moments, uncounted=uncounted)
-        # A step before has given Adam its moments; both gradients are divided by what these are now.
+        # A step before has given Adam its moments; both gradients are divided by the present ones.
         self._by_moments = self.reducer.preconditioned and self.consecutive.has_last
         trained = [param.requires_grad for param in self.reducer.info.params]
         last, not_in_both = self.consecutive.update(self.reducer.info.holders, trained)
@@ -264,7 +264,7 @@ class StepStatistics:
             # The mean of n gradients: either each was divided by n already, or their sum is still to be.
             local = loss_scale**-2 * (settings.num_gradients**2 if settings.is_scaled_loss else 1)
             total = loss_scale**-2 / (1 if settings.is_scaled_loss else settings.num_gradients**2)
-            # Samples of other sizes, of which each counts so much, tell as much as so many of the same size.
+            # Weighted samples of other sizes tell as much as this number of samples of one size.
             number = settings.num_samples * settings.num_gradients / self._squared_weights
             local *= (number / settings.num_samples) ** 2
             rows = zip(local_squares, total_squares, strict=True)
@@ -298,7 +298,7 @@ class StepStatistics:
             self._step_versions = versions_of(self._grads())
 
     def reset(self) -> None:
-        """Drops what was measured since the last step."""
+        """Drops the measurements since the last step."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()

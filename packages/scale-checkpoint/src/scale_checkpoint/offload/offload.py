@@ -1,6 +1,6 @@
 """Offload of saved tensors: which of them leave the device until the backward, and which stay.
 
-A parameter's or a buffer's own memory stays, and so does what is too small, or no plain tensor.
+A parameter's or a buffer's own memory stays, and so do small tensors, and those that are no plain tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from scale_core.compat import is_fake
 MIN_BYTES = 1 << 16
 """Storages below this stay: a copy of its own would cost more than it saves."""
 
-_MOST_OVER_OWN = 4  # times its own bytes may a tensor's storage have: a third of a joint projection moves as a whole
+_MOST_OVER_OWN = 4  # times its own bytes may a tensor's storage have: a third of a joint projection moves with the rest
 _PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer))
 
 
 class offload_activations(saved_tensors_hooks):  # noqa: N801  # a context manager, as torch names them
-    """Inside, what autograd saves goes to the host or to a file, and comes back in the backward pass.
+    """Inside, tensors that autograd saves go to the host or to a file, and comes back in the backward pass.
 
         >>> import torch
         >>> from scale_checkpoint import offload_activations
@@ -37,7 +37,7 @@ class offload_activations(saved_tensors_hooks):  # noqa: N801  # a context manag
 
     Args:
         *modules: Those that run inside: their parameters and buffers stay on the device.
-        to: "host", pinned where that lets copies run beside the computation, or the path of a folder.
+        to: "host", pinned if that lets copies overlap with the computation, or the path of a folder.
         min_bytes: Smaller storages stay.
 
     Raises:
@@ -52,14 +52,14 @@ class offload_activations(saved_tensors_hooks):  # noqa: N801  # a context manag
         super().__init__(self._operator.pack, _OffloadableTensor.unpack)
 
     def __exit__(self, *error: object) -> None:
-        """Removes the hooks, and sends what the last operator has saved, unless an exception is raised."""
+        """Removes the hooks, and sends the tensors that the last operator has saved, unless an exception is raised."""
         super().__exit__(*error)
         if not any(error):
             self._operator.send()
 
 
 class _OperatorTensors:
-    """What one operator has saved: it is sent when the operator has run, since some write into what they have saved.
+    """The tensors that one operator has saved: sent when it has run, because some operators write into them.
 
     `rrelu` does: it saves its noise, and then draws it.
     """
@@ -86,7 +86,7 @@ class _OperatorTensors:
 
 
 def offload_inputs(module: nn.Module, to: Target, min_bytes: int) -> saved_tensors_hooks:
-    """Returns hooks for a recomputed module: what autograd saves for it, its inputs, is sent at once."""
+    """Returns hooks for a recomputed module: its inputs, which autograd saves for it, are sent at once."""
     sender = Sender([module], to, min_bytes)
 
     def pack(tensor: Tensor) -> _OffloadableTensor:
@@ -98,7 +98,7 @@ def offload_inputs(module: nn.Module, to: Target, min_bytes: int) -> saved_tenso
 
 
 class _OffloadableTensor:
-    """What autograd holds in the place of a tensor, on the device or offloaded.
+    """The object that autograd holds in the place of a tensor, on the device or offloaded.
 
     Autograd itself sees a saved tensor that was changed in place, and raises; but not where hooks pack it. So this
     compares versions.
@@ -136,7 +136,7 @@ def check_target(to: Target, min_bytes: int) -> None:
 
 
 class Sender:
-    """Sends tensors to the host or a folder, but for parameters and buffers of `modules` and what is too small."""
+    """Sends tensors to the host or a folder, but for parameters and buffers of `modules` and small tensors."""
 
     def __init__(self, modules: Sequence[nn.Module], to: Target, min_bytes: int) -> None:
         self._modules, self._store, self._min_bytes = modules, store_for(to), min_bytes

@@ -1,7 +1,7 @@
 """Where offloaded bytes are kept: in the memory of the host, or in a file.
 
 A file has no name: it exists as long as an open part of it does, and is gone after an exception or a `kill -9` too.
-Each file takes what is offloaded until it is large, then the next one begins; a file's space is free when all that is
+Each file takes offloaded tensors until it is large, then the next one begins; a file's space is free when all that is
 in it was read for the last time.
 """
 
@@ -53,7 +53,7 @@ class CopyStreams:
         self.is_cpu = device.type == "cpu"
         self._to_host, self._to_device = stream_for(device), stream_for(device)
         self.writer, self.reader = (InlineExecutor() if self.is_cpu else worker_for(device) for _ in range(2))
-        # How much is worth fetching before it is needed, beside the one storage that comes next.
+        # How much is worth fetching before it is needed, in addition to the next storage.
         self.prefetch_bytes = 1 << 27 if has_streams(device) else 0
 
     def to_host(self, source: Tensor) -> tuple[Tensor, StreamEvent]:
@@ -96,7 +96,7 @@ class StoredBytes(Protocol):
     """After it, the source may be released."""
 
     def prefetch(self) -> None:
-        """Starts what the host has to do before `copy_to` can begin."""
+        """Starts the work of the host before `copy_to` can begin."""
 
     def copy_to(self, target: Tensor) -> StreamEvent:
         """Starts to copy them into `target`, uint8 [n], on the device."""
@@ -110,7 +110,7 @@ class StorageBackend(Protocol):
 
 
 class HostMemory:
-    """The memory of the host, pinned where that makes copies run beside the computation."""
+    """The memory of the host, pinned if that makes copies overlap with the computation."""
 
     def put(self, source: Tensor) -> StoredBytes:
         return _InMemory(source)
@@ -130,7 +130,7 @@ class _InMemory:
 
 
 class Folder:
-    """Files in an existing folder, on a disk that is not memory, for what the host's memory does not hold."""
+    """Files in an existing folder, on a disk that is not memory, for tensors that the host's memory can't hold."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -149,7 +149,7 @@ class Folder:
         self._file.used += source.numel()
         self._writes.append((stored.written, source.numel()))
         self._unwritten_bytes += source.numel()
-        # Raises what a write has raised, such as that the disk is full, and waits where too much is unwritten.
+        # Raises the error of a write, for example of a full disk, and waits if too much is unwritten.
         while self._writes and (self._writes[0][0].done() or self._unwritten_bytes > _MAX_UNWRITTEN_BYTES):
             written, num_bytes = self._writes.popleft()
             self._unwritten_bytes -= num_bytes

@@ -1,7 +1,7 @@
 """Offloaded storages in the order in which they left, which the backward pass fetches ahead in reverse.
 
-What autograd saves is moved as whole storages, so that several views of one tensor are copied once and come back as
-they were. Copies run beside the computation.
+Tensors that autograd saves are moved as full storages, so that several views of one tensor are copied once and come
+back as they were. Copies overlap with the computation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from scale_checkpoint.offload.storage import StorageBackend, StoredBytes, Target
 from scale_checkpoint.state import InternalOps
 from scale_core.device.streams import StreamEvent
 
-_MAX_IN_FLIGHT_BYTES = 1 << 30  # Beyond this the device waits until what it computes with has left.
+_MAX_IN_FLIGHT_BYTES = 1 << 30  # Beyond this the device waits until earlier tensors have left.
 _MAX_FETCHED_AHEAD = 64  # storages
 _stores: dict[str, Store] = {}
 
 
 def store_for(target: Target) -> Store:
-    """Returns the store of a target: one for all modules, so that what leaves from anywhere is fetched in one order."""
+    """Returns the store of a target: one for all modules, so that all tensors are fetched in one order."""
     backend = backend_for(target)
     if str(target) not in _stores:
         _stores[str(target)] = Store(backend)
@@ -61,7 +61,7 @@ class OffloadedStorage:
         self.views = 0  # packed tensors of it that are still to be unpacked
         self._stored = stored
         self._fetched: tuple[Tensor, StreamEvent] | None = None
-        self._version = 0  # of what was fetched, as it came
+        self._version = 0  # of the fetched storage, as it came
         self._was_taken = False
 
     @property
@@ -70,7 +70,7 @@ class OffloadedStorage:
         return self._fetched is not None
 
     def prefetch(self) -> None:
-        """Starts what the host has to do before it can be fetched."""
+        """Starts the work of the host before it can be fetched."""
         self._stored.prefetch()
 
     def fetch(self) -> None:
@@ -95,7 +95,7 @@ class OffloadedStorage:
         return memory.clone() if alone and is_shared else memory
 
     def drop_view(self) -> None:
-        """One view less is to be unpacked; after the last, what was fetched belongs to the views alone."""
+        """One view less is to be unpacked; after the last, the fetched memory belongs to the views only."""
         self.views -= 1
         if self.views > 0 or self._fetched is None:
             return
@@ -105,7 +105,7 @@ class OffloadedStorage:
 
 
 class PackedTensor:
-    """What autograd holds in the place of an offloaded tensor."""
+    """The object that autograd holds in the place of an offloaded tensor."""
 
     def __init__(self, store: Store, link: _Link, storage: OffloadedStorage, tensor: Tensor) -> None:
         self._store, self._link, self._storage = store, link, storage
@@ -120,7 +120,7 @@ class PackedTensor:
             self._storage.fetch()
 
     def unpack(self, alone: bool = False) -> Tensor:
-        """Returns the tensor as it was when it was packed, and starts to fetch what left before it.
+        """Returns the tensor as it was when it was packed, and starts to fetch the storage that left before it.
 
         `alone`: It shares its memory with no other tensor, so that it may be written to.
         """
@@ -182,7 +182,7 @@ class Store:
     def __init__(self, backend: StorageBackend) -> None:
         self._backend = backend
         self._last: _Link | None = None
-        # By storage and version: what was changed in place since leaves once more.
+        # By storage and version: a storage changed in place since then leaves once more.
         self._known: dict[tuple[int, int], _Known] = {}
         self._in_flight: deque[tuple[StoredBytes, Tensor, Tensor, int]] = deque()
         self._in_flight_bytes = 0
@@ -206,7 +206,7 @@ class Store:
             return PackedTensor(self, packed.link, storage, tensor)
 
     def fetch_ahead(self, link: _Link) -> None:
-        """Starts to bring back what left before a storage that is needed now, as much as may be fetched early."""
+        """Starts to bring back storages that left before one that is needed now, as much as may be fetched early."""
         with self._lock:
             self._release_copied()
             num_bytes, before = 0, link.before

@@ -2,7 +2,7 @@
 
 The block gets copies of the tensors that the model gave it, as results of a node before it, and its own
 results go to a node behind it that hands back fresh gradients. So every tensor lives exactly as long as the block and
-autograd hold it, as in the middle of a step: what lives between forward and backward is what the strategy keeps.
+autograd hold it, as in the middle of a step: the memory between forward and backward is that of the strategy.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class BlockMemory(NamedTuple):
     kept_bytes: int  # between forward and backward, without its inputs and outputs
     forward_bytes: int  # peak of its forward over the memory when it is entered
     backward_bytes: int  # the same of its backward
-    prefetch_peak_bytes: int  # the same from the moment on at which what left before the block is fetched
-    saved_bytes: tuple[int, ...]  # of what autograd saved and no other hook took, in order
+    prefetch_peak_bytes: int  # the same from the moment on at which storages that left before the block are fetched
+    saved_bytes: tuple[int, ...]  # of tensors that autograd saved and no other hook took, in order
     held_inputs: tuple[bool, ...]  # which of its input tensors it keeps
     held_outputs: tuple[bool, ...]
 
 
 class BlockCost(NamedTuple):
-    """What was measured of a block under one strategy."""
+    """The measurements of a block under one strategy."""
 
     memory: BlockMemory
     seconds: float  # forward and backward
@@ -155,7 +155,7 @@ def measure_seconds(block: nn.Module, call: BlockCall, device: torch.device) -> 
 
 
 def _forward(block: nn.Module, call: BlockCall, start: Tensor) -> Tensor:
-    """Runs the block between its two neighbors; nothing but the graph holds what passes between them."""
+    """Runs the block between its two neighbors; only the graph holds the tensors between them."""
     tensors, structure = extract_tensors((call.args, call.kwargs))
     grads: tuple[Tensor, ...] = ()
     if tensors:
@@ -170,7 +170,7 @@ def _forward(block: nn.Module, call: BlockCall, start: Tensor) -> Tensor:
 
 
 class _PrefetchMarker(torch.autograd.Function):
-    """Saves a tensor of a size of its own, to be moved away: it comes when what left before the block would come."""
+    """Saves a tensor of its own size, to be moved away: it comes when storages before the block would come."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, device: torch.device) -> Tensor:

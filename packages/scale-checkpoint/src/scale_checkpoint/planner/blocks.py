@@ -1,8 +1,8 @@
 """Blocks, the modules of a model for which a plan decides, and the strategies among which it does.
 
-Models say themselves what must not be cut (`_no_split_modules`, as those of the Hugging Face libraries do), or show it
-by repetition: the items of a `ModuleList` or a `Sequential` that have the class of a neighbor. The outermost ones are
-taken, and all other modules of the same classes, so that a middle block of its own list counts as well.
+Models name the modules that must not be cut (`_no_split_modules`, as those of the Hugging Face libraries do), or show
+it by repetition: the items of a `ModuleList` or a `Sequential` that have the class of a neighbor. The outermost ones
+are taken, and all other modules of the same classes, so that a middle block of its own list counts as well.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ _KNOWN = (KEEP, RECOMPUTE, SELECTIVE, OFFLOAD)
 
 
 def resolve_strategies(strategies: Strategies | None, device: torch.device) -> dict[str, str | tuple[str, ...]]:
-    """Returns what each strategy does, by name; "keep" and "recompute" are always among them.
+    """Returns the setting of each strategy, by name; "keep" and "recompute" are always among them.
 
     None takes all known ones, "offload" only where the device is not the host.
     """

@@ -47,7 +47,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def strategy_table(segments: Sequence[Segment], strategies: Mapping[str, str], reference: str) -> str:
-    """Returns the strategy of each block: what it keeps, of how much under `reference`, and the time that it adds."""
+    """Returns the strategy of each block: the memory it keeps, that under `reference`, and the time it adds."""
     rows = []
     for segment in segments:
         if segment.is_block:

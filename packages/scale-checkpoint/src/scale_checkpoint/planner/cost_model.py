@@ -32,9 +32,9 @@ def assemble(
 ) -> tuple[tuple[Segment, ...], tuple[BoundaryTensor, ...]]:
     """Returns the segments of a step and the tensors between them.
 
-    Subtracts from each segment's memory, in `trace` of a step with all blocks recomputed, what that plan has kept.
-    `measured` has the costs of each visit of a block in forward order, empty where it has no gradient; `model_bytes`
-    lived before the step.
+    Subtracts from each segment's memory, in `trace` of a step with all blocks recomputed, the memory that the plan has
+    kept. `measured` has the costs of each visit of a block in forward order, empty where it has no gradient;
+    `model_bytes` lived before the step.
     """
     visits = trace.visits
     indices, boundary_tensors = _boundary_tensors(trace)
@@ -63,9 +63,9 @@ def assemble(
 def _fit_to_step(measured: Sequence[Mapping[str, StrategyCost]], seconds: float) -> list[dict[str, StrategyCost]]:
     """Makes the times of a step with all blocks recomputed add up to `seconds`; differences between strategies stay.
 
-    A block alone takes a little more than in the step, and in small models that adds up. What the blocks don't take
-    counts for what lies before them. Where the excess is most of a strategy's time, the measurement was disturbed:
-    then strategies keep their ratios, and no time becomes negative.
+    A block alone takes a little more than in the step, and in small models that adds up. The time that the blocks
+    don't take counts for the segment before them. Where the excess is most of a strategy's time, the measurement was
+    disturbed: then strategies keep their ratios, and no time becomes negative.
     """
     in_blocks = sum(costs[RECOMPUTE].seconds for costs in measured if RECOMPUTE in costs)
     excess = max(0.0, 1 - seconds / in_blocks) if in_blocks else 0.0

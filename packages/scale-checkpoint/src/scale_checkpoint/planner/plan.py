@@ -1,4 +1,4 @@
-"""Memory plans: the strategy of each block, what it costs, and how a model is made to follow it."""
+"""Memory plans: the strategy of each block, its cost, and how a model is made to follow it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class BudgetError(ScaleError, ValueError):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What is done with the activations of each block; `print` shows it.
+    """The strategy for the activations of each block; `print` shows it.
 
     Attributes:
         strategies: By the block's qualified name: "keep", "recompute" or another strategy of the profile.
-        profile: What the blocks cost.
-        budget_bytes: What the plan was made for; None where it was made by hand.
+        profile: The costs of the blocks.
+        budget_bytes: The budget of the plan; None where it was made by hand.
 
     Raises:
         ValueError: A block has no strategy, or one that the profile doesn't know.
@@ -124,7 +124,7 @@ def plan_memory(
     profile: MemoryProfile | None = None,
     process_group: GroupLike = ALONE,
 ) -> MemoryPlan:
-    """Decides for each block what is done with its activations, so that a step is as fast as the budget lets it be.
+    """Chooses for each block the strategy for its activations, so that a step is as fast as the budget lets it be.
 
     Measures the model first (see `profile_memory`), unless a profile is given: then the plan is the same each time.
 
@@ -133,12 +133,12 @@ def plan_memory(
         sample_input: A batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
         budget_bytes: For all that lives on the device in a step: parameters, buffers, inputs, activations, gradients,
             and `other_bytes`.
-        loss: Makes a scalar of what the model returns; None takes the output's `loss`, a scalar output as it is, or
+        loss: Makes a scalar of the model's output; None takes the output's `loss`, a scalar output as it is, or
             else gives every result a gradient of ones.
-        strategies: What may be done with each block: see `profile_memory`.
+        strategies: The possible strategies of each block: see `profile_memory`.
         blocks: Names of modules that are to be planned; None finds them.
-        other_bytes: What else lives on the device all the time, such as the optimizer's state.
-        profile: What `profile_memory` has returned for this model.
+        other_bytes: Other memory on the device all the time, for example the optimizer's state.
+        profile: The result of `profile_memory` for this model.
         process_group: Ranks that measure together, and get the same plan: see `profile_memory`.
 
     Raises:
@@ -197,7 +197,7 @@ def memory_front(profile: MemoryProfile) -> Iterator[MemoryPlan]:
 
 @checked_arguments
 def apply_plan(model: nn.Module, plan: MemoryPlan) -> nn.Module:
-    """Makes a model follow a plan, in place; its names, parameters and state-dict keys stay what they are.
+    """Makes a model follow a plan, in place; its names, parameters and state-dict keys stay the same.
 
     Args:
         model: Of the structure that the plan was made for; not yet sharded.

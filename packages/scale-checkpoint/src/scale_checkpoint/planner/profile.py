@@ -1,4 +1,4 @@
-"""Memory profile: what a model's blocks cost under each strategy, measured once on the machine that will train it.
+"""Memory profile: the costs of a model's blocks under each strategy, measured once on the machine that will train it.
 
 Nothing here needs the memory that a plan is to save. One step is traced with every block recomputed, which gives the
 live memory at every segment that no plan changes. Then the model runs forward without gradients, and each block, when
@@ -53,8 +53,8 @@ class MemoryProfile:
         segments: In the order of the forward; bytes count all that lives, parameters, buffers and inputs included.
         boundary_tensors: Tensors that pass between the segments.
         blocks: Class and parameters of the blocks, by name.
-        strategies: What each strategy does, by its name, as `apply_checkpointing` takes it.
-        device: The device that it was measured on, such as "cuda".
+        strategies: The setting of each strategy, by its name, as `apply_checkpointing` takes it.
+        device: The device that it was measured on, for example "cuda".
         excluded: Modules of the same classes that are no blocks: of these names the model may have more.
     """
 
@@ -113,19 +113,19 @@ def profile_memory(
 ) -> MemoryProfile:
     """Measures the memory and the time of each block under each strategy.
 
-    The model's gradients, buffers and random numbers are afterwards what they were. Needs about the memory of a step
+    The model's gradients, buffers and random numbers are unchanged afterwards. Needs about the memory of a step
     in which every block is computed again.
 
     Args:
         model: In the state in which it will train: its device, its dtype, `train()`; before it is sharded or wrapped.
         sample_input: A batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss: Makes a scalar of what the model returns; None takes the output's `loss`, a scalar output as it is, or
+        loss: Makes a scalar of the model's output; None takes the output's `loss`, a scalar output as it is, or
             else gives every result a gradient of ones.
-        strategies: What may be done with each block: see `Strategies`; None takes "keep", "recompute", "selective" and,
-            where the device is not the host itself, "offload".
+        strategies: The possible strategies of each block: see `Strategies`; None takes "keep", "recompute",
+            "selective" and, where the device is not the host itself, "offload".
         blocks: Names of modules that are to be planned; None finds them.
         repeats: How often each time is taken at least; the least counts, which other work disturbs least. Of blocks
-            that are alike, in shapes and in memory, the first alone is timed so often.
+            that are equal in shapes and in memory, only the first is timed so often.
         process_group: The ranks whose models exchange data in their passes, as experts that ranks divide do: all of
             them call it together, each with a batch of its own, and get one profile, of the largest bytes and seconds
             of any, with the shapes of their own blocks. By default this rank alone; None is the default group.
@@ -143,7 +143,7 @@ def profile_memory(
         trace = _trace_recomputed_step(step, block_by_name)
         seconds = _recomputed_step_seconds(step, block_by_name, repeats)
         measured = pool_seconds(benchmark_blocks(step, block_by_name, trace.visits, resolved, repeats))
-        # Once more, lest what disturbed the machine for a while counts for the step and not for its blocks.
+        # Once more, so that a disturbance of the machine counts for the step and its blocks.
         seconds = min(seconds, _recomputed_step_seconds(step, block_by_name, repeats))
     segments, tensors = assemble(trace, measured, step.bytes_before(), seconds)
     signatures = {name: block_signature(block) for name, block in block_by_name.items()}

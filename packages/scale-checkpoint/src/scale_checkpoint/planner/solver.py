@@ -1,6 +1,6 @@
 """The fastest plan within a budget, exactly, by dynamic programming over the segments of a step.
 
-The backward visits the segments before a segment after it, so what these keep is all that it needs to know of them.
+The backward visits the segments before a segment after it, so it needs to know only the memory that these keep.
 The segments are decided in the order of the forward, and of all partial plans that keep as much, only the fastest goes
 on; a partial plan that keeps more and is slower is dropped. Besides the kept bytes, a partial plan has a state: which
 boundary tensors are held that a later segment may hold too, which strategy a block that comes again has, and what is
@@ -31,11 +31,11 @@ UNLIMITED = sys.maxsize
 
 
 class _PlanState(NamedTuple):
-    """What decides whether two partial plans are comparable."""
+    """The state by which two partial plans are comparable."""
 
     held: frozenset[int]  # held boundary tensors that a later segment may hold as well
     chosen: tuple[tuple[str, str], ...]  # the strategy of each block that comes again, by name
-    # What the last offloaded segment has prefetched, which another one behind it must cause; -1: none may follow.
+    # The prefetch of the last offloaded segment, which another one behind it must cause; -1: none may follow.
     prefetched_bytes: int
 
 

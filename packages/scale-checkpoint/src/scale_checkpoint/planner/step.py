@@ -57,11 +57,11 @@ class Step:
         return bool(largest_over_ranks(flag, self.group))
 
     def largest(self, value: float) -> float:
-        """Returns the largest of all ranks: what decides how often something runs has to be the same on these."""
+        """Returns the largest of all ranks: numbers of repetitions have to be the same on these."""
         return float(largest_over_ranks(value, self.group))
 
     def run(self) -> None:
-        """Runs the step; gradients begin anew."""
+        """Runs the step; gradients begin again."""
         self.clear_grads()
         loss = self._loss(self.model(*self.args, **self.kwargs))
         if not loss.requires_grad:
@@ -191,7 +191,7 @@ def single_threaded(device: torch.device) -> Iterator[None]:
 
 
 def least_seconds(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Takes each time several times, by turns, so that what disturbs the machine disturbs all; returns the least.
+    """Takes each time several times, by turns, so that a disturbance of the machine affects all; returns the least.
 
     Short ones, which are disturbed most, are taken until `SHORT_SECONDS` are spent on all of them.
     """
@@ -224,7 +224,7 @@ class MeasuredStep:
 def measure_step(
     model: nn.Module, sample_input: Any, *, loss: Callable[[Any], Tensor] | None = None, repeats: int = 5
 ) -> MeasuredStep:
-    """Runs steps of a model as it is wrapped now; gradients, buffers and random numbers are afterwards what they were.
+    """Runs steps of a model as it is wrapped now; gradients, buffers and random numbers are unchanged afterwards.
 
     Args:
         model: Any module.

@@ -1,9 +1,10 @@
 """Memory of a step under a plan, from the costs of its segments.
 
-A step visits its *segments* in order, forward and then backward: the blocks, and what lies between them. Of each
-segment a profile knows the live memory when it is entered, without what a plan changes, and how much more it needs by
-the *strategy* for its activations: kept, recomputed or offloaded. What is kept until its own backward adds to every
-segment that comes between, and these nest: the backward of segment j finds what the segments before it keep.
+A step visits its *segments* in order, forward and then backward: the blocks, and the code between them. Of each
+segment a profile knows the live memory when it is entered, without the parts that a plan changes, and how much more it
+needs by the *strategy* for its activations: kept, recomputed or offloaded. Memory kept until its own backward adds to
+every segment that comes between, and these nest: the backward of segment j finds the memory that the segments before
+it keep.
 
 A *boundary tensor*, which passes from one block to another, lives once however many segments hold it: in the forward
 until its last reader, in the backward until the first of its holders in forward order.
@@ -25,13 +26,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """What a segment costs under one strategy."""
+    """The costs of a segment under one strategy."""
 
     seconds: float  # of its forward and backward together
     kept_bytes: int  # from its forward to its backward, without boundary tensors
     forward_bytes: int  # peak of its forward over the memory when it is entered
     backward_bytes: int  # the same of its backward, when `kept_bytes` and held boundary tensors live already
-    # What the backward of the next offloaded segment behind it fetches of it; 0 where nothing is offloaded.
+    # The bytes of it that the backward of the next offloaded segment behind it fetches; 0 where nothing is offloaded.
     prefetched_bytes: int = 0
     # Peak of its backward from the moment on at which it fetches for the next offloaded segment before it.
     prefetch_peak_bytes: int = 0
@@ -40,12 +41,12 @@ class StrategyCost:
 
 @dataclass(frozen=True)
 class Segment:
-    """One visit of a block, or what runs between two visits."""
+    """One visit of a block, or the code between two visits."""
 
-    name: str  # the block's qualified name, or what it lies between; equal names have one strategy
-    forward_bytes: int  # live when its forward is entered, without what a plan changes
+    name: str  # the block's qualified name, or its neighbors' names; equal names have one strategy
+    forward_bytes: int  # live when its forward is entered, without the parts that a plan changes
     backward_bytes: int  # the same of its backward
-    costs: Mapping[str, StrategyCost]  # by strategy; what lies between blocks has one
+    costs: Mapping[str, StrategyCost]  # by strategy; code between blocks has one
 
     @property
     def is_block(self) -> bool:

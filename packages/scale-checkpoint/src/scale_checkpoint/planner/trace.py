@@ -40,13 +40,13 @@ class TracedPass:
 
 @dataclass
 class Visit:
-    """One visit of a block, or what runs between two visits."""
+    """One visit of a block, or the code between two visits."""
 
     name: str  # the block's, or `OUTSIDE_BLOCKS`
     node: int  # the number that autograd's next node had when the visit began
     forward: TracedPass
     backward: TracedPass | None = None
-    # Numbers of storages; of what autograd saved, in order, those that no other hook took.
+    # Numbers of storages; of saved tensors, in order, those that no other hook took.
     saved: list[int] = field(default_factory=list)
     # Of blocks alone:
     inputs: list[int] = field(default_factory=list)

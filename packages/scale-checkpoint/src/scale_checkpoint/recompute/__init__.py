@@ -1,4 +1,4 @@
-"""One checkpointed call: what its forward keeps, and how its backward finds again what the forward had.
+"""One checkpointed call: the tensors its forward keeps, and how its backward restores the state of the forward.
 
 Begin with `recompute`; `selective` and `policy` keep the results of chosen operators.
 """

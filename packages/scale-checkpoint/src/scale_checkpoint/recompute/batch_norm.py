@@ -21,8 +21,8 @@ from scale_core.arguments import checked_arguments
 def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
     """Makes all batch norms in a module keep their statistics as they are while they are recomputed.
 
-    That is every forward inside of a backward pass. They normalize as before. What a forward under `torch.no_grad()`
-    does to them in training mode is not touched.
+    That is every forward inside of a backward pass. They normalize as before. The statistics of a forward under
+    `torch.no_grad()` does to them in training mode is not touched.
 
         >>> import torch
         >>> from torch.utils.checkpoint import checkpoint
@@ -34,10 +34,10 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
         1
 
     Args:
-        module: A batch norm, instance norm or `SyncBatchNorm`, or what holds some.
+        module: A batch norm, instance norm or `SyncBatchNorm`, or a module with some inside.
 
     Returns:
-        What takes it back again: `handle.remove()` of each.
+        Handles that undo it: `handle.remove()` of each.
     """
     handles = []
     for part in module.modules():

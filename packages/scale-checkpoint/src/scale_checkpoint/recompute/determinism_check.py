@@ -46,7 +46,7 @@ def check_recomputation(model: nn.Module, values: bool = False) -> Iterator[None
         >>> with check_recomputation(model, values=True):
         ...     model(torch.randn(2, 4)).sum().backward()
 
-    Both passes have to be inside. It finds what modules that are recomputed by this package do. Recomputations run to
+    Both passes have to be inside. It sees the modules that this package recomputes. Recomputations run to
     their end, where they otherwise stop at the last tensor that the backward needs.
 
     Args:
@@ -78,7 +78,7 @@ class _Step(NamedTuple):
 
 
 class DeterminismCheck:
-    """What is compared, and which module of the model runs."""
+    """The results to compare, and the module of the model that runs."""
 
     def __init__(self, model: nn.Module, values: bool) -> None:
         self.values, self._model = values, model
@@ -101,7 +101,7 @@ class DeterminismCheck:
         return self._names.get(id(module)) or str(module._get_name())
 
     def step(self, operator: Any, result: Any, module: nn.Module) -> _Step:
-        """Describes what an operator of a checkpointed module has returned."""
+        """Describes the results of an operator of a checkpointed module."""
         tensors = [value for value in results_of(result) if isinstance(value, Tensor)]
         results = tuple(
             (tuple(t.shape), t.dtype, t.device, _checksum(t) if self.values and _has_values(t, index) else None)
@@ -136,7 +136,7 @@ class CompareOperators(TorchDispatchMode):
         result = func(*args, **({} if kwargs is None else kwargs))
         if self._check.values and operator_name(func) in UNINITIALIZED_RESULTS:
             _clear(result)
-        # A backward inside of a forward computes what it needs of that again, which is no part of either.
+        # A backward inside of a forward computes parts of that again, which is no part of either.
         if func not in _IGNORED and not STATE.internal and STATE.recompute_depth == self._depth:
             step = self._check.step(func, result, self._module)
             if self._first is not None:
@@ -187,7 +187,7 @@ def _has_values(tensor: Tensor, place: int) -> bool:
 
 
 def _clear(result: Any) -> None:
-    """Zeroes uninitialized memory, so that what is read of it before it is written is the same."""
+    """Zeroes uninitialized memory, so that reads before a write are the same."""
     with torch.no_grad(), _disable_current_modes():
         for tensor in results_of(result):
             if _is_plain(tensor):

@@ -1,4 +1,4 @@
-"""What a forward finds in its module, restored for its recomputation: modes, parameters and buffers.
+"""The state of a module in its forward, restored for its recomputation: modes, parameters and buffers.
 
 | | changed by the forward | changed between forward and backward |
 |---|---|---|
@@ -75,7 +75,7 @@ class ModuleState:
                     self._before.append(BufferBefore(part, name, buffer, _version(buffer), copy))
 
     def record_changes(self) -> None:
-        """After the forward, or within it before a recomputation of what has run so far: notes changed buffers.
+        """After the forward, or within it before a recomputation of its first part: notes changed buffers.
 
         Raises:
             RuntimeError: The forward has changed, for the first time, a buffer that it had left alone before.
@@ -94,7 +94,7 @@ class ModuleState:
                     "let every forward change it, or leave the module out of the checkpointed one"
                 )
             if has_changed:
-                # What was replaced is still there as it was; what was changed in place is there as a copy.
+                # A replaced buffer is still there as it was; one changed in place is there as a copy.
                 before = buffer if copy is None else copy
                 self.changed.append(ChangedBuffer(part, name, before, now, _version(now)))
             versions = self._history.setdefault(part, {})
@@ -127,8 +127,8 @@ class ModuleState:
     def replaced(self) -> list[UsedTensor]:
         """Before a recomputation: returns the tensors that the module no longer holds, or that were frozen or thawed.
 
-        `torch.func.functional_call` takes its parameters out of the module, and users assign new ones. What an engine
-        has released, as a gathered parameter for its shard, is left to the engine.
+        `torch.func.functional_call` takes its parameters out of the module, and users assign new ones. Parameters that
+        an engine has released, as a gathered parameter for its shard, is left to the engine.
 
         Raises:
             RuntimeError: A parameter or buffer was changed in place since the forward.
@@ -218,7 +218,7 @@ class RestoredState(AbstractContextManager[dict[int, Tensor]]):
 
 
 def decides_results(change: ChangedBuffer) -> bool:
-    """Whether a forward may compute with what it changes; a norm, which changes its statistics, does not."""
+    """Whether a forward may compute with a buffer that it changes; a norm, which changes its statistics, does not."""
     return not isinstance(change.module, _NormBase)
 
 
@@ -242,9 +242,9 @@ def _changed_in_place(used: UsedTensor) -> str:
 
 
 def _can_be_restored(then: Tensor, now: Tensor | None, is_buffer: bool) -> bool:
-    """Whether a tensor that the module no longer holds is still what it was.
+    """Whether a tensor that the module no longer holds is unchanged.
 
-    Engines that gather parameters swap them, too, and see to the recomputation themselves: what they release is
+    Engines that gather parameters swap them, too, and see to the recomputation themselves: parameters they release are
     sharded, has another shape than the parameter in its place, or no memory.
     """
     if is_buffer:
@@ -262,12 +262,12 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _version(tensor: Tensor | None) -> int:
-    # What was made in inference mode counts no versions.
+    # Tensors made in inference mode count no versions.
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _differ(copy: Tensor, buffer: Tensor) -> bool:
-    # What has no values, in a simulation, tells by its version alone.
+    # A simulated tensor has no values, only a version.
     if type(copy) is not Tensor or copy.is_meta:
         return False
     with InternalOps():

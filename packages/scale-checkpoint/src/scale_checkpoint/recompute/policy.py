@@ -1,6 +1,6 @@
 """Selective checkpointing policy: the operators whose results are kept, by name, by a function, or the expensive ones.
 
-What is kept is not computed again, and what it was computed from is not needed. An operator that draws random numbers
+A kept result is not computed again, and its inputs are not needed. An operator that draws random numbers
 is always computed again, whatever the policy says: were its result kept, the numbers that it would have drawn would go
 to the operators after it.
 """
@@ -96,10 +96,10 @@ class NamedOperators:
 
 
 class ExpensiveOperators(NamedOperators):
-    """Keeps what takes long to compute for its size: linear layers, convolutions, attention, and some batched products.
+    """Keeps results that take long for their size: linear layers, convolutions, attention, some batched products.
 
-    A batched product is kept if it is smaller than what it was computed from. Where attention is written out, the
-    scores [T, T] of queries and keys [T, d] are larger, and are what is to be saved; the mixed values are smaller.
+    A batched product is kept if it is smaller than its inputs. Where attention is written out, the
+    scores [T, T] of queries and keys [T, d] are larger, and are the memory to save; the mixed values are smaller.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def operator_name(operator: Any) -> str:
 
 
 def results_of(result: Any) -> Sequence[Any]:
-    """Returns what an operator has returned, one or several, as a sequence."""
+    """Returns the results of an operator, one or several, as a sequence."""
     return result if isinstance(result, (tuple, list)) else (result,)
 
 
@@ -166,10 +166,10 @@ UNINITIALIZED_RESULTS = frozenset(
 
 @cache
 def can_be_saved(operator: Any) -> bool:
-    """Whether an operator's result can be kept: what changes its arguments, or returns views, always runs.
+    """Whether an operator's result can be kept: one that changes its arguments, or returns views, always runs.
 
-    So do collectives, for which other ranks wait, and what returns uninitialized memory. Norms change their statistics,
-    whose values are kept with the result.
+    So do collectives, for which other ranks wait, and operators that return uninitialized memory. Norms change their
+    statistics, whose values are kept with the result.
     """
     computes = not (operator._schema.is_mutable or operator.is_view) and operator.namespace != "c10d"
     return computes and operator not in _ALWAYS_RUN and operator_name(operator) not in UNINITIALIZED_RESULTS

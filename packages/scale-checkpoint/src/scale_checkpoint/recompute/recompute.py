@@ -4,9 +4,9 @@
 with its class, its names and its keys. The attribute is below all hooks, so that a module that gathers its parameters
 around its forward is not gathered again to recompute.
 
-torch keeps the inputs, and computes the rest again when autograd first asks for a saved tensor. `_Call` adds what it
-leaves out: random numbers of all devices, modes, parameters and buffers as the forward has found them, containers among
-the inputs, kept results of chosen operators, and versions of what is saved.
+torch keeps the inputs, and computes the rest again when autograd first asks for a saved tensor. `_Call` adds the parts
+it leaves out: random numbers of all devices, modes, parameters and buffers as the forward has found them, containers
+among the inputs, kept results of chosen operators, and versions of saved tensors.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ContextFunction: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], Abs
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is done with a module's activations."""
+    """The treatment of a module's activations."""
 
     recompute: bool = True  # keep the inputs alone, and compute the rest again
     keep: OperatorPolicy | None = None  # of a recomputed module, the operators whose results are kept as well
-    offload_to: Target | None = None  # where what is kept goes to; None leaves it on the device
+    offload_to: Target | None = None  # where kept tensors go; None leaves them on the device
     min_bytes: int = MIN_BYTES  # smaller storages are not offloaded
     preserve_random_state: bool = True
     context_fn: ContextFunction | None = None
@@ -55,7 +55,7 @@ class CheckpointConfig:
 
 
 class ModuleStats:
-    """What the calls of a module have shown, over all of them."""
+    """Observations of all calls of a module."""
 
     def __init__(self) -> None:
         self.buffers: BufferHistory = WeakKeyDictionary()
@@ -121,7 +121,7 @@ class CheckpointedForward:
             return run_recomputed(module, forward, args, kwargs, config, self._stats)
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether it is this module's, and not that of one of which this is a shallow copy."""
+        """Whether it is this module's, and not that of the original of this shallow copy."""
         return self._module() is module
 
     @property
@@ -183,7 +183,7 @@ def run_recomputed(
     config: CheckpointConfig,
     stats: ModuleStats,
 ) -> Any:
-    """Runs a module's bound forward so that autograd keeps its inputs alone; returns what it returns."""
+    """Runs a module's bound forward so that autograd keeps only its inputs; returns its result."""
     function: Callable[..., Any] = forward
     tensors: Sequence[Tensor] = args
     structure = None
@@ -238,12 +238,13 @@ class _Call:
         context_fn: ContextFunction = config.context_fn or noop_context_fn
         self._forward_context, self._recompute_context = context_fn()
         self._check = determinism_check.active
-        self._steps: list[Any] = []  # what the forward has done, for the check
+        self._steps: list[Any] = []  # the operators of the forward, for the check
         self._has_begun = self._is_over = False
-        self.failure: BaseException | None = None  # what the forward has raised, until it is raised to the caller
+        self.failure: BaseException | None = None  # the exception of the forward, until it is raised to the caller
         # Versions by the identity of the tensor that torch's checkpoint holds, so that the forward numbers none.
         self._versions: dict[int, int] = {}
-        # By what autograd holds for a tensor until the node that saved it is done: the backward that has unpacked it.
+        # By the object that autograd holds for a tensor until the node that saved it is done: the backward that has
+        # unpacked it.
         self._unpacked: WeakKeyDictionary[Any, tuple[int, Tensor]] = WeakKeyDictionary()
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -285,7 +286,7 @@ class _Call:
         return any(tensor.requires_grad for tensor in tensors) or any(used[-1] for used in self._state.used)
 
     def _recompute(self, tensors: Sequence[Tensor]) -> None:
-        if not self._is_over:  # A backward inside of the forward computes again what has run so far.
+        if not self._is_over:  # A backward inside of the forward recomputes the part that has run so far.
             self._state.record_changes()
             self._drawn = rng.drawn_since(self._generators) if self._generators else []
         check = self._check if self._is_over else None
@@ -361,15 +362,13 @@ class _Call:
 
         def pack_recomputed(tensor: Tensor) -> Any:
             nonlocal has_all, unwritten
-            if has_all:  # Only a backward inside of the recomputation comes back to what is saved from now on.
+            if has_all:  # Only a backward inside of the recomputation comes back to tensors saved from now on.
                 return tensor.detach() if tensor.requires_grad else tensor
             is_result = tensor.grad_fn is not None or tensor.requires_grad or tensor._version or tensor._is_view()
             if not is_result and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
                 unwritten = current_operator()  # It may write to it yet: `rrelu` saves its noise, then draws it.
             replacement = read.get(id(tensor), tensor)
-            replacement = (
-                replacement.detach() if replacement.requires_grad else replacement
-            )  # As torch would: this is what it holds.
+            replacement = replacement.detach() if replacement.requires_grad else replacement  # As torch would.
             version = replacement._version
             if versions.setdefault(id(replacement), version) != version:
                 # Saved before, at another version; or the number is that of a tensor which is gone.

@@ -1,9 +1,9 @@
 """The two dispatch modes of selective checkpointing: `SaveResults` in the forward, `ReuseResults` in the recomputation.
 
 torch has such a pair, `create_selective_checkpoint_contexts`, which takes about the same time. This one draws random
-numbers as the plain module does, lets kept results be offloaded, computes again what was changed in place, and can go
-backward twice through a graph that is retained: what was used up is computed. And it learns: a result that no
-recomputation has asked for, such as that of a block's last product, is not kept by later calls.
+numbers as the plain module does, lets kept results be offloaded, computes again results that were changed in place,
+and can go backward twice through a graph that is retained: used results are computed again. And it learns: a result
+that no recomputation has asked for, such as that of a block's last product, is not kept by later calls.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SavedResults:
         return _map(lambda saved: saved.unpack() if isinstance(saved, _SavedResult) else saved, self.results.pop(key))
 
     def fetch(self) -> None:
-        """Starts to bring back what was offloaded."""
+        """Starts to bring back offloaded results."""
         for result in self.results.values():
             for saved in _saved_in(result):
                 saved.fetch()
@@ -100,7 +100,7 @@ class _SavedResult:
     def __init__(self, tensor: Tensor, send: Send | None) -> None:
         tensor = alias_of(tensor)
         self._packed = None if send is None else send(tensor)
-        # What was offloaded is as it was; what has stayed may be changed by others, and is then computed again.
+        # Offloaded results are unchanged; others may be changed in place, and are then computed again.
         self._tensor = tensor if self._packed is None else None
         self._counters = [(tensor, tensor._version)] if self._packed is None else []
 
