@@ -3,8 +3,8 @@
 NCCL has every operation natively. Gloo has no reduce-scatter (its stand-in clones, all-reduces and copies: twice the
 bytes) and gathers through a temporary of the full output, so on gloo both are made of tagged messages, straight out of
 and into the caller's buffers: each rank sends (W-1)/W of the full buffer, which is the least that any algorithm can do.
-A tag says what a message is for, so two ranks at different places never read each other's data: they time out, and that
-can be caught and named. Collectives of torch match by their order alone.
+A tag tells the purpose of a message, so two ranks at different places never read each other's data: they time out, and
+that can be caught and named. Collectives of torch match by their order alone.
 
 All that moves on the host goes over a gloo group of our own. A user may send with any tag over the group that was
 passed, so no tag there is free for us.
@@ -146,7 +146,7 @@ def all_gather(
         shard: [S], of the same dtype; must not change before `wait()`.
         group: The W ranks.
         sizes: How many elements each rank gives, by rank; None is S each.
-        tag: What this gather is for; ranks whose tags differ time out instead of mixing their data.
+        tag: The purpose of this gather; ranks whose tags differ time out instead of mixing their data.
 
     Raises:
         ValueError: The sizes or dtypes do not fit each other.
@@ -193,11 +193,11 @@ def reduce_scatter(
     there, and rounded to `dtype` once. So the result is a function of the summands alone: timing does not change it.
 
     Args:
-        full: [W * S]; belongs to the collective until `wait()`. Its dtype is what is sent.
+        full: [W * S]; belongs to the collective until `wait()`. Its dtype is that of the messages.
         group: The W ranks.
         dtype: The dtype of the result; None is that of `full`.
         average: Divide by W, as data parallel training does; for floating-point numbers only.
-        divisor: What an average divides by instead of W, where some ranks have nothing but zeros to give.
+        divisor: The divisor of an average in place of W, where some ranks have nothing but zeros to give.
         sizes: How many elements each rank gets, by rank; None is S each.
         tag: As in `all_gather`.
 
@@ -239,7 +239,7 @@ def reduce_scatter(
 
 
 def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWork:
-    """Starts to combine every rank's `tensor` [any shape, contiguous, alike on all ranks] in place.
+    """Starts to combine every rank's `tensor` [any shape, contiguous, equal on all ranks] in place.
 
     "sum" adds in an order that is the same on all ranks, but the transport's own.
 
@@ -288,8 +288,8 @@ def all_to_all(
         input: [W * S], or [sum of `input_sizes`], of the same dtype; must not change before `wait()`.
         group: The W ranks.
         output_sizes: How many elements come from each rank; None is S each.
-        input_sizes: How many elements go to each rank; None is S each. What this rank sends to another one is what that
-            one expects from it.
+        input_sizes: The number of elements for each rank; None is S each. The number this rank sends to another one is
+            that one expects from it.
         tag: As in `all_gather`.
 
     Raises:
@@ -432,7 +432,7 @@ def exchange_text(text: str, group: Group, *, limit_seconds: float | None = None
         TransferError: A peer did not answer.
         ValueError: A text is longer than 8 MB.
     """
-    data = text.encode(errors="surrogatepass")  # A path may hold what is no character.
+    data = text.encode(errors="surrogatepass")  # A path may hold bytes that are no character.
     lengths = [row[0] for row in exchange([len(data)], group, limit_seconds=limit_seconds)]
     words = -(-max(lengths) // 8)
     padded = data.ljust(words * 8, b"\0")

@@ -1,6 +1,6 @@
 """The ranks that have parts of the same samples: of sequences, in context parallelism.
 
-What measures gradients sample by sample asks for it: the gradient of a part is that of no sample.
+Measurements of gradients by sample ask for it: the gradient of a part is that of no sample.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PartsBackward(NamedTuple):
     ranks: tuple[int, ...]  # that had the parts
 
 
-active_group: Group | None = None  # The ranks with parts of the same samples; None: each rank has whole ones.
+active_group: Group | None = None  # The ranks with parts of the same samples; None: each rank has full ones.
 last_backward = PartsBackward(None, ())  # Each is a new object.
 
 

@@ -18,7 +18,7 @@ from scale_core.errors import LaunchError
 
 
 class RanksOnly(Protocol):
-    """Anything with `rank()` and `size()`, such as the stand-in group that fairseq passes in a world of one."""
+    """Anything with `rank()` and `size()`, for example the stand-in group that fairseq passes in a world of one."""
 
     def rank(self) -> int: ...
 
@@ -41,7 +41,7 @@ class Group:
         process_group: torch's handle on them; None in a world of one.
         backend: The transport: "gloo", "nccl", "fake" (one process plays one of many ranks), or "none".
         ranks: The global rank of each member, in group order.
-        state: What this process knows of the process group.
+        state: This process's record of the process group.
     """
 
     rank: int = 0

@@ -1,4 +1,4 @@
-"""What this process knows of a process group: one record for each, which ends with the group.
+"""This process's record of a process group: one for each, which ends with the group.
 
 torch's process groups take no attributes, so the records are in a table.
 """
@@ -29,7 +29,7 @@ class StepCount:
 
 
 class CallLog:
-    """Calls in a group that have to be alike on all its ranks, since the ranks last compared them.
+    """Calls in a group that have to be equal on all its ranks, since the ranks last compared them.
 
     Attributes:
         fingerprint: Of all of them, in order.
@@ -58,7 +58,7 @@ class GroupState:
             collectives are then used there as NCCL's are on CUDA, and the twin moves control messages only.
         twin_of: Of a twin, the group that it belongs to.
         compared_calls: Fingerprints of the calls that were equal on all its ranks; see `check_same_call`.
-        calls: What `check_same_call` was called for since the ranks last compared that.
+        calls: The calls of `check_same_call` since the ranks last compared them.
         optimizer_steps: The count of steps on shards of these ranks, one object for all groups of the same ranks: a
             model may have units on several, and an optimizer shards of some of them on one rank alone.
     """

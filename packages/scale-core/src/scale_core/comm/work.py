@@ -111,7 +111,7 @@ class CollectiveWork:
         self._started_in = ForkCount.number
 
     def then(self, follow: Callable[[Tensor], Tensor | CollectiveWork]) -> CollectiveWork:
-        """Returns this handle; its result is what `follow` makes of it: a tensor, or that of another collective."""
+        """Returns this handle; its result is that of `follow`: a tensor, or that of another collective."""
         result, finish = self._result, self._finish
 
         def finish_and_follow() -> Tensor | CollectiveWork:
@@ -154,7 +154,7 @@ class CollectiveWork:
                             wait_for(self.op, peer, work, limit_seconds, self._rank)
                     raise
             finish, self._finish = self._finish, None
-            works, self._keep = [], []  # What was sent is free before `finish` takes memory of its own.
+            works, self._keep = [], []  # Sent tensors are free before `finish` takes memory of its own.
             made = result if finish is None else finish()
             self._result = made.wait(limit_seconds) if isinstance(made, CollectiveWork) else made
         if self._result is None:
@@ -165,10 +165,10 @@ class CollectiveWork:
         """Drops the result after an error elsewhere, once the transfer has ended.
 
         It waits because the transport still writes into the buffers, and can't reuse a connection on which a message
-        found no buffer. Ranks that have failed alike are here together, so that takes no time; where the others never
-        come, the connection is cut after a few seconds and the group can't be used any more. On CUDA the current stream
-        waits, and no limit is set: NCCL would count it from when the collective was enqueued, perhaps long ago, and end
-        the communicator of a job that goes on.
+        found no buffer. Ranks that have failed in the same way are here together, so that takes no time; where the
+        others never come, the connection is cut after a few seconds and the group can't be used any more. On CUDA the
+        current stream waits, and no limit is set: NCCL would count it from when the collective was enqueued, perhaps
+        long ago, and end the communicator of a job that goes on.
         """
         if not self._open:
             return

@@ -1,7 +1,7 @@
 """One error on all ranks in place of one rank's error and the others' timeout.
 
 Where one rank can fail alone (a full disk, a file that it can't see) the others would wait for it in the next
-collective until their limit, and then report the wait. These functions exchange what happened first, so that all ranks
+collective until their limit, and then report the wait. These functions exchange the outcome first, so that all ranks
 go on or all raise.
 """
 
@@ -43,16 +43,16 @@ class _Outcome(NamedTuple):
 
 @dataclass
 class CollectiveCall:
-    """A function that all ranks of a group call together and that fails on all of them alike.
+    """A function that all ranks of a group call together and that fails on all of them.
 
     Where a rank does not come, or does something else, the others raise a `ScaleDistributedError`.
     """
 
     group: Group  # The ranks that take part
-    doing: str  # What they do, for the error: "saving runs/1/step-00000012"; the same on all of them
+    doing: str  # Their action, for the error: "saving runs/1/step-00000012"; the same on all of them
     error: type[Exception]  # The type of the error that all of them raise if one fails
     limit_seconds: float | None = None  # The longest wait for another rank; None: see `limit_of`
-    on_lost: Callable[[], object] | None = None  # Called where a rank is lost, before that is told
+    on_lost: Callable[[], object] | None = None  # Called if a rank is lost, before the error
 
     def __post_init__(self) -> None:
         self._recorder = FlightRecorder(self.group)
@@ -62,7 +62,7 @@ class CollectiveCall:
         return self._results(_outcome_of(act))
 
     def all_ranks_with_progress(self, act: Callable[[Progress], T]) -> list[T]:
-        """`all_ranks` of what may take longer than any limit: the others wait for as long as `act` reports progress."""
+        """`all_ranks` of a call that may take longer than any limit: the others wait while `act` reports progress."""
         if self.group.size == 1:
             return self.all_ranks(lambda: act(lambda count: None))
         seconds = self._limit / _REPORTS_WITHIN_LIMIT
@@ -139,12 +139,12 @@ class CollectiveCall:
 
 
 class _StillWorking:
-    """While a call lasts, tells the other ranks now and then that it has gone on; they wait anew each time.
+    """While a call lasts, tells the other ranks now and then that it has gone on; they wait again each time.
 
-    In a thread, because what lasts is a call of the system, such as a write.
+    In a thread, because the long part is a call of the system, for example a write.
 
     Attributes:
-        error: What telling has failed with: another rank is lost, or does something else.
+        error: The error of these messages: another rank is lost, or does something else.
     """
 
     def __init__(self, tell: Callable[[], object], seconds: float) -> None:
@@ -225,7 +225,7 @@ def all_gather_failures(error: BaseException | None, contract: Contract) -> list
 
 
 def call_on_all_ranks(act: Callable[[], T], what: str, contract: Contract) -> T:
-    """Returns what `act` returns on this rank; raises on every rank if it raises on one, see `raise_on_all_ranks`."""
+    """Returns the result of `act` on this rank; raises on every rank if it raises on one, see `raise_on_all_ranks`."""
     done: list[T] = []
     refusal = None
     try:

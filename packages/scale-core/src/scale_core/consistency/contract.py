@@ -4,7 +4,7 @@ Sharded training goes wrong silently when two ranks run units in different order
 other parameters. torch's FSDP2 then returns wrong numbers without an error. So each rank records its events and
 compares them with the other ranks':
 
-1. before the first pass, what was built: names, shapes, dtypes, wrapping (`check_equal`);
+1. before the first pass, the model: names, shapes, dtypes, wrapping (`check_equal`);
 2. in the first two passes of a kind, and as soon as a pass leaves the order of the last one, each event *before* its
    collective (`record`); later events are kept apart by the tags of their messages;
 3. at the end of every pass, a fingerprint of all its events (`end_checked`), and of the steps that optimizers have
@@ -87,15 +87,15 @@ class History:
     """This rank's passes: the last complete one of each kind, and the cycle between two comparisons.
 
     Training repeats itself: a forward, a backward, perhaps several of both until gradients are reduced. So the order of
-    the last pass of a kind predicts the next event in this one, and the last complete cycle of passes predicts what all
-    ranks run until they compare again.
+    the last pass of a kind predicts the next event in this one, and the last complete cycle of passes predicts the
+    events that all ranks run until they compare again.
     """
 
     def __init__(self) -> None:
-        self.order: list[Event] = []  # The events of the last whole pass of the current kind; empty before the first
+        self.order: list[Event] = []  # The events of the last complete pass of the current kind; empty before the first
         self.position = 0  # How many events the current pass has had
         self.matches_last_order = False  # Whether it has kept to that order, so that its next event is predicted
-        self.num_completed = 0  # How many whole passes of the current kind there were
+        self.num_completed = 0  # The number of complete passes of the current kind
         self.orders: dict[PassKind, list[Event]] = {}  # The events of the last complete pass of each kind
         self.log: list[LogEntry] = []  # That of the current pass; whoever starts a transfer adds it here
         self._current: Pass | None = None
@@ -167,7 +167,7 @@ class History:
         self.predicts_nothing = False
 
     def coming(self) -> list[Pass]:
-        """Between passes: the rest of the current cycle, if the last one, alike so far, went on with a backward."""
+        """Between passes: the rest of the current cycle, if the last one, equal so far, went on with a backward."""
         first = self.cycle[0].kind if self.cycle else None
         last_cycle = [] if first is None or first in self._unpredictable else self._last_cycles.get(first, [])
         if len(last_cycle) <= len(self.cycle) or not last_cycle[len(self.cycle)].kind.phase.startswith("backward"):
@@ -226,7 +226,7 @@ class Contract:
         group: The ranks.
         limit_seconds: The longest wait for another rank; None is that of `SCALE_LIMIT_SECONDS`, or the
             group's own, at most ten minutes.
-        abort_message: Says that a step was aborted, given what each rank has raised, by rank; "" where it has not.
+        abort_message: Says that a step was aborted, given each rank's exception, by rank; "" where it has not.
         of: A name that is the same on all ranks and no other contract's, by which ranks at two contracts differ.
     """
 
@@ -249,7 +249,7 @@ class Contract:
         self._changed_trains: dict[str, bool] = {}
         self._changed_trains_fingerprint: int | None = 0  # None where it is to be computed
         self._checking = False
-        self._chain = 0  # what the fingerprint of the next `end_checked` starts from
+        self._chain = 0  # the start of the fingerprint of the next `end_checked`
         # Since the ranks were last found equal.
         self._unchecked_events: deque[_RecordedEvent] = deque(maxlen=_KEPT_EVENTS)
         self._broken: str | None = None
@@ -259,7 +259,7 @@ class Contract:
         self._late_ranks = late_ranks_by_environment(group)
 
     def check_equal(self, what: str, lines: Sequence[str], mending: str = _SAME_MODEL) -> None:
-        """Checks that every rank has these lines; `mending` says in the error what to do.
+        """Checks that every rank has these lines; `mending` is the advice of the error.
 
         Raises:
             ContractError: They differ; names the first line that does, by rank.
@@ -327,7 +327,7 @@ class Contract:
         return [bool(row[0]) for row in rows]
 
     def note_trains(self, name: str, *, trains: bool) -> None:
-        """Records that a parameter was frozen, or trains again: a part of what is compared at the end of each pass."""
+        """Records that a parameter was frozen, or trains again: a part of the comparison at the end of each pass."""
         if self._changed_trains.pop(name, trains) == trains:
             self._changed_trains[name] = trains
         self._changed_trains_fingerprint = None
@@ -457,7 +457,7 @@ class Contract:
             forget_calls(self.group.ranks)
 
     def mark_late_failure(self) -> None:
-        """Makes the next comparison fail: this rank failed after the others had been told that all is well."""
+        """Makes the next comparison fail: this rank failed after the others had heard that all is well."""
         failure = Event("failure after the comparison", "")
         self._chain = fingerprint_of(self._chain, failure)
         self._unchecked_events.append(_RecordedEvent(self.step, failure))

@@ -1,7 +1,7 @@
-"""Finds what must be equal on several ranks and is not: replicated parameters, copies of shards, buffers, inputs.
+"""Finds tensors that must be equal on several ranks and are not: replicas, copies of shards, buffers, inputs.
 
 Nothing else notices where ranks come apart: each goes on with values of its own, and only the results get worse. So
-the bits of each tensor are summed up, and the sums are compared: what two ranks hold of the same part of the same
+the bits of each tensor are summed up, and the sums are compared: if two ranks hold the same part of the same
 parameter has to be the same. `shard_of` says which part that is, so any mixture of techniques is compared in one call.
 
 The sums of a tensor are those of the rows and of the columns of a square of its words (as 64-bit integers, so that they
@@ -65,7 +65,7 @@ def check_replicas(
 
     Args:
         model: The model, between two steps; or pairs of a name and a tensor, any shape and dtype, where only some of
-            its parameters are the same on all ranks. What is on the meta device or a DTensor is left out.
+            its parameters are the same on all ranks. Meta tensors and DTensors are left out.
         process_group: The ranks; None is the default group.
         buffers: Compare the model's buffers, too, but for running statistics (of batch and instance norms), which each
             rank has of its own batches.
@@ -73,7 +73,7 @@ def check_replicas(
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
 
     Raises:
-        DivergenceError: On all ranks alike: some differ. It names the parameters and the ranks.
+        DivergenceError: On all ranks: some differ. It names the parameters and the ranks.
         ScaleDistributedError: A rank did not come.
     """
     named = named_replicas(model, buffers=buffers) if isinstance(model, nn.Module) else list(model)
@@ -83,7 +83,7 @@ def check_replicas(
 def check_interval(every: int | None) -> int:
     """Returns after how many steps replicas are compared: as asked for, or by `SCALE_CHECK_REPLICAS_EVERY`, or 100.
 
-    Raises ValueError for what is no number of steps.
+    Raises ValueError for a value that is no number of steps.
     """
     asked: int | str = os.environ.get(EVERY_VARIABLE, _DEFAULT_EVERY) if every is None else every
     if isinstance(asked, bool) or not str(asked).isdecimal():
@@ -140,7 +140,7 @@ def compare_replicas(named: Sequence[tuple[str, Tensor]], contract: Contract, st
 
 @torch.no_grad()
 def compare_inputs(tensors: Sequence[tuple[str, Tensor]], module: str, group: Group) -> None:
-    """Compares what a module is given, by name, where all ranks of the group must be given the same.
+    """Compares the inputs of a module, by name, if all ranks of the group must have the same.
 
     Raises DivergenceError on all of them, with the first place that differs and each rank's value there.
     """
@@ -183,7 +183,7 @@ def _first_difference(tensor: Tensor, contract: Contract, event: Event) -> str:
 
 
 class _Piece(NamedTuple):
-    """What this rank holds of a tensor."""
+    """The elements of a tensor that this rank holds."""
 
     title: str
     tensor: Tensor
@@ -212,10 +212,10 @@ class Divergence(NamedTuple):
 
 
 def _pieces(named: Sequence[tuple[str, Tensor]]) -> Iterator[_Piece]:
-    """What can be compared, each with a key of the elements that it holds."""
+    """The tensors that can be compared, each with a key of its elements."""
     names: dict[Tensor, str] = {}
     for model in stages_of([tensor for _, tensor in named]) if named else ():
-        # A part of a pipeline calls its layers by numbers of its own, and what is tied to another one by its own name.
+        # A part of a pipeline calls its layers by numbers of its own, and a tied one by its own name.
         names |= names_of_stages(model) | model.shared_names()
     for name, tensor in named:
         if tensor.is_meta or not tensor.numel() or type(tensor.data) not in compat.plain_tensor_types():
@@ -225,7 +225,7 @@ def _pieces(named: Sequence[tuple[str, Tensor]]) -> Iterator[_Piece]:
             shape = tuple(tensor.shape)
             yield _Piece(f"'{name}' {list(shape)}", tensor, fingerprint_of(name, shape) or 1)
         elif not any(axis.placement is Placement.PARTIAL for axis in shard.axes):
-            apart = shard.name.partition("@")[2]  # Other ranks have other parameters of this name, such as experts.
+            apart = shard.name.partition("@")[2]  # Other ranks have other parameters of this name, for example experts.
             place = apart, shard.shape, shard.start, shard.stop, shard.ranges
             yield _Piece(f"'{name}' {list(shard.shape)}", tensor, fingerprint_of(name, *place) or 1)
 

@@ -1,9 +1,9 @@
-"""Comparison of tensors of which nobody has said whether ranks hold them alike: buffers, and layers built by hand.
+"""Comparison of tensors that may or may not be equal on all ranks: buffers, and layers built by hand.
 
-Some of them are equal on all ranks and stay so, such as a table of positions; others are each rank's own, such as a
-running statistic. Their history says which: what was equal on all ranks each time, as a constant or through several
-changes, has to stay equal. What has differed before that, or is replaced by another tensor, is each rank's own. Zeros
-say nothing: they may be a count of what has not happened yet.
+Some of them are equal on all ranks and stay so, as a table of positions; others are each rank's own, as a
+running statistic. Their history tells which: a tensor that was equal on all ranks each time, as a constant or through
+several changes, has to stay equal. One that has differed before, or is replaced by another tensor, is each rank's own.
+Zeros say nothing: they may be a count that has not begun.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPARISON = "the comparison of replicas before a forward"
 
 @dataclass
 class _History:
-    """What was seen of a tensor that has been equal on all ranks each time."""
+    """The history of a tensor that has been equal on all ranks each time."""
 
     digest: int
     is_zero: bool
@@ -53,7 +53,7 @@ class EqualValues:
         """Compares tensors of floating point by name, any shape; all ranks of the contract call it together.
 
         Raises:
-            DivergenceError: On all ranks alike: one has changed on some ranks only, or otherwise than on the others.
+            DivergenceError: On all ranks: one has changed on some ranks only, or otherwise than on the others.
             ScaleDistributedError: A rank did not come.
         """
         if contract.is_single_rank or contract.group.backend == "fake" or compat.active_fake_mode() is not None:

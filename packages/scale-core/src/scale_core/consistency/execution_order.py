@@ -1,4 +1,4 @@
-"""Events and passes: what a rank runs, in order, and what makes two of them equal on all ranks."""
+"""Events and passes: the work of a rank, in order, and its comparison between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MASK = (1 << 62) - 1
 
 
 class Event(NamedTuple):
-    """One phase of one unit, such as its forward, whatever collectives it takes."""
+    """One phase of one unit, for example its forward, with all its collectives."""
 
     phase: str
     unit: str
@@ -53,7 +53,7 @@ def message_tag(event: Event) -> int:
 class LogEntry(NamedTuple):
     """One entry of a pass's log."""
 
-    event: Event  # What was done
+    event: Event  # The work
     is_transfer: bool  # It began to move data between ranks; otherwise it was announced, as a phase of a unit
 
 
@@ -63,7 +63,7 @@ class Pass:
 
     kind: PassKind
     new_step: bool  # Whether a step began with it
-    log: list[LogEntry] = field(default_factory=list)  # What this rank did in it, in order
+    log: list[LogEntry] = field(default_factory=list)  # The work of this rank in it, in order
 
     @property
     def events(self) -> list[Event]:

@@ -26,7 +26,7 @@ from scale_core.consistency.flight_record_files import write_flight_record
 _GRACE_SECONDS = 5.0
 # And for one that has closed the connection: it has published already, does so at once, or is dead.
 _GONE_GRACE_SECONDS = 0.5
-# How long the store itself may take to answer, and what is said where it does not.
+# The time limit of the store itself, and the text if it does not answer.
 _STORE_SECONDS = 2.0
 _NO_STORE = "not known: the rendezvous store does not answer; its host (torchrun's agent, or rank 0) is gone or frozen"
 # How many events a rank keeps, and how many of them an error quotes.
@@ -97,7 +97,7 @@ class FlightRecorder:
 
 
 def _any_record_of(rank: int) -> str:
-    """The key of what a rank, by its number among all, has published last, whatever it took part in."""
+    """The key of the last record of a rank, by its number among all, in any contract."""
     return f"scale/last/{rank}"
 
 
@@ -120,7 +120,7 @@ def unfinished_on_nccl() -> list[str]:
 
 
 def _run_for(seconds: float, act: Callable[[], object]) -> None:
-    """Calls `act` and waits that long at most; what it raises is dropped, since an error at hand matters more."""
+    """Calls `act` with a time limit; its exception is dropped, because the error at hand matters more."""
 
     def run() -> None:
         with suppress(Exception):
@@ -143,10 +143,10 @@ def next_unique_id(what: str, group: Group) -> int:
 class RankRecord(NamedTuple):
     """One rank's entry in a desync report."""
 
-    place: str  # What it is about to do
-    events: list[str]  # What it has done since the ranks were last found equal
+    place: str  # Its next action
+    events: list[str]  # Its actions since the ranks were last found equal
     last_event: list[str]  # Its last few words
-    of: str = ""  # What it is about to do that with; "" where there is but one
+    of: str = ""  # The object of this action; "" if there is only one
     trained: Sequence[str] = ()  # Parameters that it trains, or does not, otherwise than at first
 
 
@@ -168,7 +168,7 @@ def format_desync(standings: Sequence[RankRecord], what: str) -> str:
 
 
 def are_at_different_places(standings: Sequence[RankRecord]) -> bool:
-    """Whether ranks are in different contracts, each of which may be equal on all of them."""
+    """Whether ranks are in different contracts, and each may be equal on all of its ranks."""
     return len({standing.of for standing in standings}) > 1
 
 

@@ -1,7 +1,7 @@
 """Says which rank the others wait for, step after step, long before a wait reaches its limit.
 
 Who is late waits for nobody: the time that each rank waits in its transfers is a measure of all the others. So each
-rank adds up what it has waited, and once in many steps they compare: clocks of different hosts need not agree.
+rank adds up its waits, and once in many steps they compare: clocks of different hosts need not agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LateRanks:
     """Reports ranks that come later than the others, on average over many steps.
 
     For any loop; `fully_shard` and `ShardedDataParallel` do it by themselves where the environment variable
-    `SCALE_LATE_RANKS_MS` has a number of milliseconds. What is compared is the time that ranks wait on the host in
+    `SCALE_LATE_RANKS_MS` has a number of milliseconds. The ranks compare the time that they wait on the host in
     collectives of scale; torch's own collectives are not seen, nor is waiting on an accelerator (NCCL).
 
         late = LateRanks(threshold_ms=50)
@@ -97,7 +97,7 @@ def lateness_of(waited_ms: Sequence[float]) -> list[float]:
 
 
 def late_ranks_by_environment(group: Group) -> LateRanks | None:
-    """What `SCALE_LATE_RANKS_MS` asks for; None where it is not set. Raises ValueError where it is no number."""
+    """The value of `SCALE_LATE_RANKS_MS`; None if it is not set. Raises ValueError where it is no number."""
     asked = os.environ.get(MS_VARIABLE, "")
     if not asked or group.size == 1:
         return None

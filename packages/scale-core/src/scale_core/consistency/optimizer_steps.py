@@ -1,8 +1,8 @@
-"""The steps that optimizers take on one model: ranks compare them with what they compare anyway.
+"""The steps that optimizers take on one model: ranks compare them in their usual comparisons.
 
 Each rank steps on its own part of the model. Nothing fails where their optimizers have different learning rates, for
 example because each rank's scheduler sees the validation loss of the rank. The result is a model that no single process
-would train. So the steps since the last comparison are a part of what is compared at the end of the next pass.
+would train. So the steps since the last comparison are a part of the comparison at the end of the next pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.consistency.flight_recorder import by_rank
 
-# How a step is computed, and not what it is.
+# Options of the implementation of a step, not of its result.
 _IMPLEMENTATIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 _RATES = {"lr": None, "initial_lr": None}  # Of all groups; a scheduler keeps the first rate in the latter.
 _KEPT_STEPS = 1000  # since the last comparison
@@ -107,7 +107,7 @@ class OptimizerSteps:
         self._steps.clear()
 
     def _structure(self) -> int:
-        """Returns a number that is equal where optimizers of the same kinds and groups have begun alike and stepped.
+        """Returns a number that is equal where optimizers of the same kinds and groups began equal and have stepped.
 
         0 is for no step, and for one with a learning rate of 0, as at the start of a warmup.
         """
@@ -124,7 +124,7 @@ class OptimizerSteps:
         return {"their parts of the model": [(step.kind, texts) for step in self._steps for texts, _ in step.groups]}
 
     def by_name(self, named: Iterable[tuple[str, Tensor]]) -> StepsByName:
-        """Returns the steps on each of these parameters of which this rank has elements; ranks have the same names."""
+        """Returns the steps on those of these parameters that this rank has elements of; ranks have the same names."""
         with torch._C.DisableTorchFunctionSubclass():  # An empty part has no element, whatever the full shape is.
             names = {id(param): f"'{name}'" for name, param in named if param.numel()}
         steps: dict[str, list[tuple[str, Mapping[str, str]]]] = {name: [] for name in names.values()}
@@ -141,16 +141,16 @@ def are_different(statuses: Sequence[int]) -> bool:
 
 
 def have_diverged(statuses: Sequence[int]) -> bool:
-    """Whether optimizers that have stepped alike on all ranks that have some do so no more.
+    """Whether optimizers that have made equal steps on all ranks with some do so no more.
 
-    Ranks with different parameters may have different optimizers, or none. So those count that began alike.
+    Ranks with different parameters may have different optimizers, or none. So those count that began equal.
     """
     stepping = [status for status in statuses if status & _HAS_ANY]
     return are_different(stepping) and all(status & _KEEPS_STRUCTURE for status in stepping)
 
 
 def describe_difference(steps_of_ranks: Sequence[StepsByName]) -> str:
-    """Says for the first parameter on which ranks have stepped differently what each has done; "" if there is none.
+    """Says for the first parameter on which ranks have stepped differently the steps of each; "" if there is none.
 
     Ranks may have elements of different parameters, and optimizers of those alone.
     """
@@ -184,7 +184,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as Python's own, so that equal ones have one text; "" for what has no text of its value."""
+    """Returns a value as Python's own, so that equal ones have one text; "" for values without a text."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Tensor):  # A wait for another device would be a wait in every step.

@@ -24,8 +24,8 @@ def check_same_call(what: str, signature: str, group: Group, *, each_time: bool 
     compares at the end of each pass all calls since the last one (`calls_that_differ`).
 
     Args:
-        what: What is called.
-        signature: What has to be the same.
+        what: The name of the call.
+        signature: The facts that have to be equal.
         group: The ranks that call it together.
         each_time: Compare it also where it was equal before, for calls whose messages do not carry the tag.
 

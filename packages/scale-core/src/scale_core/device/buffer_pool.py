@@ -3,8 +3,8 @@
 Every step allocates the same few sizes: full buffers, flat gradients, receive buffers. The C library returns such
 memory to the system when it is freed, and the system zeroes it again page by page, which takes five to nine times as
 long as filling it. So new memory asks for pages of 2 MiB in place of 4 KiB (`madvise`, MADV_HUGEPAGE), and freed memory
-is kept for the next buffer of the same size: two at most, so that a process holds no more than two units beside what it
-uses.
+is kept for the next buffer of the same size: two at most, so that a process holds no more than two units in addition
+to those it uses.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class GeneratorState(NamedTuple):
 
 
 class _Limit(threading.local):
-    device: torch.device | None = None  # beside the host; None is all
+    device: torch.device | None = None  # in addition to the host; None is all
 
 
 _limit = _Limit()

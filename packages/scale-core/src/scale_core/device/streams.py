@@ -1,6 +1,6 @@
 """Streams and events with the same methods on devices with streams and on the host.
 
-On CUDA a copy can run beside the computation; on CPU all work is done when a call returns. No other file asks which
+On CUDA a copy can run during the computation; on CPU all work is done when a call returns. No other file asks which
 device it is on: it takes a stream here and uses it. The simulated accelerator has streams, too, so that a simulation
 runs the code that CUDA would run, and finds the waits that it lacks.
 """
@@ -83,7 +83,7 @@ class DeviceStream(Stream):
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether what a device computes is ordered by streams, and a call may return before it is done."""
+    """Whether the work of a device is ordered by streams, and a call may return before it is done."""
     return device.type in ("cuda", compat.STAND_IN)
 
 
@@ -93,7 +93,7 @@ def stream_for(device: torch.device) -> Stream:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that takes what is computed on a device now, such as a `torch.cuda.Stream`; None on the host."""
+    """The current stream of a device, for example a `torch.cuda.Stream`; None on the host."""
     if has_streams(device):
         return torch.get_device_module(device).current_stream(device)
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
@@ -103,7 +103,7 @@ class InlineExecutor(Executor):
     """An executor that runs everything at once, for devices whose work leaves the host no time to spare."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Calls `fn(*args, **kwargs)`; what it raises comes out of the future."""
+        """Calls `fn(*args, **kwargs)`; its exception comes out of the future."""
         future: Future[T] = Future()
         try:
             future.set_result(fn(*args, **kwargs))

@@ -50,7 +50,7 @@ def alias_outputs(outputs: Any) -> Any:
     """Returns outputs whose hooks see the caller's gradients alone, before the backward of anything in the module.
 
     A view that is changed in place takes its history from its base and loses its hooks; a tensor that an inner module
-    has returned already has hooks of that. What was computed after all outputs and kept elsewhere, as a penalty on
+    has returned already has hooks of that. Tensors computed after all outputs and kept elsewhere, as a penalty on
     weights in an attribute, would run its backward before theirs, since autograd goes back in order.
     """
     in_order = are_newest_nodes(tensors_in(outputs))
@@ -185,7 +185,7 @@ def register_reduced_grad_hook(callback: GradsHook) -> RemovableHandle:
     The gradients become `param.grad` when the pass has succeeded on every rank, and are dropped otherwise: the very
     same tensors, unless a late gradient of this pass replaces one.
 
-    It gets local shards as `parameters()` yields them, none of which has a gradient of an earlier pass, and what each
+    It gets local shards as `parameters()` yields them, without gradients of an earlier pass, and the gradient that each
     got in this one, in its shape. It may read the gradients, or start to copy them; not change them.
     """
     return gradient_hooks.reduced.register(callback)
@@ -232,7 +232,7 @@ def call_grad_published_hooks(params: Sequence[Tensor]) -> None:
 
 
 def call_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
-    """Calls what users have put on local shards by `register_post_accumulate_grad_hook`, which autograd never does.
+    """Calls hooks that users have put on local shards by `register_post_accumulate_grad_hook`; autograd does not.
 
     Each is called once per pass that reduces, when the shard has its reduced gradient, as in FSDP2. Returns whether any
     was called.
@@ -277,7 +277,7 @@ class _EndOfBackward:
 
 
 def weak_hook(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """A hook that calls a method with `args` and what it is given, or returns None when the method's object is gone.
+    """A hook that calls a method with `args` and its own arguments, or returns None when the method's object is gone.
 
     A tensor, or this module, holds hooks for as long as it lives itself; they must not keep an optimizer alive.
     """

@@ -22,22 +22,22 @@ from scale_core.records import Record
 
 
 class StepSignature(NamedTuple):
-    """What ranks that sum something at the end of a step must have in common; otherwise they would hang."""
+    """The common facts of ranks that sum something at the end of a step; otherwise they would hang."""
 
     ranks: tuple[int, ...]  # The global ranks that take part, this one among them
-    words: str  # What has to be the same on all of these, for people
+    words: str  # The facts that have to be equal on these, for people
 
 
 class StepObserver(NamedTuple):
     """The callbacks of one observer of a step."""
 
-    # Called when all gradients of the step are there, and averaged: for each of its samples with what it counts in
+    # Called when all gradients of the step are there, and averaged: for each of its samples with its weight in
     # their mean, 1 / n of n samples of the same size.
     ended: Callable[[Sequence[float]], None]
     failed: Callable[[], None]  # Called in its place when the step was aborted; gradients are as before it
     # Called with a parameter of `in_parts` and its gradient of one sample, which is borrowed.
     whole: Callable[[Tensor, Tensor], None]
-    terms: StepSignature | None = None  # What other ranks have to have alike; None where it asks them for nothing
+    terms: StepSignature | None = None  # To be equal on other ranks; None if it asks them for nothing
 
 
 class PipelineRanks(NamedTuple):
@@ -67,10 +67,10 @@ class MicrobatchStep:
         step.end([1.0])
 
     Args:
-        params: What may get gradients on this rank, as `parameters()` yields it.
-        in_parts: Of these, those whose gradient of a sample is a sum of several, of which some may come elsewhere: no
+        params: The parameters that may get gradients on this rank, as `parameters()` yields it.
+        in_parts: Of these, those whose gradient of a sample is a sum of several, and some may come elsewhere: no
             hook sees it, and `report_grad` hands it over.
-        counted_elsewhere: Of these, copies of what another rank has, which counts and reports them.
+        counted_elsewhere: Of these, copies of another rank's, which counts and reports them.
 
     Attributes:
         sample: The number of the sample whose gradients are computed now; None between them.
@@ -121,7 +121,7 @@ class MicrobatchStep:
             listener.whole(param, grad)
 
     def end(self, weights: Sequence[float]) -> None:
-        """Reports that the step has succeeded on all ranks, and that gradients are what the optimizer will see."""
+        """Reports that the step has succeeded on all ranks, with the gradients that the optimizer will see."""
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener.ended(list(weights))

@@ -21,7 +21,7 @@ def is_for_each_part(hook: object) -> bool:
 
 
 def take_hooks(part: nn.Module, whole: nn.Module) -> bool:
-    """Registers on `part` the hooks of `whole` that each part takes; returns whether there are any."""
+    """Registers on `part` the hooks of the full module, `whole`, for each part; returns whether there are any."""
     found = False
     for key, before in whole._forward_pre_hooks.items():
         if is_for_each_part(before):

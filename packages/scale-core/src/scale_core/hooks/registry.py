@@ -26,7 +26,7 @@ class GradientHooks:
     def __init__(self) -> None:
         self.local = Hooks()  # gradients as this rank has computed them, before they are reduced
         self.reduced = Hooks()  # reduced gradients of shards, before the backward pass is over
-        self.published = Hooks()  # gradients of shards in `param.grad`, each hook with what it consumes at once
+        self.published = Hooks()  # gradients of shards in `param.grad`; hooks may consume them
         self.by_source = Hooks()  # gradients of the samples of one rank
         self.microbatch_steps = Hooks()  # steps that report the gradients of each micro-batch
 

@@ -68,7 +68,7 @@ def with_source_grads(tensor: Tensor, param: Tensor, source: int) -> Tensor:
     """Returns the same values, for a use with the samples of one rank; the gradient of that use is reported.
 
     Args:
-        tensor: What is computed with: `param`, or what was made of it and has its shape.
+        tensor: The tensor to compute with: `param`, or one made from it with its shape.
         param: By which the gradient is reported.
         source: The rank of `source_group(param)` whose samples it is used with.
     """

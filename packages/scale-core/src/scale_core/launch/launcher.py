@@ -258,7 +258,7 @@ def _run_rank(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> 
 
 
 def _destroy_process_group() -> None:
-    """Destroys the group, unless that takes longer than any wait may: what the rank was started for is done."""
+    """Destroys the group, unless that takes longer than any wait may: the work of the rank is done."""
     if not dist.is_initialized():
         return
     limit = process_limit() or _DESTROY_SECONDS

@@ -57,14 +57,15 @@ def init_distributed(
     Under torchrun a rank ends with its agent, also where that is killed.
 
     Args:
-        backend: The backend of the default group. By default gloo on CPU; on CUDA NCCL for what is there and gloo for
-            what is on the host, so that small control messages need no device.
+        backend: The backend of the default group. By default gloo on CPU; on CUDA NCCL for CUDA tensors and gloo for
+            tensors on the host, so that small control messages need no device.
         device: "cpu" or "cuda"; by default that of `launch_local`, or else CUDA where it is available. On CUDA the
             rank's device is made the current: that of its local rank, or the only one that it sees.
         limit_seconds: For the ranks to meet and for every collective after it; None is the environment variable
             `SCALE_LIMIT_SECONDS`, or 300. NCCL's own limit is five minutes more: after it NCCL ends the process, and
             the error that names the missing rank has to come first.
-        config: What has to be the same on all ranks, as anything that JSON knows: options, sizes, a model's name.
+        config: The settings that have to be equal on all ranks, as anything that JSON knows: options, sizes, a model's
+            name.
 
     Raises:
         LaunchError: A variable is missing or wrong, two ranks have one number, some did not come in time, or they have
@@ -140,7 +141,7 @@ def _open_within(host: str, port: int, *, serve: bool, timeout: float) -> Any:
 
 
 def _what_listens(host: str, port: int) -> str:
-    """What a program that is no store says to a new connection, for an error."""
+    """The greeting of a program that is no store, for an error."""
     told = b""
     try:
         with socket.create_connection((host, port), timeout=1.0) as connection, suppress(OSError):
@@ -154,7 +155,7 @@ def _what_listens(host: str, port: int) -> str:
 
 
 def _who_has(host: str, port: int, mine: RankFacts) -> str:
-    """Who has the port on which rank 0 would serve; another job's rank 0 is told that there is this one."""
+    """The process that has the port of rank 0; another job's rank 0 gets a message about this one."""
     lead = ""
     with suppress(Exception):  # torch has several types for it, and no common one
         lead = warn_lead(prefixed("scale", _open_within(host, port, serve=False, timeout=_REFUSAL_SECONDS)), mine)

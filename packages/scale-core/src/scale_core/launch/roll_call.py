@@ -1,4 +1,4 @@
-"""The ranks of one start find each other in a store that may hold what earlier starts left, and compare what they are.
+"""The ranks of one start find each other in a store that may hold entries of earlier starts, and compare their facts.
 
 torchrun's agent keeps its store over restarts, and the counts of restarts of two machines may differ. So nothing that a
 launcher counts names a start: rank 0 draws a name and announces it, every rank answers under it, and rank 0 sets the
@@ -39,7 +39,7 @@ _STAY_SECONDS = 0.5  # of a rank that hosts the store, so that the others read w
 _SHORT_GRACE, _LONG_GRACE = 1.0, 5.0
 JOB_VARIABLE = "SCALE_JOB_ID"
 """The environment variable with a name that all ranks of a job have, and no other job on these machines."""
-# Variables that all ranks of a job have alike. Those after the first two are alike in several jobs, too, so that no
+# Variables that are equal on all ranks of a job. Those after the first two are equal in several jobs, too, so that no
 # difference is a proof, or that equality is none.
 _PROOFS = (JOB_VARIABLE, "TORCHELASTIC_RUN_ID")
 _JOB_IDS = (*_PROOFS, "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -50,7 +50,7 @@ _TWO_JOBS = "two jobs are at this port: give each a MASTER_PORT of its own"
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank says of itself; all but `rank` and how it was started has to be the same on all ranks."""
+    """The facts of a rank; all but `rank` and how it was started has to be the same on all ranks."""
 
     rank: int
     world_size: int
@@ -170,7 +170,7 @@ def _follow(store: Store, mine: RankFacts, deadline: float, timeout: float) -> t
 
 
 def warn_lead(store: Store, mine: RankFacts) -> str:
-    """Tells the rank 0 whose store this is that there is another one; returns what that is, "" if it says nothing.
+    """Tells the rank 0 whose store this is that there is another one; returns its description, "" if it has none.
 
     A start that has its verdict goes on: nobody of this rank's job is in it.
     """
@@ -203,7 +203,7 @@ def _absent(answers: Sequence[RankFacts], world_size: int, timeout: float) -> st
 
 
 def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
-    """Says why ranks can't run together, and what they should not differ in though they can; "" for nothing.
+    """Says why ranks can't run together, and differences that they can run with but should not have; "" for nothing.
 
     Versions may differ in their third number. `answers` begins with rank 0's.
     """
@@ -238,7 +238,7 @@ def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
 
 
 def differences(ours: Any, theirs: Any) -> list[str]:
-    """Names what differs between two configurations, rank 0's and another.
+    """Names the differences of two configurations, rank 0's and another.
 
     >>> differences({"model": {"width": 32, "depth": 2}}, {"model": {"width": 64, "depth": 2}, "lr": 1})
     ['lr is missing and 1', 'model.width is 32 and 64']

@@ -63,7 +63,7 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
 
     All ranks that share one of the parameters call it together, with the same parameters in the same order; of a
-    pipeline, with those of their stages, of which a rank may have none. Norms are combined in fp64.
+    pipeline, with those of their stages; a rank may have none. Norms are combined in fp64.
 
     Args:
         params: Parameters, full or local shards (`shard_of` tells), or one such; one without a gradient counts as
@@ -123,7 +123,7 @@ def clip_grad_norm_(
     """Scales all gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
     The factor is torch's, so that the result is torch's too. `max_norm` is 0 or more, and `math.inf` only measures; the
-    rest, and what is raised, is as in `grad_norm`.
+    rest, and the errors, are as in `grad_norm`.
 
     Raises:
         ValueError: Also for `max_norm` below 0 or NaN, or where there are no parameters.
@@ -150,7 +150,7 @@ def clip(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips as `clip_grad_norm_` does, what `norm_of` measures; with `error_if_nonfinite` as in `check_finite`."""
+    """Clips as `clip_grad_norm_` does, the gradients of `norm_of`; with `error_if_nonfinite` as in `check_finite`."""
     check_max_norm(max_norm)
     norm = norm_of(gradients, norm_type, limit_seconds, stages)
     if error_if_nonfinite:
@@ -163,7 +163,7 @@ def clip(
 
 @on_local_tensors
 def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiplies what the parameters have in `grad` by a scalar, in place."""
+    """Multiplies the `grad` of the parameters by a scalar, in place."""
     holders_by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.grad.numel():
@@ -188,7 +188,7 @@ def check_max_norm(max_norm: float) -> None:
 
 
 def check_finite(norm: Tensor, norm_type: float) -> None:
-    """Refuses to clip by a norm that is inf or NaN, on all ranks alike, since the norm is."""
+    """Refuses to clip by a norm that is inf or NaN, on all ranks, because the norm is equal on all."""
     (value,) = compat.values_of(norm.reshape(1), simulated=[1.0])
     if not math.isfinite(value):
         raise RuntimeError(
@@ -253,7 +253,7 @@ def _over_shards(
     for _, holder, grad in gradients:
         groups = sharding_groups(holder) if is_dtensor(holder) else _sharing_groups(holder)
         members, shard = classes.setdefault(groups, []), shard_of(holder)
-        if is_dtensor(grad):  # Of the user's own tensor parallelism, beside shards.
+        if is_dtensor(grad):  # Of the user's own tensor parallelism, together with shards.
             grad = local_gradient(grad, cast(Any, holder).placements)
         if grad is not None and (shard is None or shard.counted):
             # Of a complex number its magnitude counts, as in torch.
@@ -276,7 +276,7 @@ class _NormDtype(IntEnum):
 
 
 def _norm_dtype(gradients: Sequence[MeasuredGradient]) -> _NormDtype:
-    """The result's dtype by the parameters, which ranks have alike, not by gradients, which one rank may lack."""
+    """The result's dtype by the parameters, equal on all ranks, not by gradients, which one rank may lack."""
     dtypes = {
         gradient.holder.dtype for gradient in gradients if gradient.param.requires_grad or gradient.grad is not None
     }
@@ -323,7 +323,7 @@ def _norms_of_pieces(grad: Tensor, norm_type: float) -> list[Tensor]:
     dtype = torch.promote_types(grad.dtype, torch.float32)
     flat = grad.detach().reshape(-1)
     remainder = flat.numel() % _PIECE
-    # Where there are many gradients, what is done to each of them counts; most have no rest.
+    # Where there are many gradients, the work for each of them counts; most have no rest.
     pieces = (
         [flat[:-remainder].view(-1, _PIECE), flat[-remainder:].view(1, -1)] if remainder else [flat.view(-1, _PIECE)]
     )

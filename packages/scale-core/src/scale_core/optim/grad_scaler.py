@@ -50,9 +50,9 @@ class ShardedGradScaler(GradScaler):
     Args:
         device: Where the scale is kept; None is the device of the first loss, and so is an accelerator that this
             machine has not, as "cuda" in a program that also runs on a CPU.
-        init_scale: What losses are first multiplied by.
-        growth_factor: What the scale grows by after `growth_interval` steps in a row without inf or NaN.
-        backoff_factor: What the scale shrinks by after a step that was skipped.
+        init_scale: The first factor of losses.
+        growth_factor: The factor of growth of the scale after `growth_interval` steps in a row without inf or NaN.
+        backoff_factor: The factor of the scale after a step that was skipped.
         growth_interval: Number of steps.
         enabled: False makes every method as if there were no scaler.
         process_group: The ranks that agree: at least all that share a parameter. None is the default group (looked up
@@ -139,7 +139,7 @@ class ShardedGradScaler(GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Grows or shrinks the scale after the steps of an iteration, alike on all ranks.
+        """Grows or shrinks the scale after the steps of an iteration, equally on all ranks.
 
         Args:
             new_scale: A number, or a tensor of one element, to take instead; the same on all ranks.
@@ -171,7 +171,7 @@ class ShardedGradScaler(GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_covered": WeakKeyDictionary()})
 
-    # From here on: what torch's methods call.
+    # From here on: called by torch's methods.
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(self._scale_device or dev)
@@ -242,7 +242,7 @@ class ShardedGradScaler(GradScaler):
         state["skips"] = bool(found_inf)
 
     def _error_feedback(self, optimizer: Optimizer) -> tuple[list[ErrorFeedback], str | None]:
-        """What waits of an optimizer's gradients, of which a skipped step takes no part; or why the step is refused."""
+        """Waiting parts of an optimizer's gradients, which a skipped step leaves; or why the step is refused."""
         params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
         feedbacks: list[ErrorFeedback] = []
         for owner in owners_with_error_feedback(params):

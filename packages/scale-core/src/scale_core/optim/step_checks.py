@@ -1,9 +1,9 @@
 """Checks before an optimizer steps on parameters of a sharded model.
 
 An optimizer sees tensors and knows nothing of shards. It would step silently on parameters that are no longer the
-model's, on pieces of what it has to see unsharded, on parameters whose gradients come to another optimizer, and before
-gradients have been reduced. Each optimizer is checked at its first step and after a change; torch's process-wide hook
-is used because an optimizer that was built before the model was sharded can be found in no other way.
+model's, on pieces of parameters that it has to see unsharded, on parameters whose gradients come to another optimizer,
+and before gradients have been reduced. Each optimizer is checked at its first step and after a change; torch's
+process-wide hook is used because an optimizer that was built before the model was sharded can be found in no other way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ShardOwner(Protocol):
 
 
 class _CheckResult(NamedTuple):
-    """What the checks have found about an optimizer: whose parameters it steps on."""
+    """The findings of the checks about an optimizer: whose parameters it steps on."""
 
     owners: list[weakref.ref[Any]]  # of shards
     models: list[weakref.ref[Any]]  # pipelines and step recorders; each has `recorded_steps`
@@ -102,7 +102,7 @@ def register_replaced(param: Tensor, owner: Any, index: int) -> None:
 
 
 def register_unsharded(params: Iterable[Tensor], owner: Any) -> None:
-    """Records that `params` are unsharded copies of what `owner` holds; see `register_replaced`."""
+    """Records that `params` are unsharded copies of shards of `owner`; see `register_replaced`."""
     owner_ref = weakref.ref(owner)  # The owner holds the copies itself, as a rule: they must not keep it alive.
     for index, param in enumerate(params):
         ParamRecord.get_or_create(param).unsharded_copy_of = owner_ref, index
@@ -135,7 +135,7 @@ def shard_owners() -> list[ShardOwner]:
 
 
 def owners_with_error_feedback(params: Iterable[Tensor]) -> list[Any]:
-    """Returns the owners of these parameters that keep what rounding takes from their gradients for the next step."""
+    """Returns the owners of these parameters that keep the rounding errors of their gradients for the next step."""
     owners = [owner for owner in shard_owners() if getattr(owner, "error_feedback", ())]
     if not owners:
         return owners

@@ -1,4 +1,4 @@
-"""Traits of optimizer classes: what an update depends on, and which state it keeps.
+"""Traits of optimizer classes: the inputs of an update, and the state it keeps.
 
 An elementwise optimizer computes the new value of an element from that element's gradient and state alone, so a
 parameter can be cut anywhere. Others need a full parameter, or all parameters together.
@@ -26,8 +26,8 @@ class OptimizerTraits:
     """The traits of one class of optimizers."""
 
     name: str  # Of the class
-    scope: Scope = "element"  # What an update looks at together: each element, each parameter, or all parameters
-    needs: str = ""  # What it depends on beside an element's own gradient and state; "" is nothing
+    scope: Scope = "element"  # An update looks at elements, parameters, or all of them together
+    needs: str = ""  # Its inputs other than an element's own gradient and state; "" is none
     # Keys of its state with one value for each element of the parameter, as far as options ask for them.
     elements: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ("step",)  # Keys of its state with one number per parameter
@@ -142,7 +142,7 @@ def is_known_elementwise(optim_class: type[Optimizer]) -> bool:
 
 def known_bases(optim_cls: type[Optimizer]) -> list[OptimizerTraits]:
     """Returns the traits of a class and its bases, by their names; the nearest first."""
-    # One of which nothing is known but that it is elementwise may still be made of one that is not.
+    # A class only known to be elementwise may still be made of one that is not.
     return [_BY_NAME[base.__name__] for base in optim_cls.__mro__ if base.__name__ in _BY_NAME]
 
 

@@ -1,8 +1,8 @@
-"""A trial of an optimizer's first step on shards, without memory: what it can't compute is refused before it begins.
+"""A trial of an optimizer's first step on shards, without memory: an impossible step is refused before it begins.
 
-An optimizer of which nothing is known is run once on tensors of the meta device that have the shapes and the records of
+An unknown optimizer is run once on tensors of the meta device that have the shapes and the records of
 its parameters. Sharded tensors answer there as in a real step, but for values: nothing is sent, and a number that is
-read is 1. Where a function needs elements of other ranks, `ShardedTensorError` says so, on all ranks alike.
+read is 1. Where a function needs elements of other ranks, `ShardedTensorError` says so, on all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_first_step(optimizer: Optimizer) -> ShardedTensorError | None:
             step(trial, lambda: torch.zeros(())) if needs_closure else step(trial)
     except ShardedTensorError as error:
         return error
-    except Exception:  # What a trial without values can't run says nothing about a real step.
+    except Exception:  # If a trial without values can't run, that says nothing about a real step.
         return None
     finally:
         random.setstate(state)
@@ -48,7 +48,7 @@ _NUMBERS = {Tensor.__bool__: True, Tensor.__int__: 1, Tensor.__index__: 1, Tenso
 
 
 class _NumbersAreOne(TorchFunctionMode):
-    """Gives the value 1 to numbers without a value: results of reductions, which a step compares, and what it reads."""
+    """Gives the value 1 to numbers without a value: results of reductions, which a step compares or reads."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -77,7 +77,7 @@ def _on_meta(value: Any, copies: dict[int, Any]) -> Any:
         vars(copied).update((name, type(hooks)()) for name, hooks in vars(value).items() if name.endswith("_hooks"))
     elif type(value) is dict:
         copies[id(value)] = {_on_meta(key, copies): _on_meta(part, copies) for key, part in value.items()}
-    elif isinstance(value, MutableMapping):  # Such as the state, which makes the entry of a parameter when it is read.
+    elif isinstance(value, MutableMapping):  # The state makes the entry of a parameter when it is read.
         states: defaultdict[Any, Any] = defaultdict(
             dict, {_on_meta(key, copies): _on_meta(part, copies) for key, part in value.items()}
         )

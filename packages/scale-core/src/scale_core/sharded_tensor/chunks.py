@@ -1,4 +1,4 @@
-"""A rank's elements as chunks, axis-aligned boxes: what files and other world sizes use. Pure arithmetic.
+"""A rank's elements as chunks, axis-aligned boxes, for files and other world sizes. Pure arithmetic.
 
 A rank holds the elements `[start, stop)` of a tensor in row-major order, or of some of its indices. Where the cut runs
 inside a row, the elements are several chunks: `chunks_of` says which, `cut_in_chunks` gives each its elements.

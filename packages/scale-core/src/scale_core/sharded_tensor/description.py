@@ -1,4 +1,4 @@
-"""What is shown of sharded tensors: their text, and torch's words for how ranks hold them."""
+"""The description of sharded tensors: their text, and torch's words for how ranks hold them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scale_core.shard import Placement, Shard
 
 
 def describe(kind: str, local: Tensor, shard: Shard) -> str:
-    """The text of a sharded tensor: what it is a part of, and this rank's elements."""
+    """The text of a sharded tensor: its full tensor, and this rank's elements."""
     part = f"elements {shard.start:,} to {shard.stop:,}" if not shard.ranges else f"indices {shard.ranges}"
     return f"{kind}({shard.title}, full shape {list(shard.shape)}, {part} of this rank: {local.detach()!r})"
 

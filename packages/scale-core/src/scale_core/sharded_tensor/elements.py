@@ -1,4 +1,4 @@
-"""Which elements a rank has of a tensor, of its views, and of what is computed with it: numbers in, numbers out.
+"""The elements of a tensor that a rank has, of its views, and of results of functions: numbers in, numbers out.
 
 A rank has the elements [start, stop) of a tensor in row-major order, or of some of its indices (`ranges`, as of
 columns). A view in another shape has the same elements; a slice along the first dimension has those of them that lie in
@@ -19,7 +19,7 @@ from scale_core.sharded_tensor.chunks import sizes_of
 
 
 def local_shape(shape: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    """Returns the shape in which a rank has the elements [start, stop): rows where it has whole rows, else 1-D.
+    """Returns the shape in which a rank has the elements [start, stop): rows if it has complete rows, else 1-D.
 
     >>> local_shape((4, 3), 0, 6), local_shape((4, 3), 0, 5), local_shape((4, 3), 12, 12)
     ((2, 3), (5,), (0, 3))

@@ -41,7 +41,7 @@ def gather_full_param(part: Tensor, shard: Shard, group: Group, limit_seconds: f
     """Returns a full parameter whose indices are sharded over a group; all its ranks call it together."""
     # Before anything is sent the ranks tell each other, on the host, which elements they have. So a rank that calls it
     # alone never meets a collective of others, which a transport without tags would take for this one.
-    name = shard.name.partition("@")[0]  # What follows are ranks along another axis, which these may not have alike.
+    name = shard.name.partition("@")[0]  # The rest are ranks along another axis, which may differ.
     event, contract = _PARAMETER._replace(unit=name), Contract(group, limit_seconds)
     (parts,) = gather_parts([(name, Part(shard.start, shard.stop, shard.ranges))], contract, event)
     with contract.waiting(event):

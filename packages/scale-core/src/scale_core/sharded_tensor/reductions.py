@@ -1,6 +1,6 @@
-"""Reductions of a sharded tensor that are those of the full one: over all dimensions or some, on all ranks alike.
+"""Reductions of a sharded tensor that are those of the full one: over all dimensions or some, equal on all ranks.
 
-Each rank reduces its own elements, the ranks tell each other what they got, and each one combines it in the order of
+Each rank reduces its own elements, the ranks exchange their results, and each one combines it in the order of
 the ranks. So a result is a plain tensor with the same bits on all ranks; it is on every rank that calls the function,
 and all ranks that share the tensor call it together. Sums differ from those of one process by the order of their
 summands alone.
@@ -22,7 +22,7 @@ from scale_core.errors import ShardedTensorError, TransferError
 from scale_core.shard import Shard
 from scale_core.sharded_tensor.elements import box_of, local_part
 
-Combine = Callable[[Tensor], Tensor]  # [W, ...], what each rank has, to [...]
+Combine = Callable[[Tensor], Tensor]  # [W, ...], by rank, to [...]
 Dims = tuple[int, ...] | None
 
 
@@ -74,7 +74,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """A reduction that programs read and do not train with, such as a maximum: its backward is an error."""
+    """A reduction that programs read and do not train with, for example a maximum: its backward is an error."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, shard: Shard, what: str, combine: Combine) -> Tensor:
@@ -93,7 +93,7 @@ def part_of(full: Tensor, shard: Shard, shape: torch.Size, what: str) -> Tensor:
     """Returns this rank's elements of a tensor that each rank has, and that broadcasts to the full shape.
 
     `shape` is the local one; without dimensions it stands for a tensor of one element. The gradient of `full` is summed
-    over the ranks, of which each adds what its own elements give.
+    over the ranks; each adds the result of its own elements.
     """
     if torch.is_grad_enabled() and full.requires_grad:
         part: Tensor = _PartOf.apply(full, shard, shape, what)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -123,7 +123,7 @@ class _PartOf(torch.autograd.Function):
 
 
 class RankReduction(NamedTuple):
-    """One kind of reduction: what a rank computes, what stands for no elements, and how ranks combine it."""
+    """One kind of reduction: the local function, its value for no elements, and the combination of ranks."""
 
     of_local: Callable[[Tensor, Dims], Tensor]  # Keeps the dimensions
     neutral: float | bool

@@ -1,4 +1,4 @@
-"""`ReplicatedParameter`: full on every rank, with an averaged gradient of which each rank has a part (ZeRO-2).
+"""`ReplicatedParameter`: full on every rank, with an averaged gradient that is divided over the ranks (ZeRO-2).
 
 The class of such a parameter is its state. To torch's functions a `ReplicatedParameter` is a plain parameter, at no
 cost. Only its attribute `grad` differs, which shows this rank's part of the averaged gradient. While an all-gather

@@ -23,11 +23,11 @@ from scale_core.sharded_tensor.full_tensor import gather_shard
 
 
 class ShardedTensor(Tensor):
-    """A tensor of which this rank has a part: a gradient, a state of an optimizer, or the result of a function of them.
+    """A tensor that is divided over the ranks: a gradient, a state of an optimizer, or a result computed from them.
 
-    Attributes such as `shape` and `numel()` describe the full tensor. A function that computes each element by itself
-    returns a `ShardedTensor`. A reduction returns a plain tensor with the result of the full tensor; all ranks that
-    share the tensor call it together. Other functions raise `ShardedTensorError`.
+    Its attributes, for example `shape` and `numel()`, describe the full tensor. A function that computes each element
+    by itself returns a `ShardedTensor`. A reduction returns a plain tensor with the result of the full tensor; all
+    ranks that share the tensor call it together. Other functions raise `ShardedTensorError`.
     """
 
     dispatch: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -84,7 +84,7 @@ class ShardedTensor(Tensor):
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which this rank has a part; see `ShardedTensor`."""
+    """A parameter that is divided over the ranks; see `ShardedTensor`."""
 
     __torch_function__ = ShardedTensor.__torch_function__
     __repr__ = ShardedTensor.__repr__  # type: ignore[assignment]  # torch has no types here
@@ -108,7 +108,7 @@ class ShardedParameter(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles this rank's elements as a plain parameter; who loads it says what it is a part of."""
+        """Pickles this rank's elements as a plain parameter; the reader says which tensor it is a part of."""
         with as_local():
             plain = nn.Parameter(_plain(self.detach()), self.requires_grad)
             vars(plain).update({name: value for name, value in vars(self).items() if name not in NOT_COPIED})

@@ -1,4 +1,4 @@
-"""What functions of torch do with sharded tensors: one rule for each kind.
+"""Torch's functions on sharded tensors: one rule for each kind.
 
 Begin with `dispatch`, which chooses the rule; `pointwise` decides whether a function computes each element by itself.
 """

@@ -1,4 +1,4 @@
-"""What rules for functions of torch have in common: sharded tensors among arguments, operands, results and errors."""
+"""The common part of rules for torch's functions: sharded tensors among arguments, operands, results and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def call_on_local(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def refuse(func: Callable[..., Any] | str, shard: Shard, why: str = "") -> NoReturn:
-    """Raises the error of a function that needs what other ranks have."""
+    """Raises the error of a function that needs elements of other ranks."""
     ranks = " and ".join(str(list(group.ranks)) for group in shard.divided_groups)
     why = why or "it needs elements that other ranks have"
     raise ShardedTensorError(

@@ -60,7 +60,8 @@ def set_attribute(name: str) -> Rule:
 
 def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`detach()`, and the attribute `data`: an alias of the same memory, which is noted for `_set_data`."""
-    # A write to `data` counts in the version of the shard, by which a unit knows that what it gathered is stale.
+    # A write to `data` counts in the version of the shard, by which a unit knows that its gathered parameters are
+    # stale.
     tensor = args[0]
     alias = marked(tensor.detach(), record_of(tensor))
     aliases: list[weakref.ref[Tensor]] = vars(tensor).setdefault(ALIASES, [])

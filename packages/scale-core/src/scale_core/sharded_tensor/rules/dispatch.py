@@ -6,7 +6,7 @@ Rules run inside `DisableTorchFunctionSubclass`, where sharded tensors are plain
 - `elementwise`: functions that compute each element by itself, copies, conversions and `zeros_like` are local;
 - `views`: views with the same elements in the same order, and slices along the first dimension, are sharded as well;
 - `reduction_rules`: reductions go over the ranks (`reductions`);
-- `random_values`: random values are drawn for the full tensor, of which each rank takes its part;
+- `random_values`: random values are drawn for the full tensor, and each rank takes its part;
 - any other function raises `ShardedTensorError` before anything is changed.
 """
 

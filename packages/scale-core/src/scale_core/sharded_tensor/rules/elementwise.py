@@ -30,7 +30,7 @@ from scale_core.tree import tensors_in
 
 
 def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that is elementwise, by what it computes; others are refused."""
+    """A function that is elementwise in its result; others are refused."""
     tensors = list(tensors_in((args, kwargs)))
     if not any(map(is_sharded, tensors)):
         refuse_call(func, args, kwargs)

@@ -98,7 +98,7 @@ def _is_pointwise_on(
         probes, named_probes = [probe(kind) for kind in args], {key: probe(kind) for key, kind in kwargs}
         with torch.no_grad(), _Operators() as record:
             result = func(*probes, **named_probes)
-    except Exception:  # What can't be known is not taken for it.
+    except Exception:  # An unknown function does not count as one.
         return False
     results = [result] if isinstance(result, Tensor) else result
     if not isinstance(results, list | tuple) or not results:
@@ -123,7 +123,7 @@ def _computes_elements(operator: Any) -> bool:
 
 @functools.cache
 def is_pointwise_list(name: str) -> bool:
-    """Whether a function on lists, such as `_foreach_add_`, computes each element by itself."""
+    """Whether a function on lists, for example `_foreach_add_`, computes each element by itself."""
     # Their operators have no tags: those on one tensor have.
     packet = getattr(torch.ops.aten, name.removeprefix("_foreach_").removesuffix("_"), None)
     overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]

@@ -21,7 +21,7 @@ from scale_core.tree import tensors_in
 
 
 def fill_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Random values in place, and initializers: those of the full tensor, of which this rank takes its part."""
+    """Random values in place, and initializers: those of the full tensor, and this rank takes its part."""
     arguments = dict(kwargs)
     tensor = args[0] if args else arguments.pop("tensor", arguments.pop("input", None))
     others = list(tensors_in((args[1:], arguments)))
@@ -43,7 +43,7 @@ def _random_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _normal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.normal(mean, std)`, of which one or both are sharded."""
+    """`torch.normal(mean, std)` with one or both sharded."""
 
     def bound(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> tuple[Any, ...]:
         return mean, std, generator

@@ -1,4 +1,4 @@
-"""The arguments of torch's reductions, and which of `reductions` each is; and what torch composes of these."""
+"""The arguments of torch's reductions, the one of `reductions` for each, and functions composed of these."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _dims(dim: Any) -> tuple[int, ...] | None:
 
 
 def _reduction(bound: Callable[..., Any]) -> Rule:
-    """A rule from a function with torch's arguments after the tensor; what it does not take is refused."""
+    """A rule from a function with torch's arguments after the tensor; other arguments are refused."""
 
     def rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = renamed(kwargs, axis="dim", keepdims="keepdim")
@@ -267,7 +267,7 @@ def _foreach_max(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     ]
 
 
-# Functions that torch composes of others, each of which is sharded or a reduction.
+# Functions that torch composes of others, which are sharded or reductions.
 
 
 def _composed(formula: Callable[..., Any]) -> Rule:
