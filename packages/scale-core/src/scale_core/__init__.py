@@ -1,4 +1,4 @@
-"""Collectives, flat parameters and sharded state: what the techniques of scale are built on.
+"""Collectives, flat parameters and sharded state: the base of the techniques of scale.
 
 Each line imports only from those above it; every folder's `__init__` says where to begin.
 
@@ -8,7 +8,7 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `consistency/`: checks that all ranks run the same and hold the same bits, and one error on all of them where not;
 - `hooks/`, `uneven_inputs`: hooks of the backward pass, and ranks that run out of data;
 - `quantization/`: values in 8 or 4 bits, and collectives that send these;
-- `flat/`, `shard`: parameters in one flat buffer, and what a local tensor is a shard of;
+- `flat/`, `shard`: parameters in one flat buffer, and the shard that a local tensor is;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;
 - `state/`, `sharded_module`, `snapshot/`, `pretrained/`, `convert/`: sharded state dicts, modules with parts of
   parameters, verified checkpoints, weights of Hugging Face,

@@ -1,10 +1,10 @@
-"""Wrong arguments, told at the call by the annotations of the function or class that was called.
+"""Wrong arguments are refused at the call, by the annotations of the function or class.
 
 A type checker tells of them before; without one, `"false"` is true, the letters of a text are names, and what is no
 module fails ten calls further down. `checked_arguments` compares each argument with its annotation, and refuses what
 can't be meant. Whatever acts like what is asked for is taken: integers of NumPy and of torch, whole floats (5e9), lists
-and generators for sequences, tensors in tracing, mocks, and all that an annotation does not tell, such as `Any`. What a
-value may be beyond its type (positive, divides the ranks) is checked where it has its meaning.
+and generators for sequences, tensors in tracing, mocks, and all values that an annotation does not restrict, for
+example `Any`. What a value may be beyond its type (positive, divides the ranks) is checked where it has its meaning.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _checked(function: Callable[..., Any], title: str, own: Sequence[str]) -> Ca
 
 
 class _Kind(NamedTuple):
-    """What an annotation asks for: its name without an article, whether a value is one, and types that always are."""
+    """The expectation of an annotation: its name without an article, a test of values, and types that pass."""
 
     name: str
     fits: Callable[[Any], bool]
@@ -127,7 +127,7 @@ class _Kind(NamedTuple):
 
 
 class _Signature(NamedTuple):
-    """The parameters that can be given by their place, in order, and what is asked for, and the default, by name."""
+    """The parameters that can be given by their place, in order, and the expectation and the default, by name."""
 
     names: tuple[str, ...]
     kinds: dict[str, _Kind]
@@ -178,7 +178,7 @@ def _with_articles(name: str) -> str:
 
 
 def _came(value: Any) -> str:
-    """What was given; of a container, of what sort its items are."""
+    """The kind of a value; of a container, also the kind of its items."""
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
     if isinstance(value, type):
@@ -201,7 +201,7 @@ def _read(hint: Any, known: dict[str, Any]) -> Any:
 
 
 def _kind(hint: Any, known: dict[str, Any]) -> _Kind | None:
-    """What an annotation asks for; None where it tells nothing that can be compared."""
+    """The expectation of an annotation; None if it has nothing to compare."""
     if isinstance(hint, TypeVar):
         return None if hint.__bound__ is None else _kind(_read(hint.__bound__, known), known)
     origin = typing.get_origin(hint)
@@ -213,7 +213,7 @@ def _kind(hint: Any, known: dict[str, Any]) -> _Kind | None:
     if origin is typing.Literal:
         sorts = tuple({type(choice) for choice in arguments})  # Which words there are is for the function to say.
         return _Kind("|".join(map(repr, arguments)), lambda value: isinstance(value, sorts), frozenset(sorts))
-    if origin is type:  # Of which other one is for the function to say.
+    if origin is type:  # The function checks which type.
         return _Kind("class", lambda value: isinstance(value, type))
     if (origin or hint) in _SIMPLE:
         return _SIMPLE[origin or hint]
@@ -267,7 +267,7 @@ def _has(value: Any, *names: str) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return _has(value, "__torch_function__")  # What stands for one while torch.fx traces has it as well.
+    return _has(value, "__torch_function__")  # Its stand-in while torch.fx traces has it as well.
 
 
 def _is_bool(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""torch's private functions, and what differs between its versions: one function each.
+"""torch's private functions, and differences of its versions: one function each.
 
 No other file asks for a version. Where another file uses a name with an underscore, it has been the same over many
 versions: an attribute of tensors or modules (`_version`, `_parameters`), a `_foreach` operator, a dispatch mode. Only
@@ -45,7 +45,7 @@ saved_tensor_hooks: Callable[[bool], object] = torch._C._autograd._top_saved_ten
 # Whether torch.profiler records now. If it ends while gloo still carries a collective that was started under it, torch
 # 2.13 writes to memory that the profiler has freed, and the process crashes later.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
-# What stands in the place of a `record_function` while none records: making one takes 100 times as long as asking.
+# In place of a `record_function` while none records: making one takes 100 times as long as asking.
 NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
@@ -67,7 +67,7 @@ def control_device(group: dist.ProcessGroup, wished: torch.device = _HOST) -> to
 
 
 def nccl_trace() -> list[dict[str, Any]]:
-    """What torch's flight recorder knows of collectives on NCCL that have not ended; [] where there is none."""
+    """The collectives on NCCL in torch's flight recorder that have not ended; [] without one."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None) if dist.is_available() else None
     if dump is None:
         return []
@@ -163,8 +163,8 @@ def default_store() -> Store | None:
 
 
 def add_gradients(edges: Iterable[GradientEdge], gradients: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
-    """Adds what follows from the gradients of `edges` to the `grad` of leaves, as `torch.autograd.backward` does."""
-    # The engine is called as that calls it in torch 2.8 to 2.15, without what comes before: it would look at shapes
+    """Adds gradients from those of `edges` to the `grad` of leaves, as `torch.autograd.backward` does."""
+    # The engine is called as that calls it in torch 2.8 to 2.15, without the steps before: it would look at shapes
     # that come from the engine itself, and copy the context, which takes longer than all of the engine's own work where
     # graphs are small. Where torch has no such engine any more, it is called itself.
     edges, gradients, leaves = tuple(edges), tuple(gradients), tuple(leaves)
@@ -368,7 +368,7 @@ def can_swap_memory() -> bool:
 
 
 def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchanges the memory of two storages, of which one has none; all views see that."""
+    """Exchanges the memory of two storages, if one has none; all views see that."""
     cast(Any, storage)._swap_data_ptr_(other)
 
 
@@ -401,7 +401,7 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors inside a wrapper such as DTensor, or the tensor itself."""
+    """The plain tensors inside a wrapper, for example DTensor, or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -411,7 +411,7 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 def wrap_no_grad_function(function: Callable[..., Any], around: Callable[..., Any]) -> None:
     """Replaces one of torch's clipping functions by `around(own, ...)`, also where it was imported by name."""
-    # They are closures that call what they wrap without gradients: that is replaced inside of them.
+    # They are closures that call the wrapped function without gradients: that is replaced inside of them.
     unwrapped = cast(Any, function).__wrapped__
     (cell,) = (cell for cell in function.__closure__ or () if cell.cell_contents is unwrapped)
     cell.cell_contents = functools.partial(around, unwrapped)
@@ -488,7 +488,7 @@ def watching_waits(callback: Callable[[dist.Work], None]) -> Iterator[None]:
 
 
 def work_of(handle: Any) -> dist.Work:
-    """The handle that a program gets for what a collective operator has returned as its handle."""
+    """The handle that a program gets for the handle of a collective operator."""
     work: dist.Work = cast(Any, dist.Work).unbox(handle)
     return work
 

@@ -1,6 +1,6 @@
 """Parameters that the user has made DTensors, as torch's `parallelize_module` does, and that are sharded further.
 
-What is sharded is the local tensor, a piece of the full parameter like that of any tensor parallel layer: a `Shard`
+The local tensor is sharded, a piece of the full parameter like that of any tensor parallel layer: a `Shard`
 says which. Modules compute with a DTensor around the gathered piece.
 """
 
@@ -109,7 +109,7 @@ class _Wrap(torch.autograd.Function):
 
 
 def local_gradient(grad: Any, placements: Sequence[Any]) -> Tensor:
-    """Returns the local tensor of a DTensor gradient in these placements, those of its parameter; sums what is partial.
+    """Returns the local tensor of a DTensor gradient in these placements, those of its parameter; sums partial ones.
 
     All ranks of its mesh call it together.
     """

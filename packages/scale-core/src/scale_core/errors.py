@@ -4,13 +4,13 @@
     |-- LaunchError                the ranks did not find each other, or do not belong together
     |-- ScaleDistributedError      the ranks run different things, or can't reach each other
     |   |-- ContractError          they run, or are about to run, different things
-    |   |   `-- DivergenceError    they hold different values of what must be equal
+    |   |   `-- DivergenceError    they hold different values of equal tensors
     |   |-- StepError              another rank failed, so all aborted the step; training can go on
     |   |   `-- StageError         scale_pipe: the same, with the stage and the micro-batch that failed
     |   `-- TransferError          one collective failed or timed out
     |       `-- P2PError           scale_pipe: one message between two stages failed or timed out
-    |-- SnapshotError              saving or loading failed on all ranks alike; the group still works
-    |   |-- DamagedSnapshotError   what is on the disk is not what was written
+    |-- SnapshotError              saving or loading failed on all ranks; the group still works
+    |   |-- DamagedSnapshotError   the files differ from those written
     |   |-- NewerSnapshotError     a newer version of scale-core wrote it
     |   `-- ForeignCheckpointError another library wrote it; says which, and how it is converted
     |-- StateMismatch              a state does not fit the model; also a ValueError
@@ -21,7 +21,7 @@
     |-- BudgetError                scale_checkpoint: no plan fits the memory; also a ValueError
     |-- SplitError                 scale_pipe: a model can't be cut into stages there
     |-- PlaceholderTensorError     scale_pipe: a value was asked of a tensor that another stage computes
-    |-- InputError                 scale_train, exit code 2: what was asked for can't be done; also a ValueError
+    |-- InputError                 scale_train, exit code 2: the request can't be done; also a ValueError
     |-- Interrupted                scale_train, exit code 128 + n: signal n asked to stop, and all is saved
     |-- TrainingDiverged           scale_train, exit code 1: the loss or the weights are not finite
     `-- RanksLost                  scale_train, exit code 1: another rank ended, or can't be reached
@@ -72,7 +72,7 @@ def set_last_snapshot(path: str) -> None:
 
 
 def recovery_hint() -> str:
-    """What to do when the group is broken, for errors."""
+    """The advice when the group is broken, for errors."""
     end = "end this process and start from the last checkpoint"
     return end if _last_snapshot is None else f"{end}, {_last_snapshot}"
 
@@ -80,14 +80,14 @@ def recovery_hint() -> str:
 class ScaleDistributedError(ScaleError):
     """The ranks of a group run different things, or can't reach each other.
 
-    Ranks are numbers in the group that took part. What is not known is None, 0 or "".
+    Ranks are numbers in the group that took part. Unknown values are None, 0 or "".
 
     Attributes:
         rank: The rank that found it; in a `StepError` that names one, the rank that failed.
         peer: The rank that was waited for.
         step: The pass in which it was seen, counted from 1.
         unit: The unit (module, bucket, stage) at which it was seen.
-        op: What was done together, such as "all_gather" or "saving runs/1/step-00000012".
+        op: The common operation, for example "all_gather" or "saving runs/1/step-00000012".
         last_snapshot: The last complete snapshot that this process has written or read, to start again from.
     """
 
@@ -118,7 +118,7 @@ class DivergenceError(ContractError):
     """The ranks hold different values of a parameter, a buffer or an input that must be the same on all of them.
 
     Attributes:
-        names: What differs, by qualified name and shape.
+        names: The differences, by qualified name and shape.
         ranks: Those of the group's ranks that hold others than most do.
     """
 
@@ -149,7 +149,7 @@ class TransferError(ScaleDistributedError):
 
     Attributes:
         gone: `peer`, where that rank has closed the connection, as it does by ending; otherwise None.
-        fact: The message without what to do next.
+        fact: The message without the advice.
     """
 
     def __init__(self, op: str, peer: int | None, cause: str, *, rank: int | None = None) -> None:
@@ -162,7 +162,7 @@ class TransferError(ScaleDistributedError):
 
 
 def _reason_of(cause: str, who: str) -> tuple[str, bool]:
-    """What a transport's text says, and whether it is one: the group is of no use then."""
+    """The reason in a transport's text, and whether it is one: the group can't be used then."""
     if _CLOSED_BY_PEER.search(cause):
         return f"{who} has closed the connection, as a process does that ends or times out", True
     if _GIVEN_UP.search(cause):
@@ -178,11 +178,11 @@ class ShardedTensorError(ScaleError):
 
 
 class SnapshotError(ScaleError):
-    """Saving or loading failed, on every rank alike; `__cause__` is what was raised where it failed."""
+    """Saving or loading failed, on every rank alike; `__cause__` is the original exception."""
 
 
 class DamagedSnapshotError(SnapshotError):
-    """A snapshot is not what was written: a checksum, a length or a file differs; nothing was loaded from it."""
+    """A snapshot is damaged: a checksum, a length or a file differs; nothing was loaded from it."""
 
 
 class NewerSnapshotError(SnapshotError):
@@ -190,11 +190,11 @@ class NewerSnapshotError(SnapshotError):
 
 
 class ForeignCheckpointError(SnapshotError):
-    """What was to be loaded is a checkpoint of another library; the message says which, and how it is converted."""
+    """The path has a checkpoint of another library; the message says which, and how it is converted."""
 
 
 def renamed_arguments(**lines: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function refuse these keyword arguments by a TypeError that says what to write in their place.
+    """Makes a function refuse these keyword arguments by a TypeError with the arguments to write in their place.
 
     >>> @renamed_arguments(group="process_group=")
     ... def average(process_group=None):

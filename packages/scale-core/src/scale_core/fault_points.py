@@ -5,7 +5,7 @@ A point is one line, which costs a comparison with None while no fault is switch
     if fault_points.active is not None:
         fault_points.active("all_gather", "")
 
-The second argument says more of it where a fault may want to choose, such as the micro-batch of a message.
+The second argument says more of it where a fault may want to choose, for example the micro-batch of a message.
 """
 
 from __future__ import annotations

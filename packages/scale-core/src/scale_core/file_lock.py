@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Lock(Enum):
-    """What `try_lock` has found."""
+    """The result of `try_lock`."""
 
     TAKEN = "taken"
     HELD = "held by another"

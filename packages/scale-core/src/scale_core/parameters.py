@@ -1,4 +1,4 @@
-"""Parameters that others take the place of: what must not be lost with them.
+"""Replaced parameters: the attributes that must not be lost with them.
 
 A wrapper that shards a model makes new parameters, or gives the model's own ones other memory. Attributes that a user
 has set on a parameter go with it (`copy_attributes`). Memory that a parameter shares with another tensor can't: the two
@@ -21,11 +21,11 @@ from scale_core.shard import NOT_COPIED
 def copy_attributes(param: Tensor, other: Tensor, *, leave_out: Collection[str] = ()) -> None:
     """Copies attributes that users set on a parameter to the one that takes its place.
 
-    Such as `param._no_weight_decay = True`, by which parameter groups are made. `leave_out` are a subclass's own.
+    For example `param._no_weight_decay = True`, by which parameter groups are made. `leave_out` are a subclass's own.
     """
     for name, value in vars(param).items():
         if name not in NOT_COPIED and name not in leave_out:
-            vars(other).setdefault(name, value)  # What there is belongs to it, as a fake tensor's own device.
+            vars(other).setdefault(name, value)  # Its own ones stay, as a fake tensor's own device.
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class MemoryRange:
             return False
         if self._is_dense and other._is_dense:
             return True
-        # Such as the left and the right columns of one matrix, whose rows alternate.
+        # For example the left and the right columns of one matrix, whose rows alternate.
         first, last = min(self.start, other.start), max(self.stop, other.stop)
         used = torch.zeros(last - first, dtype=torch.bool)
         self._view_of(used, first).fill_(True)
@@ -100,7 +100,7 @@ class MemoryRange:
         return torch.Size(self.shape).numel() * self.itemsize == self.stop - self.start
 
     def _view_of(self, used: Tensor, first: int) -> Tensor:
-        """What is this one's of a tensor with one element for each byte from address `first` on."""
+        """This range in a tensor with one element for each byte from address `first` on."""
         shape = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
         stride = [stride * self.itemsize for stride in self.stride]
         return used.as_strided([*shape, self.itemsize], [*stride, 1], self.start - first)
@@ -161,7 +161,7 @@ def _as_code(name: str, example: str) -> str:
     """How a program writes a qualified name: 'model[0].weight' for '0.weight'; an example of one that is none."""
     first, *parts = name.split(".")
     if not first.isidentifier() and not first.isdigit():
-        return example  # Such as 'parameter 1 of group 0', of an optimizer that was given no names.
+        return example  # For example 'parameter 1 of group 0', of an optimizer that was given no names.
     code = f"model[{first}]" if first.isdigit() else first
     return code + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
 

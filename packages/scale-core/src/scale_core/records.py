@@ -1,4 +1,4 @@
-"""Records: facts that scale stores as an attribute of an object, such as a parameter, an optimizer or a module.
+"""Records: facts that scale stores as an attribute of an object, for example a parameter, an optimizer or a module.
 
 A record ends with its object. Copies and pickles of the object start without one. The layout of a shard is in its
 `Shard` (`scale_core.shard`).

@@ -1,4 +1,4 @@
-"""Metadata of local shards: which elements of which parameter a tensor holds, and who holds the others.
+"""Metadata of local shards: the parameter and the elements that a tensor holds, and the holders of the others.
 
 Optimizer wrappers, gradient norms, checkpoints and tensor-parallel layers all ask this of tensors that `parameters()`
 yields. The answer stands on the tensor itself; `sharded_tensor` makes it one that acts by it.
@@ -81,11 +81,11 @@ class Shard:
     Attributes:
         name: The parameter's qualified name in the plain model; "" where only the model that lists it knows.
         shape: The shape of the full parameter.
-        start: First element held, in the row-major order of the full parameter, or of what `ranges` leave of it.
+        start: First element held, in the row-major order of the full parameter, or of the part in `ranges`.
         stop: One past the last element held; `start == stop` where this rank holds nothing.
         axes: How each mesh axis holds it.
         unit: The name of the unit that gathers it; "" is the root.
-        ranges: Of which indices the piece is, where it is no range of elements: some columns, or several groups of
+        ranges: The indices of the piece, if it is no range of elements: some columns, or several groups of
             rows. Empty is all of them.
         counted: Whether no other rank of a `SHARD` axis that comes first holds the same elements as well. Of such
             copies, one counts in a norm.
@@ -151,7 +151,7 @@ class Shard:
 
 
 class Stages(Protocol):
-    """A pipeline: a model of which each rank of a group holds other parameters.
+    """A pipeline: a model whose parameters are divided over the ranks of a group.
 
     Its stages may be wrapped at any time, so they are not registered as tensors.
     """
@@ -161,7 +161,7 @@ class Stages(Protocol):
         """The ranks that hold stages."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's current parameters, by the names of the whole model."""
+        """This rank's current parameters, by the names of the full model."""
 
     def counted_elsewhere(self) -> Collection[Tensor]:
         """Copies of shared parameters that another rank counts in a norm."""
@@ -214,7 +214,7 @@ def stage_parameters() -> Iterator[Tensor]:
 
 
 def names_of_stages(model: Stages) -> dict[Tensor, str]:
-    """Returns the parameters of this rank's stages, each with its name in the whole model."""
+    """Returns the parameters of this rank's stages, each with its name in the full model."""
     return {param: name for name, param in model.named_parameters()}
 
 

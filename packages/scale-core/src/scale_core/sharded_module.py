@@ -1,4 +1,4 @@
-"""Modules that compute with parts of parameters: what outlives all that can be done to a module, in one place.
+"""Modules that compute with parts of parameters: the parts that outlive any change of a module, in one place.
 
 A tensor parallel layer has some rows or columns of a weight, experts are divided between ranks. Such a module says of
 each parameter how it is divided (`Sharding`). From that follow what `shard_of` says of it, also after `deepcopy`, `to`
@@ -43,7 +43,7 @@ class Sharding(Protocol):
         """A rank's shard of the full parameter."""
 
     def shard_spec(self, group: Group, name: str = "") -> Shard:
-        """What norms, optimizers and checkpoints read of a rank's shard."""
+        """The description of a rank's shard for norms, optimizers and checkpoints."""
 
 
 def full_tensor(sharding: Sharding, part: Tensor, group: Group, name: str) -> Tensor:
@@ -98,7 +98,7 @@ class ShardedModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        """Takes this rank's shard out of full tensors, and out of what torch's checkpoint functions have read."""
+        """Takes this rank's shard out of full tensors, and out of the results of torch's checkpoint functions."""
         wait_for(*self.parameters(recurse=False))
         refused = []
         for name, sharding in self.shardings.items():
@@ -159,7 +159,7 @@ class ShardedModule(nn.Module):
                 destination[prefix + name] = full
 
     def _gather_full(self, sharding: Sharding, param: Tensor, name: str) -> Tensor:
-        """A full parameter; an error says what all ranks have to call."""
+        """A full parameter; an error names the call for all ranks."""
         try:
             return full_tensor(sharding, param, self.group, name)
         except ScaleDistributedError as error:
@@ -177,7 +177,7 @@ class ShardedModule(nn.Module):
             return
         if tuple(param.shape) == sharding.local_shape(self.group.rank):
             set_shard(param, sharding.shard_spec(self.group))
-            # Optimizers that need full tensors are refused, and others say what their state is a part of.
+            # Optimizers that need full tensors are refused, and the state of others knows its full tensor.
             watch_optimizers()
 
 

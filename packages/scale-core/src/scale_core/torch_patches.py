@@ -48,7 +48,7 @@ def install() -> None:
 on_first_shard(install)
 
 
-# Clipping. Each function gets torch's own one first, and then what that was called with.
+# Clipping. Each function gets torch's own one first, and then its arguments.
 
 
 def _clip_grad_norm(

@@ -2,7 +2,7 @@
 
 `torch.utils._pytree` knows tuples, named tuples, lists, dicts and the output classes that libraries register with it.
 Unregistered dataclasses and subclasses of lists, tuples and mappings are taken apart here. Everything else is a leaf;
-a set that holds tensors is a `TypeError`, since what is done to them has to have one order on all ranks.
+a set that holds tensors is a `TypeError`, since the order of its tensors has to be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
     A tensor in several places is mapped once, so that identity is preserved. A tree in which nothing changes
     (`function` returns each tensor itself) is returned as the very same object; otherwise the containers on the way to
-    what changes are new, and made without a call of their constructors.
+    changed containers are new, and made without a call of their constructors.
     """
     mapped: dict[int, tuple[Tensor, Tensor]] = {}  # With the tensor, whose id another one would have after it.
 
@@ -40,7 +40,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Returns a copy of `tree`, all its containers new ones of the same type, with `function` applied to each leaf.
 
-    What is filled or changed in `tree` later makes no difference to it.
+    Later changes of `tree` make no difference to it.
     """
     return _map(function, tree, copies=True)
 
@@ -60,13 +60,13 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _map(function: Callable[[Any], Any], tree: Any, copies: bool) -> Any:
-    """Copies containers on the way to what changes, or all; without `copies`, only tensors are leaves."""
+    """Copies containers on the way to a change, or all; without `copies`, only tensors are leaves."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         return function(tree)
     if kind in _ATOMS:
         return tree
-    # What modules take and return as a rule; the general way costs twenty times as much, and each unit takes it.
+    # The usual inputs and outputs of modules; the general way costs twenty times as much, and each unit takes it.
     if kind is tuple or kind is list:
         parts = [_map(function, part, copies) for part in tree]
         return tree if not copies and all(map(operator.is_, parts, tree)) else kind(parts)

@@ -25,26 +25,26 @@ class LossShare:
 
     Attributes:
         weight: The factor for this rank's gradients; 0 where it has run out.
-        divisor: What the sum over the ranks is divided by.
+        divisor: The divisor of the sum over the ranks.
     """
 
     weight: float
     divisor: int
 
 
-active_share: LossShare | None = None  # None: every rank counts alike.
+active_share: LossShare | None = None  # None: every rank counts equally.
 _FAILED = -1
 
 
 def current_share() -> LossShare | None:
-    """Returns the weight of this rank's gradients; None where every rank counts alike."""
+    """Returns the weight of this rank's gradients; None if every rank counts equally."""
     return active_share
 
 
 class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(loader)`, as `range` and `zip` do
     """Yields batches on every rank until no rank has any more.
 
-    All ranks must do the same with what they get: forward, backward, optimizer step. `active` tells whether the batch
+    All ranks must do the same with their batches: forward, backward, optimizer step. `active` tells whether the batch
     that was yielded last is one that counts. Not for micro-batches under `no_sync()`: yield them together.
 
         >>> from scale_core import join
@@ -55,7 +55,7 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
         batches: This rank's batches; one at least.
         process_group: The ranks; the default group if None.
         samples: How many samples a batch has. With it a rank counts by its samples, as where the last batch of some
-            rank is a smaller one and each loss is a mean over a batch; without it all batches count alike.
+            rank is a smaller one and each loss is a mean over a batch; without it all batches count equally.
         limit_seconds: The longest wait for another rank; None is the group's own limit.
 
     Attributes:

@@ -25,10 +25,10 @@ Target = Literal["snapshot", "safetensors", "dcp"]
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was converted.
+    """The result of a conversion.
 
     Attributes:
-        path: What was written: the snapshot's directory, the safetensors file or folder, or the DCP folder.
+        path: The output: the snapshot's directory, the safetensors file or folder, or the DCP folder.
         source: The format that was read.
         step: The training step, 0 where the format does not say.
         num_tensors: How many tensors were written.
@@ -69,19 +69,19 @@ def convert_checkpoint(
 
     Args:
         source: The file or folder; of files by rank, one of them or their folder.
-        destination: What is not there yet. A snapshot is written into it as `step-<step>`; safetensors into one file,
-            if it ends in .safetensors, or else into a folder.
+        destination: A path that does not exist yet. A snapshot is written into it as `step-<step>`; safetensors into
+            one file, if it ends in .safetensors, or else into a folder.
         to: "snapshot", "safetensors" or "dcp".
-        step: The training step of the snapshot; by default what the source says, or 0.
-        names: How names change, and what is left out.
+        step: The training step of the snapshot; by default that of the source, or 0.
+        names: Changes of names, and names to leave out.
         model_only: Write the model alone, under the names of its plain state_dict(); for safetensors and DCP.
         max_shard_bytes: The size of a safetensors file above which there are several.
         trust: Unpickle objects of any class, which may run any code that the source says.
         progress: Called with the bytes that were read since the last call, and the bytes of all.
 
     Raises:
-        ValueError: The source is no checkpoint that is known here, is damaged, or holds what would be lost; there is
-            something at the destination; or an argument is wrong. Nothing is left at the destination.
+        ValueError: The source is no checkpoint that is known here, is damaged, or holds values that would be lost;
+            there is something at the destination; or an argument is wrong. Nothing is left at the destination.
         SnapshotError: The source is a snapshot that is damaged; or a snapshot can't be written.
         OSError: A file can't be read or written.
     """
@@ -123,15 +123,15 @@ def convert_checkpoint(
 
 @checked_arguments
 def open_checkpoint(path: str | os.PathLike[str], names: Renaming | None = None, *, trust: bool = False) -> StoredState:
-    """Returns what a checkpoint of any known format holds, its tensors still in their files.
+    """Returns the content of a checkpoint of any known format, its tensors still in their files.
 
     Args:
         path: As `convert_checkpoint` takes it.
-        names: How names change, and what is left out.
+        names: Changes of names, and names to leave out.
         trust: Unpickle objects of any class, which may run any code that the source says.
 
     Raises:
-        ValueError: It is no checkpoint that is known here, is damaged, or holds what has no name.
+        ValueError: It is no checkpoint that is known here, is damaged, or holds values without a name.
         SnapshotError: It is a snapshot that is damaged.
         OSError: A file can't be read.
     """
@@ -139,7 +139,7 @@ def open_checkpoint(path: str | os.PathLike[str], names: Renaming | None = None,
 
 
 def recognized(path: str | os.PathLike[str]) -> Recognized:
-    """As `recognize`, but a ValueError for what is not known or can't be converted."""
+    """As `recognize`, but a ValueError for a checkpoint that is unknown or can't be converted."""
     if not os.path.lexists(path):
         raise ValueError(f"{path} is not there")
     foreign = recognize(path)

@@ -1,4 +1,4 @@
-"""Reads a folder of torch.distributed.checkpoint (DCP), one tensor at a time, without running what is in it.
+"""Reads a folder of torch.distributed.checkpoint (DCP), one tensor at a time, without running code in it.
 
 Its `.metadata` is a pickle, and `dcp.load` runs whatever that says. Here it may build the classes that DCP itself puts
 there, and nothing else; the chunks are files of torch.save, read with `weights_only`.
@@ -174,7 +174,7 @@ def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """A value in which dicts by number, of what was a list, are lists again."""
+    """A value in which dicts by number, made from lists, are lists again."""
     if not isinstance(value, Mapping):
         return value
     tree = {key: _with_lists(part) for key, part in value.items()}

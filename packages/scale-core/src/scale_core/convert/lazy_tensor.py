@@ -15,7 +15,7 @@ from scale_core.state.local_shard import LocalShard
 class LazyTensor(LocalShard):
     """A full tensor of a file, which a planner of `torch.distributed.checkpoint` reads when it writes it.
 
-    `LazyTensor(shape, dtype, read)`: `read()` returns it from the file, anew at each call. `origin` is equal for two
+    `LazyTensor(shape, dtype, read)`: `read()` returns it from the file, again at each call. `origin` is equal for two
     names of one tensor, and None where the format does not say.
     """
 

@@ -1,7 +1,7 @@
-"""Scale's keys for what another library saved: `model.<name>` and `optim.<name>.<key>`, from nested dicts.
+"""Scale's keys for the state of another library: `model.<name>` and `optim.<name>.<key>`, from nested dicts.
 
-Libraries agree on no layout, but on a few words for its parts. What has no name (an optimizer's state by number) is
-refused and not guessed: two parameters of one shape would be exchanged in silence.
+Libraries agree on no layout, but on a few words for its parts. Values without a name (an optimizer's state by number)
+are refused and not guessed: two parameters of one shape would be exchanged in silence.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SNAPSHOT_MARK = "scale_snapshot"
 
 @dataclass
 class StoredState:
-    """What a checkpoint holds, under scale's keys.
+    """The content of a checkpoint, under scale's keys.
 
     Attributes:
         tensors: Each tensor by its key.
-        values: What is no tensor, ready for JSON.
-        extra: What the program added, as `encode_extra` returns it.
+        values: Values that are no tensors, ready for JSON.
+        extra: The program's addition, as `encode_extra` returns it.
         step: The training step, 0 where it is not known.
         tied: Other names of a tensor, each with its first name.
     """
@@ -44,7 +44,7 @@ class StoredState:
 
 @dataclass(frozen=True)
 class Renaming:
-    """How names change: what begins with the first text of a pair begins with the second, by the longest that fits."""
+    """Changes of names: a prefix, the first text of a pair, becomes the second; the longest one counts."""
 
     pairs: Sequence[tuple[str, str]] = ()
     skip: Sequence[str] = ()
@@ -59,16 +59,16 @@ class Renaming:
         return new + name[len(old) :]
 
     def skips(self, path: str) -> bool:
-        """Whether what stands at this dotted path is left out."""
+        """Whether the value at this dotted path is left out."""
         return any(path == word or path.startswith((f"{word}.", f"{word}[")) for word in self.skip)
 
 
 def stored_state(tree: Mapping[Any, Any], renaming: Renaming) -> StoredState:
-    """Gives what was saved scale's keys.
+    """Gives a saved state scale's keys.
 
     Args:
         tree: Nested dicts and lists, with `LazyTensor`s and plain values.
-        renaming: How names of parameters change, and what is left out.
+        renaming: Changes of parameters' names, and names to leave out.
 
     Raises:
         ValueError: Something would be lost: it has no name, or is neither a tensor nor a value that JSON knows; two
@@ -207,7 +207,7 @@ def _listed(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _names_of_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    """The names that torch keeps beside the numbers, where the optimizer was given named parameters."""
+    """The names that torch keeps with the numbers, if the optimizer was given named parameters."""
     return {
         number: str(name)
         for group in groups
@@ -231,7 +231,7 @@ def _unflattened(optimizer: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
 
 
 def _rest(top: Mapping[str, Any], renaming: Renaming) -> Any:
-    """What is neither model nor optimizer, for `extra`."""
+    """Values that are neither model nor optimizer, for `extra`."""
     return encode_extra({key: _plain(value, key, renaming) for key, value in top.items()} or None)
 
 

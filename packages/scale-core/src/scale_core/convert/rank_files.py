@@ -1,12 +1,12 @@
-"""Reads what each rank has saved for itself: FairScale's local states, scale-fsdp's, and FSDP1's sharded state dicts.
+"""Reads files of single ranks: FairScale's local states, scale-fsdp's, and FSDP1's sharded state dicts.
 
 All of them are made into one table first, which says where the elements of each tensor are; the tensors are put
 together from it one at a time. Formats:
 
-- FairScale: `local_state_dict()` beside `local_metadata_dict()`. A flat parameter is cut into equal chunks with zeros
-  at the end ("padding"); its metadata says the names, shapes and sizes of what is in it.
-- scale-fsdp: `local_state_dict()`, whose `_metadata` has the elements of each parameter on this rank; or that beside
-  FairScale's metadata, as the alias of FairScale gives it.
+- FairScale: `local_state_dict()` and `local_metadata_dict()`. A flat parameter is cut into equal chunks with zeros
+  at the end ("padding"); its metadata says the names, shapes and sizes of its parameters.
+- scale-fsdp: `local_state_dict()`, whose `_metadata` has the elements of each parameter on this rank; or that together
+  with FairScale's metadata, as the alias of FairScale gives it.
 - FSDP1 (`StateDictType.SHARDED_STATE_DICT`): each entry is a ShardedTensor, which says its indices itself.
 """
 
@@ -42,7 +42,7 @@ _STAND_INS = (
 
 
 class _Record:
-    """Stands for the classes of a pickled ShardedTensor, which need a process group: it keeps what they are made of."""
+    """Stands for the classes of a pickled ShardedTensor, which need a process group: it keeps their parts."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -137,7 +137,7 @@ def _from_flat_parameters(files: Sequence[Path], loaded: Sequence[Mapping[Any, A
 
 
 def _weights_and_metadata(path: Path, loaded: Mapping[Any, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """A rank's tensors and what says which they are, under whatever keys the program has chosen."""
+    """A rank's tensors and their metadata, under whatever keys the program has chosen."""
     candidates = [value for value in loaded.values() if isinstance(value, Mapping) and _is_metadata(value)]
     states = [
         value
@@ -165,7 +165,7 @@ def _weights_and_metadata(path: Path, loaded: Mapping[Any, Any]) -> tuple[Mappin
 
 
 def _torch_metadata(value: object) -> Mapping[str, Any]:
-    """What torch keeps beside a module's state dict of the outermost module."""
+    """The metadata that torch keeps of the outermost module in a state dict."""
     metadata: Mapping[str, Any] = getattr(value, "_metadata", {}).get("", {})
     return metadata
 
@@ -214,7 +214,7 @@ def _table_of_chunks(
                     if max(low, start) < min(high, start + numel) or (numel == 0 and rank == 0)
                 ]
                 start += numel
-        # Their names are those of the unit, or of the whole model: FairScale's own function takes them for the latter.
+        # Their names are those of the unit, or of the full model: FairScale's own function takes them for the latter.
         for first, other in unit.get("shared_param_info", ()):
             table_key = first if first in table else prefix + first
             tied[other if first in table else prefix + other] = table_key

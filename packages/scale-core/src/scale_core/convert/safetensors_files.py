@@ -15,7 +15,7 @@ from scale_core.snapshot.format.safetensors_io import DTYPES
 
 
 def read_safetensors_file(path: Path) -> dict[str, Any]:
-    """Returns the tensors of a file by name, and what `writers` has put into its metadata.
+    """Returns the tensors of a file by name, and the entries of its metadata by `writers`.
 
     Raises:
         ValueError: It is damaged, or has a dtype that torch does not know.

@@ -22,7 +22,7 @@ from scale_core.snapshot.read_lock import ReadLock
 
 @dataclass(frozen=True)
 class SnapshotSummary:
-    """What a snapshot's manifest says of it: the step, how many ranks wrote it, and what is in it."""
+    """The summary of a snapshot's manifest: the step, the number of ranks that wrote it, and its content."""
 
     step: int
     num_ranks: int
@@ -42,7 +42,7 @@ def describe_snapshot(directory: Path) -> SnapshotSummary:
 
 
 def read_snapshot(directory: Path) -> StoredState:
-    """Returns what a snapshot's directory holds; each block of a file is verified before the first read of it.
+    """Returns the content of a snapshot's directory; each block of a file is verified before the first read of it.
 
     Raises:
         SnapshotError: It is damaged (`DamagedSnapshotError`), newer (`NewerSnapshotError`), or can't be read.

@@ -1,7 +1,7 @@
-"""Reads files of torch.save: a full state, or several files with an index beside them.
+"""Reads files of torch.save: a full state, or several files with an index.
 
 Nothing but tensors and plain values is unpickled (`weights_only`). Files of the zip format are mapped into memory, so
-that a tensor is read when it is written elsewhere; older ones are read as a whole. The zip format has a checksum of
+that a tensor is read when it is written elsewhere; older ones are read at once. The zip format has a checksum of
 each record, which torch.load does not look at: all of them are compared first.
 """
 
@@ -30,7 +30,7 @@ _REFUSED = re.compile(r"GLOBAL ([\w.]+)|<class '([\w.]+)'>")
 
 
 def read_torch_file(path: Path, *, trust: bool = False) -> dict[Any, Any]:
-    """Returns what a file holds, its tensors as `LazyTensor`s.
+    """Returns the content of a file, its tensors as `LazyTensor`s.
 
     Args:
         path: The file.
@@ -66,13 +66,13 @@ def read_torch_folder(folder: Path, *, trust: bool = False) -> dict[Any, Any]:
 
 
 def load_object(path: Path, *, trust: bool = False, stand_ins: AbstractContextManager[object] | None = None) -> Any:
-    """What torch.load makes of a file; `stand_ins` is a context that allows more classes."""
+    """The result of torch.load for a file; `stand_ins` is a context that allows more classes."""
     with stand_ins if stand_ins is not None else nullcontext():
         return load_stored(path, str(path), trust=trust)
 
 
 def load_stored(source: Path | IO[bytes], place: str, *, trust: bool) -> Any:
-    """What torch.load makes of a file, or of one in memory; a ValueError says what is wrong at `place`."""
+    """The result of torch.load for a file, or for one in memory; a ValueError names the mistake at `place`."""
     is_zip = zipfile.is_zipfile(source)
     if is_zip:
         _check_crc32(source, place)

@@ -1,4 +1,4 @@
-"""Writes what was read as a snapshot, as safetensors, or as a folder of torch.distributed.checkpoint (DCP).
+"""Writes a state as a snapshot, as safetensors, or as a folder of torch.distributed.checkpoint (DCP).
 
 Each is written to another name and renamed when it is complete, and no tensor is in memory before its turn.
 """

@@ -2,7 +2,7 @@
 
 A model of transformers says itself how files of other versions are read: some tensors have other names there, and
 experts stand one by one whose weights are one tensor in the model. Each saved tensor is then a box of the model's, and
-boxes are what files are read and written by. So nothing is converted in memory, and no rank needs the full tensor.
+files are read and written by boxes. So nothing is converted in memory, and no rank needs the full tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SavedPiece(NamedTuple):
 
 
 class Assembled(NamedTuple):
-    """A tensor of the model, and what it is made of."""
+    """A tensor of the model, and its parts in the files."""
 
     tensor: SavedTensor
     pieces: tuple[SavedPiece, ...]
@@ -46,9 +46,9 @@ def model_of_transformers(model: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class Conversions:
-    """How tensors of the files become those of a model: names first, and then what is put together."""
+    """How tensors of the files become those of a model: names first, and then their assembly."""
 
-    patterns: Sequence[tuple[str, str]] = ()  # Regular expressions and what replaces them; the first that fits counts
+    patterns: Sequence[tuple[str, str]] = ()  # Regular expressions and their replacements; the first that fits counts
     renamings: Sequence[Any] = ()  # Of transformers, in their order
     converters: Sequence[Any] = ()  # Of transformers; the first that fits counts
     prefix: str = ""  # Of the names of a base model in a model with a head
@@ -88,7 +88,7 @@ class Conversions:
     # From files to the model.
 
     def assemble(self, saved: Mapping[str, SavedTensor], known: Container[str]) -> dict[str, Assembled]:
-        """Returns what the files have, by the names of a model that has the names `known`.
+        """Returns the content of the files, by the names of a model that has the names `known`.
 
         Raises:
             ValueError: Two saved tensors have one name in the model, or they are put together in a way that no file
@@ -140,7 +140,7 @@ class Conversions:
     # From the model to files.
 
     def split(self, tensors: Mapping[str, SavedTensor]) -> dict[str, Assembled]:
-        """Returns what each of the model's tensors is in the files.
+        """Returns the saved tensors of each of the model's tensors.
 
         Raises:
             ValueError: A conversion can't be undone by writing parts of the tensor.
@@ -165,7 +165,7 @@ class Conversions:
 
 
 def _listed(carrier: nn.Module | None, *, is_saving: bool) -> list[Any]:
-    """What transformers says of the model; nothing where it is of another library."""
+    """The conversions that transformers has for the model; none for models of other libraries."""
     if not hasattr(carrier, "base_model_prefix"):
         return []
     used = getattr(carrier, "_weight_conversions", None)  # By `from_pretrained`
@@ -190,7 +190,7 @@ def _substituted(name: str, patterns: Sequence[tuple[str, str]]) -> str:
 
 
 def _as_replacement(pattern: str) -> str:
-    """A regular expression as the text that it stands for, without what only looks around."""
+    """A regular expression as the text that it stands for, without its lookarounds."""
     return re.sub(r"\(\?.*?\)", "", pattern).removeprefix("^")
 
 
@@ -206,7 +206,7 @@ _WHAT_HELPS = (
 
 
 def _joined(target: str, converter: Any, lists: Mapping[str, list[Assembled]]) -> Assembled:
-    """What a converter makes of lists of saved tensors, by its patterns."""
+    """The results of a converter for lists of saved tensors, by its patterns."""
     current: dict[str, list[Assembled]] = dict(lists)
     for operation in converter.operations:
         kind = type(operation).__name__
@@ -262,7 +262,7 @@ def _concatenate(target: str, parts: Sequence[Assembled], dim: int) -> Assembled
 
 
 def _divided(name: str, tensor: SavedTensor, converter: Any, pattern: str) -> list[SavedPiece]:
-    """What the reverse of a converter makes of one tensor; the names are patterns without their stars."""
+    """The results of the reverse of a converter for one tensor; the names are patterns without their stars."""
     full_piece = SavedPiece(pattern, tensor.shape, Chunk((0,) * len(tensor.shape), tensor.shape))
     parts = (
         [full_piece._replace(name=converter.target_patterns[0])]

@@ -1,4 +1,4 @@
-"""The files of a folder of weights: which ones there are, what is in them, and how new ones are laid out."""
+"""The files of a folder of weights: their names, their content, and the layout of new ones."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class NewFile:
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """What a new folder has in it.
+    """The content of a new folder.
 
     Attributes:
         files: The files of weights.

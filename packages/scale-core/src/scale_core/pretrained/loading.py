@@ -38,7 +38,7 @@ Progress = Callable[[int, int], object]
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 64 << 20  # After so many bytes the progress is told.
+_BATCH_BYTES = 64 << 20  # After so many bytes the progress is reported.
 _COMPARED_BYTES = 16 << 20
 
 
@@ -59,8 +59,8 @@ def load_pretrained(
     """Loads weights as `save_pretrained` of Hugging Face writes them, or a download from the hub has them.
 
     To be called on every rank, after the model is sharded, divided or cut into stages, and before its optimizer is
-    built. Each rank reads the bytes of its own shards and no others, straight into their memory; what several ranks of
-    a node need is read from the disk once. Names, shapes and dtypes are compared before anything is changed.
+    built. Each rank reads the bytes of its own shards and no others, straight into their memory; bytes that several
+    ranks of a node need is read from the disk once. Names, shapes and dtypes are compared before anything is changed.
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
@@ -68,25 +68,25 @@ def load_pretrained(
         load_pretrained(model, folder)
 
     Args:
-        model: Sharded, divided, cut into stages, several of these, or plain. What is on the meta device gets memory.
+        model: Sharded, divided, cut into stages, several of these, or plain. Meta tensors get memory.
         folder: Holds `model.safetensors.index.json` and its files, or `model.safetensors`; or one such file.
-        device: Where what is on meta gets memory; None is this rank's accelerator, or the host where the ranks
+        device: The device of memory for meta tensors; None is this rank's accelerator, or the host where the ranks
             communicate by gloo or there is none.
-        init: Called with each module that directly has buffers on meta which no file has, such as rotary frequencies,
-            to fill them. None is the `_init_weights` of a model of transformers.
-        key_mapping: Regular expressions for saved names, and what replaces what they match, as in `from_pretrained`.
-            What transformers knows of its models is done by itself.
+        init: Called with each module that directly has buffers on meta which no file has, for example rotary
+            frequencies, to fill them. None is the `_init_weights` of a model of transformers.
+        key_mapping: Regular expressions for saved names, and their replacements, as in `from_pretrained`.
+            Conversions that transformers knows for its models are applied automatically.
         cast: Whether floating-point numbers are converted to the dtypes of the model.
-        strict: False loads what fits, and warns of the rest, for which the model must have values.
+        strict: False loads matching tensors, and warns of the rest, for which the model must have values.
         progress: Called with the bytes that this rank has read and those that it reads in all, again and again.
         process_group: The ranks that hold the model together; the default group if None.
 
     Raises:
-        ForeignCheckpointError: On every rank: it is a checkpoint of another format, such as `pytorch_model.bin`; the
-            error says how it is converted.
-        SnapshotError: On every rank: the folder is that of another model (`StateMismatch` is the cause; it lists what
-            is missing, unexpected or of another shape or dtype, with near names), it is damaged, a conversion is
-            not known, or a buffer on meta has got no values.
+        ForeignCheckpointError: On every rank: it is a checkpoint of another format, for example `pytorch_model.bin`;
+            the error says how it is converted.
+        SnapshotError: On every rank: the folder is that of another model (`StateMismatch` is the cause; it lists the
+            tensors that is missing, unexpected or of another shape or dtype, with near names), it is damaged, a
+            conversion is not known, or a buffer on meta has got no values.
     """
     ranks, inner, path = group_of(process_group), unwrapped(model), Path(folder)
     together = CollectiveCall(ranks, f"loading {path}", SnapshotError)
@@ -111,14 +111,14 @@ def load_pretrained(
 
 @dataclass(frozen=True)
 class _Match:
-    """What the files have for this rank."""
+    """The content of the files for this rank."""
 
-    parts: dict[str, Assembled]  # By the first names of the tensors of which this rank has elements
-    unknown: dict[str, SavedTensor]  # What no name of the model fits
-    copies: list[tuple[str, str]]  # Saved tensors of which each pair is one in the model
+    parts: dict[str, Assembled]  # By the first names of this rank's tensors
+    unknown: dict[str, SavedTensor]  # Without a name in the model
+    copies: list[tuple[str, str]]  # Pairs of saved tensors that are one in the model
 
     def compare(self, model: nn.Module) -> StateDifferences:
-        """What differs on this rank."""
+        """The differences on this rank."""
         carrier = model_of_transformers(model)
         optional = [re.compile(pattern) for pattern in getattr(carrier, "_keys_to_ignore_on_load_missing", None) or ()]
         model_values = {
@@ -161,7 +161,7 @@ def _refusal(differences: StateDifferences) -> str:
 
 
 def _check_copies(files: WeightFolder, copies: Sequence[tuple[str, str]]) -> None:
-    """Checks that what is one tensor in the model is equal in the files."""
+    """Checks that copies in the files of one tensor of the model are equal."""
     for pair in copies:
         tensors, places = [files.tensors[name] for name in pair], [files.places[name] for name in pair]
         sizes = [tensor.dtype.itemsize * torch.Size(tensor.shape).numel() for tensor in tensors]

@@ -16,9 +16,9 @@ Init = Callable[[nn.Module], object]
 @torch.no_grad()
 @on_local_tensors
 def materialize(model: nn.Module, device: torch.device, init: Init | None, filled_later: Container[Tensor]) -> None:
-    """Gives memory to what is on meta, and values to those buffers that nobody fills later; all else stays.
+    """Gives memory to meta tensors, and values to those buffers that nobody fills later; all else stays.
 
-    Tied parameters stay tied, and parts of parameters that layers have divided stay what they are.
+    Tied parameters stay tied, and parts of parameters that layers have divided stay the same.
 
     Args:
         model: Sharded, divided, cut into stages, or plain.

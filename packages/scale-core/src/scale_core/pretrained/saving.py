@@ -52,7 +52,7 @@ def save_pretrained(
 
     To be called on every rank, with a folder that all of them see. Nothing is gathered: all ranks write at once, each
     its own shards, at their places in the files, and no byte is written twice. The folder is there in the end as a
-    whole, or not at all.
+    complete, or not there.
 
         save_pretrained(model, "finished")
         AutoModelForCausalLM.from_pretrained("finished")       # in any program
@@ -61,7 +61,7 @@ def save_pretrained(
         model: Sharded, divided, cut into stages, several of these, or plain.
         folder: It must not exist, or be empty.
         max_shard_size: Of the data of a file, in bytes or as a text; above it there are several, with an index.
-        config: What writes `config.json`, by its `save_pretrained` or `to_json_file`; None is the model's own.
+        config: The writer of `config.json`, by its `save_pretrained` or `to_json_file`; None is the model's own.
         save_original_format: Whether the names and shapes are those that the model is published in, where transformers
             has others, as of experts; it reads both.
         process_group: The ranks that hold the model together; the default group if None.
@@ -105,7 +105,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
             )
     buffers = {name for name, _ in persistent_buffers(model)}
     for name, value in state.items():
-        # A parameter that several ranks have whole is written by any of them, and not by the first that has it.
+        # A parameter that several ranks have in full is written by any of them, and not by the first that has it.
         if not isinstance(value, LocalShard) and name not in buffers:
             state[name] = LocalShard(value.contiguous(), tuple(value.shape), 0, value.numel())
     return state
@@ -115,7 +115,7 @@ Pieces = Mapping[str, tuple[SavedPiece, ...]]
 
 
 def _pieces(model: nn.Module, everyones: GlobalPlan, original: bool) -> Pieces:
-    """What each of the model's tensors is in the files."""
+    """The saved tensors of each of the model's tensors."""
     everyones.check()
     ignored = getattr(model_of_transformers(model), "_keys_to_ignore_on_save", None) or ()
     tensors = {
@@ -140,7 +140,7 @@ def _saved_tensors(pieces: Pieces, tensors: Mapping[str, SavedTensor]) -> dict[s
 
 
 def _prepare(path: Path, files: Iterable[NewFile], made: list[Path]) -> Path:
-    """Makes a folder beside the place, with files of their whole lengths that begin with their headers."""
+    """Makes a folder next to the destination, with files of full length that begin with their headers."""
     if path.exists() and (not path.is_dir() or next(path.iterdir(), None) is not None):
         raise FileExistsError(f"{path} is there, and not empty: save into another folder, or remove it first")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ def _taken(tensor: Tensor, chunk: Chunk, part: Chunk) -> Tensor:
 def _write_part(descriptor: int, begin: int, whole: Chunk, part: Chunk, elements: Tensor) -> None:
     """Writes a part of a box whose elements stand in the file one after the other from the byte `begin` on."""
     strides = [math.prod(whole.sizes[dim + 1 :]) * elements.element_size() for dim in range(len(whole.sizes))]
-    run_dim = len(whole.sizes)  # From it on, what is written stands in one piece.
+    run_dim = len(whole.sizes)  # From it on, the elements stand in one piece.
     while run_dim and part.sizes[run_dim - 1] == whole.sizes[run_dim - 1]:
         run_dim -= 1
     run_dim = max(run_dim - 1, 0)

@@ -9,9 +9,9 @@ to the nearest, ties to even. So a message is a function of the values alone, an
     float8_e4m3    torch's              448   the larger of |x| / 17 and amax / 458752    n + 4 ceil(n / N)
     int4           -7 to 7              7   amax / 14                                   ceil(n / 2) + 4 ceil(n / N)
 
-Each bound holds times 1 + 2**-14, for what fp32 rounds in scales and products; results in half precision are rounded
-once more. A block whose scale is below the smallest normal fp32 number, 2**-126, becomes zeros. A block with an
-infinity or a NaN becomes NaN as a whole, so checks for values that are not finite still find it.
+Each bound holds times 1 + 2**-14, for the rounding of scales and products in fp32; results in half precision are
+rounded once more. A block whose scale is below the smallest normal fp32 number, 2**-126, becomes zeros. A block with an
+infinity or a NaN becomes NaN in all elements, so checks for values that are not finite still find it.
 
     >>> import torch
     >>> values = torch.tensor([[1.0, -0.5, 0.24, 127.0]])
@@ -47,7 +47,7 @@ class BlockFormat:
     """Numbers of few bits, and how many of them share one scale.
 
     Attributes:
-        dtype: "int8", "float8_e4m3" or "int4", two of which are in one byte.
+        dtype: "int8", "float8_e4m3" or "int4", with two numbers in one byte.
         block_size: Values that share a scale; even.
 
     Raises:
@@ -89,7 +89,7 @@ def quantize(values: Tensor, block_format: BlockFormat, *, out: Tensor | None = 
 
     Args:
         values: [R, n] of a floating-point dtype; blocks are counted from the beginning of each row.
-        block_format: What the message is made of.
+        block_format: The format of the message.
         out: The messages, to be filled.
     """
     rows, numel = values.shape

@@ -3,11 +3,11 @@
 With n values from or for each of W ranks, and M = `num_bytes(n)` of the format, one rank sends
 
     all_gather_quantized        (W - 1) M
-    reduce_scatter_quantized    (W - 1) M      by an all-to-all; each rank adds up in fp32 what it has received
+    reduce_scatter_quantized    (W - 1) M      by an all-to-all; each rank adds up in fp32 its received messages
     all_reduce_quantized        2 (W - 1) M    of n = ceil(N / W) values: the two above, one after the other
 
 Gathered values are those of the message on every rank, its owner included, so that all compute with the same numbers.
-A sum has this rank's own summand as it is: what is not sent is not rounded. ZeRO++ (arXiv 2306.10209) calls the first
+A sum has this rank's own summand as it is: it is not sent and not rounded. ZeRO++ (arXiv 2306.10209) calls the first
 two qwZ and qgZ.
 
 Quantizing takes memory, of which there may be none. The other ranks wait for this one's messages all the same, so a
@@ -56,7 +56,7 @@ class DeferredError:
         self.is_ignored = False  # This rank has failed already, and takes part for the others alone.
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """Returns what `make` does; None where that fails, or something has failed before."""
+        """Returns the result of `make`; None if that fails, or something has failed before."""
         if self.error is None:
             try:
                 return make()
@@ -76,7 +76,7 @@ class DeferredError:
             raise error
 
     def reset(self) -> None:
-        """What has failed is over."""
+        """The failed operation is over."""
         self.error, self.is_ignored = None, False
 
 
@@ -97,7 +97,7 @@ def all_gather_quantized(
         group: The W ranks.
         block_format: The format of the messages.
         tag: As in `all_gather`.
-        deferred: Keeps what fails here, for the caller to raise. None raises it where the handle is waited for.
+        deferred: Keeps an exception for the caller to raise. None raises it where the handle is waited for.
     """
     local_message, local_error = messages[group.rank], deferred or DeferredError()
     local_error.fill(local_message, lambda: quantize(shard[None], block_format, out=local_message[None]))
@@ -107,7 +107,7 @@ def all_gather_quantized(
 
 @dataclass(frozen=True)
 class ReduceMessages:
-    """Memory for one quantized reduction: what this rank sends to each, and what it receives, [W, M] each."""
+    """Memory for one quantized reduction: the messages that this rank sends and receives, [W, M] each."""
 
     sent: Tensor
     received: Tensor
@@ -125,7 +125,7 @@ class QuantizedMean:
     Attributes:
         group: The W ranks, at least two.
         block_format: The format of the messages.
-        divisor: What the sum is divided by; None is W.
+        divisor: The divisor of the sum; None is W.
         tag: As in `all_gather`; those of the second half of an all-reduce have the next one.
         deferred: As in `all_gather_quantized`; where something has failed, the result is nothing to be read.
     """
@@ -142,7 +142,7 @@ class QuantizedMean:
 
 
 class _Summation:
-    """This rank's part in one reduction: it sends what belongs to others, and adds up what they have sent."""
+    """This rank's part in one reduction: it sends the others' parts, and adds up the received ones."""
 
     def __init__(self, values: Tensor, how: QuantizedMean, messages: ReduceMessages | None) -> None:
         self.values, self.how, self.own = values, how, values[how.group.rank]  # values: [W, n]
@@ -153,7 +153,7 @@ class _Summation:
         """Starts to send this rank's messages; once those of others have come, `mean` adds up."""
         messages = self.messages
         self.deferred.fill(messages.sent, lambda: self._quantize(feedback))
-        self.values = self.own  # [n]; what was sent is free
+        self.values = self.own  # [n]; the sent parts are free
         return all_to_all(messages.received.view(-1), messages.sent.view(-1), self.how.group, tag=self.how.tag)
 
     def _quantize(self, feedback: ErrorFeedback | None) -> Tensor:
@@ -177,7 +177,7 @@ class _Summation:
         return total.div_(self.how.divisor or group.size)
 
     def check(self) -> None:
-        """Raises what has failed, unless the caller does."""
+        """Raises the exception, unless the caller does."""
         if self.how.deferred is None:
             self.deferred.check()
 

@@ -1,7 +1,7 @@
-"""Error feedback: what rounding has taken from one step's message is added to the next one's.
+"""Error feedback: the rounding error of one step's message is added to the next one.
 
-So what is lost is late and not gone (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847). A step that is aborted
-leaves the error as it was: what a pass has added counts only from `commit` on, and where a loss is scaled only until a
+So an error is late and not lost (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847). A step that is aborted
+leaves the error as it was: the additions of a pass count only from `commit` on, and where a loss is scaled only until a
 scaler says, by `on_scaler_update`, that the step was skipped.
 
 A gradient scaler changes the unit of gradients. Errors are therefore kept divided by the scale of their pass: scales
@@ -19,13 +19,13 @@ _loss_scale: ref[Tensor] | None = None
 
 
 def set_loss_scale(scale: Tensor | None) -> None:
-    """Sets by what losses are multiplied, []: from a scaler's `scale` to its `update`, which sets None."""
+    """Sets the factor of losses, []: from a scaler's `scale` to its `update`, which sets None."""
     global _loss_scale
     _loss_scale = None if scale is None else ref(scale)
 
 
 def loss_scale() -> Tensor | None:
-    """Returns by what losses are multiplied now, []; None where they are not scaled, or the scaler is gone."""
+    """Returns the present factor of losses, []; None where they are not scaled, or the scaler is gone."""
     return None if _loss_scale is None else _loss_scale()
 
 
@@ -51,7 +51,7 @@ class ErrorFeedback:
         return wide.addcmul_(error.view(wide.shape), scale.to(wide.device))
 
     def keep(self, values: Tensor, sent: Tensor) -> None:
-        """Keeps what `sent`, which this may change, lacks of `values`; nothing where either is not finite."""
+        """Keeps the difference of `values` and `sent`, which this may change; nothing where either is not finite."""
         error = torch.sub(values, sent, out=sent)
         scale = loss_scale()
         if scale is not None:

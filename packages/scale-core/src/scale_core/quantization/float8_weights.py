@@ -1,7 +1,8 @@
-"""Weights that torchao computes with in fp8, and that are gathered so: a byte each, and one scale for the whole tensor.
+"""Weights that torchao computes with in fp8, and that are gathered so: a byte each, and one scale for the tensor.
 
-torchao makes a weight such a tensor by `Float8LinearConfig(enable_fsdp_float8_all_gather=True)`. What FSDP2 calls on it
-is called here: `fsdp_pre_all_gather` casts a shard, `fsdp_post_all_gather` puts a tensor around what was gathered.
+torchao makes a weight such a tensor by `Float8LinearConfig(enable_fsdp_float8_all_gather=True)`. The methods that
+FSDP2 calls on it is called here: `fsdp_pre_all_gather` casts a shard, `fsdp_post_all_gather` puts a tensor around the
+gathered data.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Float8Weight:
         return cls(torchao.WeightWithDynamicFloat8CastTensor, weight._linear_mm_config, weight._dtype)
 
     def scale(self, amax: Tensor) -> Tensor:
-        """Returns what a weight whose largest magnitude is `amax`, fp32 [], is multiplied by before it is cast."""
+        """Returns the factor of a weight with the largest magnitude `amax`, fp32 [], before it is cast."""
         return cast(Tensor, sys.modules["torchao.float8.float8_utils"].amax_to_scale(amax, self.dtype))
 
     def cast(self, values: Tensor, scale: Tensor, out: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Snapshots: the state of a training run on disk, complete or not there, verified, loaded at any number of ranks.
 
-Begin with `saving`, what users call; below it `objects` makes a flat state of objects, and `snapshot` writes that.
-`format/` has the files: what is in them, who writes it, and how it is verified.
+Begin with `saving`, the functions for users; below it `objects` makes a flat state of objects, and `snapshot` writes
+that. `format/` has the files: their content, their writers, and their verification.
 """
 
 from scale_core.errors import DamagedSnapshotError, ForeignCheckpointError, NewerSnapshotError, SnapshotError

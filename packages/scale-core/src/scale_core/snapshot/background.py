@@ -1,4 +1,4 @@
-"""A save that goes on in a thread while the training does, of which no failure is lost.
+"""A save that goes on in a thread during the training; no failure of it is lost.
 
 The thread has a gloo group of its own, so its messages are never taken for those of a step. At most one save is under
 way in a process. Its failure is known on all ranks, and raised on them by whatever comes first: `wait`, the next save
@@ -45,7 +45,7 @@ class AsyncSave:
         self._error: BaseException | None = None
         self._is_raised = False
         self._steps = 0  # How many optimizers' steps have begun since
-        self._lock = threading.Lock()  # For the number of steps and whether it has been told to the others
+        self._lock = threading.Lock()  # For the number of steps and whether the others have it
         self._told_steps = False
         self._raise_at = 0  # The step that raises the error, the same one on all ranks
         self._settled = threading.Event()  # The save is over, and `_raise_at` and `_error` are known
@@ -66,7 +66,7 @@ class AsyncSave:
             limit_seconds: The longest wait; None waits until every rank has written its shard.
 
         Raises:
-            SnapshotError: It failed, on every rank alike. The snapshots that were there still are.
+            SnapshotError: It failed, on every rank. Earlier snapshots are still there.
             TimeoutError: It is not over yet, and goes on.
         """
         self._thread.join(limit_seconds)
@@ -114,7 +114,7 @@ class AsyncSave:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Installed while the save is under way: raises its failure, before the same step on all ranks.
 
-        That is the step after the last one that any rank had begun when they told each other. So a rank that has told
+        That is the step after the last one that any rank had begun when they exchanged it. So a rank that has sent
         begins no further one before it knows which, which it does within a message: all of them have written by then.
         """
         with self._lock:
@@ -135,7 +135,7 @@ class AsyncSave:
 
 
 def finish_pending() -> None:
-    """Returns when no save is under way; raises what the last one has failed with, if nothing has raised it yet."""
+    """Returns when no save is under way; raises the error of the last one, if nothing has raised it yet."""
     if _last is None:
         return
     if _last._is_raised:

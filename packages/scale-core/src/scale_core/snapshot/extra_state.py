@@ -1,4 +1,4 @@
-"""What modules save besides parameters and buffers: `get_extra_state` and `set_extra_state` of `torch.nn.Module`.
+"""The extra state of modules: `get_extra_state` and `set_extra_state` of `torch.nn.Module`.
 
 It stands under the module's name in the plain model, `<model>@extra_state[<module>]`, once where all ranks that have
 the module agree, so that it loads at any number of ranks; otherwise for each rank, and then at the same number alone.
@@ -29,7 +29,7 @@ class ExtraState:
     module: nn.Module
 
     def state_dict(self) -> Any:
-        """Returns what `get_extra_state` returns."""
+        """Returns the result of `get_extra_state`."""
         return self.module.get_extra_state()
 
     def load_state_dict(self, state: Any) -> None:
@@ -52,7 +52,7 @@ def extra_states(name: str, model: nn.Module) -> dict[str, StatefulPart]:
 def extra_state_target(
     part: StatefulPart, saved: Mapping[str, Any], entry: Mapping[str, Any] | None, rank: int, size: int
 ) -> dict[str, Any]:
-    """What to read into for an extra state, of which an index has this entry; a `Misfit` if it is not for this rank."""
+    """The destination of an extra state with this entry in an index; a `Misfit` if it is not for this rank."""
     if entry is None:
         return {part.name: None}  # It is missing.
     if entry.get("ranks") in (None, size) and (entry.get("layouts") or [""] * size)[rank] != "nothing":
@@ -66,7 +66,7 @@ def extra_state_target(
 
 
 def _named_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules of a model by their names in the plain one; a wrapper has the name of what is inside."""
+    """Yields the modules of a model by their names in the plain one; a wrapper has the name of its module."""
     yield name, module
     inner = "module" if callable(getattr(module, "no_sync", None)) else _INNER.get(type(module).__name__)
     is_part = isinstance(module, PartOfModel)  # Its children are stages.

@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Format(Enum):
-    """What a checkpoint is, as a user would call it."""
+    """The kind of a checkpoint, as a user would call it."""
 
     SNAPSHOT = "a snapshot of scale"
     SNAPSHOT_FOLDER = "a folder of snapshots of scale"
@@ -60,7 +60,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class Recognized:
-    """What a path is.
+    """The kind of checkpoint at a path.
 
     Attributes:
         path: The file or folder.
@@ -83,7 +83,7 @@ class Recognized:
         return self.format not in _INSTEAD
 
     def advice(self, to: Literal["snapshot", "safetensors"] = "snapshot") -> str:
-        """Says in two sentences what it is and how it becomes a snapshot, or a folder of safetensors files."""
+        """Says in two sentences its kind and how it becomes a snapshot, or a folder of safetensors files."""
         problem = "no snapshot of scale" if to == "snapshot" else "no folder of safetensors files"
         fact = f"{self.path} is {self.format.value}, and {problem}. "
         if not self.is_convertible:
@@ -100,7 +100,7 @@ class Recognized:
 
 
 def recognize(path: str | os.PathLike[str]) -> Recognized | None:
-    """Returns what a file or folder is; None for what is no checkpoint that is known here, or is not there.
+    """Returns the kind of a file or folder; None if it is no known checkpoint, or is not there.
 
     Raises:
         OSError: It can't be read.
@@ -118,7 +118,7 @@ def _recognize_file(path: Path) -> Recognized | None:
             return _recognize_zip(path)
         if start.startswith(_LEGACY_TORCH):
             file.seek(0)
-            for _ in range(3):  # the magic number, the version of the format, and what the machine was
+            for _ in range(3):  # the magic number, the version of the format, and the description of the machine
                 _words(file)
             return _of_pickle(path, _words(file))
         if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
@@ -188,7 +188,7 @@ def _is_safetensors(path: Path, start: bytes) -> bool:
 
 
 def siblings(path: Path) -> tuple[Path, ...]:
-    """The files beside one whose names differ in its last number alone, by that number: one for each rank."""
+    """The files next to one whose names differ only in the last number, by that number: one for each rank."""
     numbers = list(_NUMBER.finditer(path.stem))
     if not numbers:
         return (path,)

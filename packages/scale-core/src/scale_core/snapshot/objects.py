@@ -61,7 +61,7 @@ class _Model:
 
     @on_local_tensors
     def target(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What to read into, for all that was saved of them."""
+        """The destinations of all that was saved of them."""
         weights = self._weights(saved)
         target = _renamed(target_state_dict(self.module, None, weights, strict=False), "model", self.name)
         for name, optimizers in self.optimizers.items():
@@ -72,7 +72,7 @@ class _Model:
 
     @on_local_tensors
     def load(self, state: Mapping[str, Any], left_out: Collection[str]) -> None:
-        """Gives them what was read: all, unless some of it was left out."""
+        """Gives them the values that were read: all, unless some were left out."""
         strict = not any(
             key.startswith((f"{self.name}.", *(f"{name}." for name in self.optimizers))) for key in left_out
         )
@@ -109,8 +109,8 @@ class Objects:
         self.given = dict(objects)
         self.models: dict[str, _Model] = {}
         self.stateful: dict[str, StatefulPart] = {}
-        self.values: dict[str, Any] = {}  # Tensors, shards, and what encodes to JSON
-        self.without_params: dict[str, list[Optimizer]] = {}  # Optimizers of which this rank has no parameter
+        self.values: dict[str, Any] = {}  # Tensors, shards, and values that encode to JSON
+        self.without_params: dict[str, list[Optimizer]] = {}  # Optimizers without a parameter on this rank
         optimizers: dict[str, list[Optimizer]] = {}
         for name, obj in objects.items():
             if isinstance(obj, nn.Module):
@@ -138,7 +138,7 @@ class Objects:
 
     @on_local_tensors
     def capture(self, rank: int) -> Capture:
-        """What this rank has of them; the tensors are the live ones."""
+        """This rank's state of them; the tensors are the live ones."""
         state: dict[str, Any] = {}
         for model in self.models.values():
             state.update(model.state())
@@ -173,7 +173,7 @@ class Objects:
     def target(
         self, saved: Mapping[str, Any], group: Group, *, strict: bool, only_given: bool = False
     ) -> dict[str, Any]:
-        """What to read into, for all that was saved and this rank needs."""
+        """The destinations of all that was saved and this rank needs."""
         index = _index_of(saved)
         self._compare(index, saved, strict=strict, only_given=only_given)
         for name in [name for name in self.without_params if name in index or len(self.models) == 1]:
@@ -196,7 +196,7 @@ class Objects:
                 target[name] = saved[name]
         if INDEX in saved:
             target[INDEX] = saved[INDEX]
-        if only_given or not strict:  # What is not given; what does not fit is left to the comparison of all ranks.
+        if only_given or not strict:  # Missing ones; mismatches are left to the comparison of all ranks.
             prefixes = tuple(f"{name}{sign}" for name in [*self._kinds(), *self.values] for sign in ".@")
             others = (key for key in saved if key not in target and not key.startswith(prefixes))
             target.update({key: unread(saved[key]) for key in others})
@@ -204,7 +204,7 @@ class Objects:
 
     @on_local_tensors
     def load(self, state: Mapping[str, Any], group: Group, left_out: Collection[str] = ()) -> dict[str, Any]:
-        """Gives the objects what was read; returns them, and the values that were read, by their names."""
+        """Gives the objects the values that were read; returns them, and the values that were read, by their names."""
         index = _index_of(state)
         states = {
             name: part.decoded(state, index.get(name, _SHARDED), group.rank, group.size)
@@ -232,7 +232,7 @@ class Objects:
         return {name: part for name, part in self.extra_states.items() if name.startswith(extra_keys)}
 
     def _compare(self, index: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool, only_given: bool) -> None:
-        """Compares the objects that were saved with those given; unless strict, leaves out what was not saved."""
+        """Compares the saved objects with those given; unless strict, leaves out objects that were not saved."""
         kinds = self._kinds()
         index = {name: entry for name, entry in index.items() if entry.get("kind") != KIND}
         for name in kinds.keys() & index.keys():
@@ -280,17 +280,17 @@ class Objects:
 
 @dataclass(frozen=True)
 class Capture:
-    """What one rank has of the objects of a call; the tensors are the live ones."""
+    """One rank's state of the objects of a call; the tensors are the live ones."""
 
     state: dict[str, Any]  # Ready for the flat state
     stateful: dict[str, Captured]
-    about: dict[str, dict[str, Any]]  # Of each object, what the ranks compare
+    about: dict[str, dict[str, Any]]  # Of each object, the facts that ranks compare
 
     def assembled(self, everyones: Sequence[dict[str, dict[str, Any]]], rank: int) -> dict[str, Any]:
         """This rank's flat state, given `about` of all ranks.
 
         Raises:
-            SnapshotError: On all ranks alike, if they have different objects.
+            SnapshotError: On all ranks, if they have different objects.
         """
         first = everyones[0]
         for number, other in enumerate(everyones):
@@ -335,7 +335,7 @@ class Capture:
         return captured.flat(name) if captured is not None and rank == lowest else {}
 
 
-_SHARDED: Mapping[str, Any] = {"kind": "sharded", "layout": "entries"}  # What a snapshot without an index is taken for.
+_SHARDED: Mapping[str, Any] = {"kind": "sharded", "layout": "entries"}  # For a snapshot without an index.
 _A = {"module": "a module", "optimizer": "an optimizer", "state": "an object with a state_dict"}
 
 
@@ -404,7 +404,7 @@ def _check_names(names: Sequence[str], values: Mapping[str, Any]) -> None:
 
 
 def _is_one_state(optimizer: Optimizer) -> bool:
-    """Whether its state is not that of one parameter each: LBFGS's history; what LocalSGD's inner one has per rank."""
+    """Whether its state is not that of one parameter each: LBFGS's history; per-rank state of LocalSGD's inner one."""
     return isinstance(optimizer, torch.optim.LBFGS) or getattr(optimizer, "is_per_rank", False) is True
 
 
@@ -449,7 +449,7 @@ def _kind(entry: Mapping[str, Any] | None) -> str:
 
 
 def _summary(about: Mapping[str, Any] | None) -> str:
-    """What must be the same on all ranks."""
+    """The facts that must be equal on all ranks."""
     if about is None:
         return "not given"
     if about["kind"] == KIND:

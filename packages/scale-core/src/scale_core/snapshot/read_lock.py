@@ -23,7 +23,7 @@ _PAUSE_SECONDS = 0.01
 class ReadLock:
     """The lock of a reader: from its making until `release`, or until nothing refers to it.
 
-    It is also made where there is nothing to lock, or no lock can be had: what is read next says what is wrong.
+    It is also made where there is nothing to lock, or no lock can be had: the next read raises the error.
 
     Raises:
         FileNotFoundError: The snapshot was removed in this moment.
@@ -66,7 +66,7 @@ class ReadLock:
 def rename_unread(directory: Path, to: Path) -> bool:
     """Renames a snapshot, unless somebody reads it; whether it did."""
     with ExitStack() as closing:
-        with suppress(OSError):  # What can't be opened is removed without a lock.
+        with suppress(OSError):  # A folder that can't be opened is removed without a lock.
             descriptor = _open(directory / FILE, for_exclusive=True)
             closing.callback(os.close, descriptor)
             if try_lock(descriptor, exclusive=True) is Lock.HELD:

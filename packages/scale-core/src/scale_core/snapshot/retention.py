@@ -21,13 +21,13 @@ _REMOVED = re.compile(r"step-\d{8,}\.removed-[0-9a-f]{32}")
 
 
 def remove_old(saved: Path, keep: int) -> list[Path]:
-    """Removes complete snapshots older than `saved` beyond the newest `keep`, it included; returns what they were.
+    """Removes complete snapshots older than `saved` beyond the newest `keep`, it included; returns their content.
 
     Where that fails, a warning says so: the new snapshot is complete.
     """
     removed: list[Path] = []
     try:
-        for path in saved.parent.iterdir():  # What a killed process has left.
+        for path in saved.parent.iterdir():  # Left by a killed process.
             if _REMOVED.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
         removed += [path for path in _older(saved)[keep - 1 :] if remove_snapshot(path)]

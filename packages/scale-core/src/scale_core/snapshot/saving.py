@@ -36,7 +36,7 @@ def save(
     keep: int | None = None,
     extra: Any = None,
 ) -> Path:
-    """Saves the objects of a training as `directory/step-<step>`, which is there in the end as a whole, or not at all.
+    """Saves the objects of a training as `directory/step-<step>`, which is complete in the end, or not there.
 
     To be called on every rank of the group, with a directory that all of them see.
 
@@ -57,7 +57,7 @@ def save(
         objects: By name, on all ranks the same ones: modules, sharded and wrapped in any way; optimizers, or lists of
             them, each of one of the modules; whatever has `state_dict` and `load_state_dict`; `RandomState()`; tensors
             (the lowest rank's), `LocalShard`s and values, the same on all ranks. `PerRank` and `FromRank0` mark objects
-            that differ between ranks. What `sharded_state_dict` returns can be given, too.
+            that differ between ranks. A result of `sharded_state_dict` can be given, too.
         process_group: The ranks that hold the state together; the default group if None.
         keep: How many snapshots stay in the directory, the newest ones, at least 1; None for all.
         extra: Plain Python values of rank 0, without tensors; `load(...).extra` returns them as they were.
@@ -89,7 +89,7 @@ def async_save(
 ) -> AsyncSave:
     """Saves as `save` does, in the background: returns when the state has been copied to host memory.
 
-    To be called on every rank of the group. What changes afterwards is not in the snapshot. The copy needs as much
+    To be called on every rank of the group. Later changes are not in the snapshot. The copy needs as much
     memory as the rank holds of the state, which is kept for the next one. A save that is under way already is waited
     for. The first call makes a gloo group for the writing.
 
@@ -100,7 +100,7 @@ def async_save(
         >>> saving.wait().name  # At the end of a training, or where the snapshot is needed.
         'step-00000007'
 
-    A failure is raised on all ranks by `wait()` of what is returned, by the next save or load, or else by an
+    A failure is raised on all ranks by `wait()` of the result, by the next save or load, or else by an
     optimizer's step, before anything has changed. A program that ends finishes the save first, and says on
     stderr that it has failed if nothing has raised it.
 
@@ -124,7 +124,7 @@ def async_save(
     staged: Any = None
     try:
         state, staged = copy_to_host(state), copy.deepcopy(extra)
-    except Exception as error:  # Such as no memory. The other ranks write already, and hear of it there.
+    except Exception as error:  # For example no memory. The other ranks write already, and hear of it there.
         failure = error
 
     def copied() -> dict[str, Any]:
@@ -173,11 +173,11 @@ def load(
         objects: As given to `save`. Tensors are written to in place.
         step: This snapshot and no other.
         process_group: The ranks that hold the state together; the default group if None.
-        strict: False loads what was saved and fits what is given, and warns of the rest, which stays as it is. An
+        strict: False loads saved values that fit the objects, and warns of the rest, which stays as it is. An
             optimizer's state of a parameter is loaded if all of it and the parameter fit; that of another kind of
-            optimizer is left out as a whole.
+            optimizer is left out completely.
         only_given: Whether objects that were saved may be left out, as the optimizer where a model is only evaluated;
-            what is given has to fit nevertheless, as `strict` says.
+            the given objects have to fit nevertheless, as `strict` says.
         cast: Whether floating-point numbers and integers are converted to the dtypes of the parameters and buffers.
 
     Returns:
@@ -193,7 +193,7 @@ def load(
     parts: list[Objects] = []
 
     def target(saved: Mapping[str, Any]) -> dict[str, Any]:
-        parts[:] = [Objects(objects)]  # Anew for each snapshot, if one is passed over.
+        parts[:] = [Objects(objects)]  # Again for each snapshot, if one is passed over.
         return parts[0].target(saved, group, strict=strict, only_given=only_given)
 
     snapshot = load_snapshot(directory, target, group, step=step, strict=strict, cast=cast)

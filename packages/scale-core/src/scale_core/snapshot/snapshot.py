@@ -3,9 +3,9 @@
 A job is killed at any moment, a disk fills up, one rank fails alone. So all ranks write a snapshot in a temporary
 directory that no reader looks at; when every byte is on the disk, rank 0 writes the manifest and renames the directory.
 A saved snapshot is never changed. Disks and networks change bytes without a word: so every byte has a checksum, and
-all ranks have verified what is there before the first of them overwrites a tensor. Nothing is pickled: tensors are in
+all ranks have verified the files before the first of them overwrites a tensor. Nothing is pickled: tensors are in
 safetensors files, each chunk by itself, everything else is JSON; so a snapshot is read by any number of ranks, whose
-chunks are planned anew by `torch.distributed.checkpoint`.
+chunks are planned again by `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Snapshot:
     Attributes:
         path: Its directory.
         step: The training step that it was taken after.
-        state: The state it was read into: the caller's tensors, and the saved values of what is no tensor.
-        extra: What the caller of `save_snapshot` added.
-        left_out: The keys that did not fit, of which `strict=False` has read nothing.
+        state: The state it was read into: the caller's tensors, and other saved values.
+        extra: The caller's addition to `save_snapshot`.
+        left_out: The keys that did not fit, and that `strict=False` has not read.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class Snapshot:
 def save_snapshot(
     directory: str | os.PathLike[str], step: int, state: State, process_group: GroupLike = None, extra: Any = None
 ) -> Path:
-    """Saves a state as `directory/step-<step>`, which is there in the end as a whole, or not at all.
+    """Saves a state as `directory/step-<step>`, which is complete in the end, or not there.
 
     To be called on every rank of the group, with a directory that all of them see.
 
@@ -105,7 +105,7 @@ def save_snapshot(
 def write_state(
     directory: str | os.PathLike[str], step: int, state: Callable[[], State], group: Group, extra: Any
 ) -> Path:
-    """`save_snapshot` of what `state` returns; what that raises on one rank is an error on all, as all else is."""
+    """`save_snapshot` of the result of `state`; its exception on one rank is an error on all, as any other."""
     _check_arguments(group, "save_snapshot", directory=os.fspath(directory), step=step)
     snapshot_path = Path(directory) / f"step-{step:08d}"
     save = ""
@@ -122,7 +122,7 @@ def write_state(
         return _make_room(snapshot_path, created, progress), uuid.uuid4().hex
 
     together = CollectiveCall(group, f"saving {snapshot_path}", SnapshotError, on_lost=name_if_committed)
-    created: list[Path] = []  # on rank 0: what must not stay if anything fails
+    created: list[Path] = []  # on rank 0: removed if anything fails
     encoded_extra: list[JSON] = []  # on rank 0
     try:
         unfinished, save = together.all_ranks_with_progress(make_room)[0]
@@ -161,16 +161,16 @@ def load_snapshot(
 
     Args:
         directory: As given to `save_snapshot`.
-        state: What to read into: `LocalShard`s and tensors are overwritten in place, other values are returned. Or a
+        state: The destinations: `LocalShard`s and tensors are overwritten in place, other values are returned. Or a
             function that returns it when it is given, for each saved key, a `SavedTensor` or the saved value; it is
             called again for the next snapshot where one is passed over.
         process_group: The ranks that hold the state together; the default group if None.
         step: This snapshot and no other.
-        strict: False loads what fits, leaves the rest as it is, and warns with a list of what does not.
+        strict: False loads matching values, leaves the rest as it is, and warns with a list of mismatches.
         cast: Whether floating-point numbers and integers are converted to the dtypes of `state`.
 
     Raises:
-        DamagedSnapshotError: On every rank: the snapshot of `step` is not what was written. The error names the newest
+        DamagedSnapshotError: On every rank: the snapshot of `step` is damaged. The error names the newest
             older one that is.
         NewerSnapshotError: On every rank: a newer version of scale-core wrote the one that was to be loaded.
         ForeignCheckpointError: On every rank: the directory is a checkpoint of another library; the error says how it
@@ -308,7 +308,7 @@ def _verify(together: CollectiveCall, path: Path, manifest: Manifest, reads: lis
 
 
 def _offer_older(paths: list[Path], group: Group) -> str:
-    """What to load in place of a damaged snapshot: the first of these of which every byte is verified."""
+    """The snapshot to load in place of a damaged one: the first of these whose bytes are all verified."""
     for older in paths:
         together = CollectiveCall(group, f"verifying {older}", SnapshotError)
         try:
@@ -336,7 +336,7 @@ def latest_snapshot(
         verify: Whether to read all of it and compare the checksums, as loading it does; else the manifest and the
             lengths of the files are enough.
         finite: Whether to pass over snapshots that have a NaN or an infinity in a tensor; masks, of zeros and
-            infinities alone, don't count. What is returned is verified.
+            infinities alone, don't count. The result is verified.
         progress: Called with the number of bytes that were verified since the last call.
 
     Raises:
@@ -383,7 +383,7 @@ def _make_room(place: Path, made: list[Path], progress: Progress) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what killed processes left behind: those of this machine, and of others what has not grown for a day."""
+    """Removes leftovers of killed processes: all of this machine, and of others those that have not grown for a day."""
     for path in directory.iterdir():
         if match := _UNFINISHED.fullmatch(path.name):
             is_local = match["host"] == socket.gethostname()
@@ -409,7 +409,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _set_aside_or_refuse(place: Path, progress: Progress) -> None:
-    """Makes room where a damaged snapshot is, such as one that was passed over, so that its step can be saved again."""
+    """Removes a damaged snapshot, for example one that was passed over, so that its step can be saved again."""
     try:
         verify_snapshot(place, progress)
     except DamagedSnapshotError as error:
@@ -466,7 +466,7 @@ def sync(path: Path) -> None:
 
 
 def _finished(directory: Path, progress: Progress = lambda num_bytes: None) -> list[Path]:
-    """The snapshots of a directory by name, the newest first; what is in them is not looked at."""
+    """The snapshots of a directory by name, the newest first; their content is not looked at."""
     try:
         names = retry(partial(os.listdir, directory), directory, progress)
     except (FileNotFoundError, NotADirectoryError):
@@ -478,7 +478,7 @@ def _refuse_foreign(path: Path) -> list[Path]:
     """Raises if this is a checkpoint of another library, or one snapshot where the folder of it is expected."""
     try:
         foreign = recognize(path)
-    except OSError:  # There is nothing that can be read; what was asked for says so.
+    except OSError:  # Nothing can be read; the error says so.
         return []
     if foreign is not None and foreign.format is Format.SNAPSHOT:
         raise FileNotFoundError(f"{path} is one snapshot: pass the directory that it is in, {path.parent}")

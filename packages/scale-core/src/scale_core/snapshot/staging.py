@@ -1,6 +1,6 @@
 """A copy of a state on the host, in memory that is kept for the next one.
 
-What is written in the background has to be what it was when the save was asked for, so it is copied first: once, into
+A save in the background writes the values at the time of the call, so they are copied first: once, into
 one block of memory, pinned where tensors come from a GPU. New memory costs more than the copy, so the block stays.
 """
 
@@ -44,7 +44,7 @@ def kept_bytes() -> int:
 
 
 def _elements(value: Any) -> Tensor | None:
-    """What this rank may write of a value: its tensor, unless another rank is the one that writes it."""
+    """The part of a value that this rank may write: its tensor, unless another rank is the one that writes it."""
     if isinstance(value, LocalShard):
         return value.tensor.detach() if value.written else None
     return value.detach() if isinstance(value, Tensor) else None

@@ -1,8 +1,8 @@
 """A state of Python objects as JSON and tensors, and back, without loss.
 
-What `state_dict()` of a scheduler, a data loader or one's own class returns holds more than JSON knows: tuples, keys
+The `state_dict()` of a scheduler, a data loader or your own class holds more than JSON knows: tuples, keys
 that are numbers, bytes, infinities, arrays. They are written as `{"__type__": ...}`, tensors as the key under which
-they stand in the tensor files. What can't be read back as it was is refused, by its path. Decoding runs no code of what
+they stand in the tensor files. A value that can't be restored is refused, by its path. Decoding runs no code of what
 it reads, which may come from a stranger.
 """
 
@@ -78,7 +78,7 @@ def decode(value: JSON, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 def encode_extra(extra: Any) -> JSON:
-    """Returns what a caller adds to a snapshot, as JSON; `decode_extra` gives it back.
+    """Returns a caller's addition to a snapshot, as JSON; `decode_extra` gives it back.
 
     Raises:
         TypeError: Something in it is a tensor, or can't be read back; the message says where it stands.
@@ -103,7 +103,7 @@ def encode_extra(extra: Any) -> JSON:
 
 
 def decode_extra(value: JSON) -> Any:
-    """Returns what `encode_extra` was given; a ValueError says that it is no encoded value."""
+    """Returns the input of `encode_extra`; a ValueError says that it is no encoded value."""
     return decode(value, dict[str, Tensor]().__getitem__)
 
 
@@ -200,10 +200,10 @@ class _Encoder:
         raise self._refusal(value, path)
 
     def _add(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        # The key itself is that of the JSON which describes the tensor, such as the dtype of an array.
+        # The key itself is that of the JSON which describes the tensor, for example the dtype of an array.
         requested = key = ".".join([self.key, *map(str, path)]) if path else f"{self.key}#data"
         number = 1
-        while key in self.tensors:  # As where {"a.b": ...} stands beside {"a": {"b": ...}}.
+        while key in self.tensors:  # As with {"a.b": ..., "a": {"b": ...}}.
             number += 1
             key = f"{requested}#{number}"
         self.tensors[key] = tensor

@@ -1,8 +1,8 @@
 """Objects with a state of their own: schedulers, scalers, data loaders, random states, and one's own classes.
 
-What `state_dict()` returns stands under the name of its object, entry by entry: tensors in the tensor files, the rest
+The result of `state_dict()` stands under the name of its object, entry by entry: tensors in the tensor files, the rest
 as JSON. Ranks that all have the same state save it once. Where they differ, each rank's stands for itself under
-`<name>.ranks[<rank>]`, and another number of ranks has to be told what each of them gets.
+`<name>.ranks[<rank>]`, and another number of ranks needs a choice for each of them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Resize = Callable[[list[Any], int, int], Any]
 @checked_arguments
 @dataclass(frozen=True)
 class PerRank:
-    """Marks an object of which each rank has its own state, as its position in its part of the data.
+    """Marks an object with a state for each rank, as its position in its part of the data.
 
     Without it that is found out by comparing the ranks' states. It is needed where they may be equal by chance, and to
     load at another number of ranks. Random states, and data loaders, datasets and samplers of torch that have a
-    `state_dict`, are always taken for such objects, as is what has an attribute `is_per_rank = True`. One that also
-    has `starts_over = True` is given an empty dict at another number of ranks, and nothing of it is read.
+    `state_dict`, are always taken for such objects, as are objects with an attribute `is_per_rank = True`. One that
+    also has `starts_over = True` is given an empty dict at another number of ranks, and nothing of it is read.
 
         PerRank(loader, resize=lambda states, rank, size: states[rank % len(states)])
 
@@ -145,7 +145,7 @@ class StatefulPart:
         return encoded
 
     def target(self, saved: Mapping[str, Any], entry: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-        """What to read into, for all that was saved of it and this rank needs."""
+        """The destinations of all that was saved of it and this rank needs."""
         if entry.get("kind") == "sharded":
             live = self.capture(rank).flat(self.name)
             values = [saved[key] for key in live if key in saved and not isinstance(saved[key], SavedTensor)]
@@ -158,7 +158,7 @@ class StatefulPart:
         return places({key: value for key, value in saved.items() if key.startswith(scopes)})
 
     def decoded(self, state: Mapping[str, Any], entry: Mapping[str, Any], rank: int, size: int) -> Any:
-        """The state for this rank, from what was read."""
+        """The state for this rank, from the values that were read."""
         scopes = self._scopes(entry, rank, size)
         if not scopes:
             return {}
@@ -238,7 +238,7 @@ def is_stateful(obj: Any) -> bool:
 
 
 def unread(saved: Any) -> Any:
-    """A place for what was saved and is not to be read: no element of a tensor, or the value itself."""
+    """A place for saved values that are not read: no element of a tensor, or the value itself."""
     if isinstance(saved, SavedTensor):
         return LocalShard(torch.empty(0, dtype=saved.dtype), saved.shape, 0, 0)
     return saved

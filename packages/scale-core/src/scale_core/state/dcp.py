@@ -1,7 +1,7 @@
 """Checkpoints in torch's own format, `torch.distributed.checkpoint` (DCP).
 
 `sharded_state_dict` can be given to `dcp.save` as it is. `dcp.load` reads only into tensors that exist already: a fresh
-optimizer, which has none, would silently stay without its state. So the target is made from what was saved.
+optimizer, which has none, would silently stay without its state. So the target is made from the saved entries.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _put(values: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> Non
 
 
 def _with_lists(value: Any) -> Any:
-    """A value in which dicts by number, of what was a list, are lists again."""
+    """A value in which dicts by number, made from lists, are lists again."""
     if not isinstance(value, dict):
         return value
     tree = {key: _with_lists(part) for key, part in value.items()}

@@ -1,8 +1,8 @@
 """Gathers an optimizer's full state from all ranks, on one of them or on all.
 
-It goes bucket by bucket and tensor by tensor: beside the state that it keeps anyway, a device holds at most one tensor
-per parameter of a bucket. Before anything is sent, the ranks tell each other on the host what state there is: one that
-holds nothing of a parameter doesn't know, and where ranks have not stepped alike, all of them raise.
+It goes bucket by bucket and tensor by tensor: in addition to the state that it keeps anyway, a device holds at most
+one tensor per parameter of a bucket. Before anything is sent, the ranks exchange a description of their state on the
+host: one that holds nothing of a parameter doesn't know, and if ranks have made different steps, all of them raise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EVENT = Event("optimizer state", "")
 
 @dataclass(frozen=True, eq=False)
 class ParamState:
-    """An optimizer's state of one parameter: what this rank has of it, and which elements each rank has."""
+    """An optimizer's state of one parameter: this rank's part of it, and the elements of each rank."""
 
     held: ParamSlice  # Each tensor of the state has the shape of its owner
     group: Group  # The ranks that have a part
@@ -93,10 +93,10 @@ def gather_optim_states(
     The parameters are held by one group, whose ranks call it together; one of them keeps the state, or all do.
 
     Args:
-        states: What this rank has of them.
+        states: This rank's parts of them.
         contract: Watches the waits.
         keeps: Whether this rank gets the state.
-        compared_over: The ranks that must have stepped alike, where the group's are only some of them.
+        compared_over: The ranks that must have made equal steps, where the group's are only some of them.
         device: Of the full tensors; None is where they were sent from. Numbers are on the host.
 
     Raises:
@@ -141,7 +141,7 @@ def _compare(
 ) -> tuple[list[dict[Any, Any]], list[int]]:
     """The description of each state, and the ranks of the group that want it."""
     group = states[0].group
-    if group.backend == "fake":  # One process plays one of the ranks: the others are taken to have what it has.
+    if group.backend == "fake":  # One process plays one of the ranks: the others are taken to have the same.
         return [state.described() for state in states], [group.rank if keeps else (group.rank + 1) % group.size]
     ranks = [over.rank] if group.size == 1 else [over.ranks.index(rank) for rank in group.ranks]
     problems = list(_misshapen(states))
@@ -210,7 +210,7 @@ def _in_words(value: Any) -> str:
 def _send(
     source: Tensor, sizes: Sequence[int], group: Group, recipients: Sequence[int], contract: Contract, event: Event
 ) -> list[Tensor]:
-    """Sends `source` to one rank or to all; returns what came from each rank."""
+    """Sends `source` to one rank or to all; returns the tensors of each rank."""
     if not sum(sizes):
         return [source] * group.size
     to_one, tag = len(recipients) < group.size, message_tag(event)

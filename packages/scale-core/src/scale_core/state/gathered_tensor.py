@@ -1,4 +1,4 @@
-"""Full tensors of a state dict that write through: what is written to them reaches the shards they were gathered from.
+"""Full tensors of a state dict that write through: writes to them reach the shards they were gathered from.
 
 The state dict of a plain module aliases its parameters. Programs rely on it: an average is written through the tensors
 of `state_dict()`, and weights are loaded by `own[name].copy_(value)`. A full tensor gathered from shards is a copy, so
@@ -27,11 +27,11 @@ class Gather(ABC, Generic[_Owner]):
     """One gather: where the tensors that came from it write to.
 
     Args:
-        owner: What has the shards, a flat buffer or a parameter. It is held weakly, because without its model there is
-            nothing to write to.
+        owner: The holder of the shards, a flat buffer or a parameter. It is held weakly, because without its model
+            there is nothing to write to.
     """
 
-    # Why what is written can't reach the shards, and what to write.
+    # Why a write can't reach the shards, and the line to use instead.
     reason: ClassVar[str] = (
         "the model has other values now than when state_dict() was called, because of an optimizer step, a load or a "
         "move, and they would be lost. To write to the model, call state_dict() again. To keep a copy, write "
@@ -119,11 +119,11 @@ class Source(NamedTuple):
 class GatheredTensor(Tensor):
     """A full tensor that a state dict hands out, or a view of one.
 
-    To torch it is the plain tensor with the same memory. What functions of torch write to it they write to the model,
+    To torch it is the plain tensor with the same memory. Writes of torch's functions to it are writes to the model,
     as in plain PyTorch, where a state dict aliases the parameters. Views, `detach()`, `.data` and conversions that
     return the tensor itself write through as well; results with memory of their own are plain tensors. The copies of
     `copy.deepcopy`, pickle and `torch.save` are plain tensors. `nn.Parameter(tensor)` is a parameter of its own, which
-    trains without the model. A numpy array of it is read-only, because torch does not see what numpy writes.
+    trains without the model. A numpy array of it is read-only, because torch does not see writes of numpy.
     """
 
     source: Source
@@ -171,7 +171,7 @@ class GatheredTensor(Tensor):
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """Returns a plain tensor over the memory of one that may write through; what is written to it stays there."""
+    """Returns a plain tensor over the memory of one that may write through; writes to it stay there."""
     if not isinstance(tensor, GatheredTensor) or _made_parameter(tensor):
         return tensor
     with _plain_tensors():
@@ -198,7 +198,7 @@ def _connected(tensor: Tensor, source: Source) -> GatheredTensor:
 
 
 def _made_parameter(tensor: GatheredTensor) -> bool:
-    """Makes what `nn.Parameter(tensor)` has returned a plain parameter, and says whether it was one."""
+    """Makes a result of `nn.Parameter(tensor)` a plain parameter, and says whether it was one."""
     if not vars(tensor).pop("_is_param", False):  # torch sets it on parameters of other types than its own.
         return False
     del tensor.source
@@ -245,7 +245,7 @@ def _with_plain(tree: Any) -> Any:
 
 
 def _with_aliases(result: Any, tensors: list[GatheredTensor]) -> Any:
-    """The result of a function; what shares memory with one of the tensors writes through as that does."""
+    """The result of a function; one that shares memory with one of the tensors writes through as that does."""
     if type(result) is Tensor:
         for tensor in tensors:
             if _shares_memory(result, tensor):

@@ -24,10 +24,10 @@ class LocalShard(Tensor):
 
     To torch it is a tensor of the full shape whose elements are elsewhere, as a DTensor is; unlike one, it may consist
     of several chunks. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It is
-    copied and moved between devices; what would need all elements raises.
+    copied and moved between devices; functions that need all elements raise.
 
     `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which has `stop - start` elements in any shape, and is not
-    copied. With `ranges`, the elements are counted in what these leave of the full tensor. The tensor is contiguous;
+    copied. With `ranges`, the elements are counted in that part of the full tensor. The tensor is contiguous;
     in the shape of all of that it may have any strides. Without `written` it is loaded into like any, but saved by
     other ranks alone, which hold the same elements. All of these are attributes; `ranges` are those of each dimension
     (`scale_core.Shard`), or empty.
@@ -73,7 +73,7 @@ class LocalShard(Tensor):
         """Each chunk of the range with its elements: views of `tensor`, in the chunk's sizes."""
         return cut_in_chunks(self.tensor.detach(), self.shape, self.start, self.stop, self.ranges)
 
-    # What torch's checkpoint planner asks.
+    # Called by torch's checkpoint planner.
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.tensor)
@@ -98,7 +98,7 @@ class LocalShard(Tensor):
                 return piece
         raise ValueError(f"{index.fqn}: this rank holds [{self.start}, {self.stop}), no chunk at {index.offset}")
 
-    # What torch asks of a tensor.
+    # Called by torch of a tensor.
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks the first argument
@@ -108,7 +108,7 @@ class LocalShard(Tensor):
         if func in _SAME_ELEMENTS and isinstance(first, LocalShard):
             return first._with(func(first.tensor, *args[1:], **(kwargs or {})))
         if func is torch.ops.aten.new_empty.default and isinstance(first, LocalShard) and first.shape == tuple(args[1]):
-            # What dcp.async_save makes, to copy the elements to before it returns; in torch 2.8 it is zeros_like.
+            # Made by dcp.async_save, to copy the elements to before it returns; in torch 2.8 it is zeros_like.
             return first._with(func(first.tensor, first.tensor.shape, **(kwargs or {})))
         if func is torch.ops.aten.copy_.default and isinstance(first, LocalShard):
             first.tensor.copy_(first._part_of(args[1]))

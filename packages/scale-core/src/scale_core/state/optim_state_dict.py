@@ -101,7 +101,7 @@ def optimizer_targets(
 ) -> dict[str, Any]:
     """Returns the optimizers' part of a state to read a saved one into: see `scale_core.state.target_state_dict`.
 
-    In the place of what does not fit stand its expected shape or a `Misfit`; without `allocate`, all tensors are new
+    A mismatch is replaced by its expected shape or a `Misfit`; without `allocate`, all tensors are new
     ones without memory.
     """
     owner_of_key: dict[str, tuple[Optimizer, Mapping[str, Any], ParamSlice]] = {}
@@ -154,7 +154,7 @@ def _fits_in_part(
     owners: Mapping[Tensor, Sequence[ParamSlice]],
     name_here: Callable[[str], str | None],
 ) -> bool:
-    """Whether groups differ by what parameters there are alone, so that the state of each may be loaded."""
+    """Whether groups differ only in their parameters, so that the state of each may be loaded."""
     try:
         groups_of(optimizer, saved, owners, name_here, strict=False)
     except StateMismatch:
@@ -169,7 +169,7 @@ def _fits(key: str, value: SavedTensor, holding: ParamSlice, weight: Any) -> boo
     if isinstance(weight, SavedTensor) and weight.shape != holding.shape:
         return False
     if not _is_cut(holding):
-        return True  # What a full parameter has may be of any shape.
+        return True  # The state of a full parameter may have any shape.
     return key in CODE_BOOKS or (key in BLOCK_SIZES and value.shape == whole_shape(key, holding))
 
 
@@ -179,7 +179,7 @@ def _is_cut(holding: ParamSlice) -> bool:
 
 
 def _cut_within_block(key: str, holding: ParamSlice) -> str:
-    """What is wrong with a slice for scales of blocks; "" if nothing is."""
+    """The mistake in a slice for scales of blocks; "" if there is none."""
     if key in BLOCK_SIZES and _is_cut(holding):
         try:
             num_blocks(key, holding)
@@ -206,9 +206,9 @@ def state_entries(
     *,
     strict: bool = True,
 ) -> list[Loaded]:
-    """Returns the state to load into each optimizer; only what several parameters share is copied.
+    """Returns the state to load into each optimizer; only state that several parameters share is copied.
 
-    Unless strict, optimizers are left out whose groups are others, and parameters of which not all is there.
+    Unless strict, optimizers are left out whose groups are others, and parameters without their complete state.
     """
     saved_states: dict[str, dict[str, Any]] = {}
     for _, name, key, value in _named_entries(state):
@@ -242,7 +242,7 @@ def groups_of(
 
 
 def _strangers(state: Mapping[str, Any], known: Container[str], name_here: Callable[[str], str | None]) -> str:
-    """What is wrong with saved groups that have parameters of this rank on which no optimizer steps; "" if none has."""
+    """The mistake in saved groups that have parameters of this rank on which no optimizer steps; "" if none has."""
     for group in saved_groups(state):
         names = [
             local_name
@@ -386,7 +386,7 @@ def _empty_state(key: str, saved: SavedTensor, holding: ParamSlice, group: Mappi
 
 
 def _named_entries(state: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
-    """Yields (whole key, parameter's name, the optimizer's key, value) for each entry of optimizer state."""
+    """Yields (full key, parameter's name, the optimizer's key, value) for each entry of optimizer state."""
     for full_key, value in state.items():
         if full_key.startswith("optim.") and not is_group(full_key):
             name, _, key = full_key.removeprefix("optim.").rpartition(".")

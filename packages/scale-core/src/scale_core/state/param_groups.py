@@ -161,7 +161,7 @@ def check_options(
 
 
 def _expected_kind(saved: Any, live: Any) -> str:
-    """What a saved option should be, by the one that the optimizer has; "" if it is that. None may stand for any."""
+    """The expected value of a saved option, by the optimizer's own; "" if it is that. None may stand for any."""
     if saved is None:
         return ""
     if isinstance(live, bool):

@@ -29,10 +29,10 @@ class HasGroups(Protocol):
 
 @runtime_checkable
 class PartOfModel(Protocol):
-    """A module with some parts of a model under the names of the whole one; other ranks have the others."""
+    """A module with some parts of a model under the names of the full one; other ranks have the others."""
 
     def names_of_model(self) -> Mapping[str, str]:
-        """All names in the state of the whole model, each with the first name of the same tensor."""
+        """All names in the state of the full model, each with the first name of the same tensor."""
         ...
 
     def is_first_holder(self, name: str) -> bool:
@@ -45,19 +45,19 @@ class ParamSlice:
     """One parameter of the plain model, as this rank holds it."""
 
     name: str  # Its qualified name in the plain model
-    owner: Tensor  # What an optimizer steps on: the parameter, a shard of it, or a flat parameter
+    owner: Tensor  # The tensor that an optimizer steps on: the parameter, a shard of it, or a flat parameter
     shape: tuple[int, ...]  # The shape of the full parameter
-    start: int  # The first element held, in row-major order, or in that of what `ranges` leave
+    start: int  # The first element held, in row-major order, or in that of the part in `ranges`
     stop: int  # One past the last element held
     offset: int = 0  # Where the held elements begin in the flattened `owner`
-    local_shape: tuple[int, ...] = ()  # The shape of what is held
+    local_shape: tuple[int, ...] = ()  # The shape of these elements
     is_shard: bool = True  # Other ranks may hold other elements
     shares_owner: bool = False  # The owner is a flat parameter, which holds others, too
-    # What this rank has of the optimizer's state: that of the elements held; all of it, of any shape, where one rank
+    # This rank's part of the optimizer's state: that of the elements held; all of it, of any shape, where one rank
     # steps on the full parameter; or nothing, where others do.
     state: Literal["elements", "all", "nothing"] = "elements"
-    ranges: Ranges = ()  # Of which indices of the full parameter the elements are; see `scale_core.Shard`
-    written: bool = True  # This rank saves what it holds; otherwise another one that holds the same does
+    ranges: Ranges = ()  # The indices of the full parameter; see `scale_core.Shard`
+    written: bool = True  # This rank saves its elements; otherwise another one that holds the same does
 
     def view(self, tensor: Tensor) -> Tensor:
         """Its elements in a tensor of the owner's shape: the owner, or a state of it."""
@@ -116,7 +116,7 @@ def named_param_slices(model: nn.Module) -> dict[str, ParamSlice]:
 
 
 def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Drops from a saved state what other ranks have saved of units that each of them has for itself."""
+    """Drops from a saved state the units that each rank has for itself, if they are other ranks'."""
     # Such parameters have names that end in their ranks, `expert.weight@1`. What ranks have saved that are not among
     # those of the model stays, and is unexpected.
     names = named_param_slices(model)
@@ -141,8 +141,8 @@ def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
 def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
     """Returns the number of elements of a model's full parameters; a tied one counts once. Sends nothing.
 
-    `sum(p.numel() for p in model.parameters())` counts what this rank holds of them. Of a pipeline, the stages of this
-    rank are counted, whole.
+    `sum(p.numel() for p in model.parameters())` counts this rank's elements. Of a pipeline, the stages of this
+    rank are counted in full.
 
         >>> from torch import nn
         >>> num_parameters(nn.Linear(3, 2))
@@ -150,7 +150,7 @@ def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
 
     Args:
         model: A model, sharded or not, or a part of one.
-        only_trainable: Leave out what wants no gradient.
+        only_trainable: Leave out parameters without a gradient.
 
     Raises:
         ValueError: The ranks hold summands of a parameter.

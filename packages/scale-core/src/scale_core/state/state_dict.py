@@ -46,7 +46,7 @@ Optimizers: TypeAlias = Optimizer | Iterable[Optimizer] | None
 @checked_arguments
 @on_local_tensors
 def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
-    """Returns what this rank holds of a model and its optimizer, without communication and without copies.
+    """Returns this rank's part of a model and its optimizer, without communication and without copies.
 
     - `model.<name>`: each parameter, a `LocalShard` or, where the ranks hold all of it, a tensor; each persistent
       buffer. A tied parameter is listed once, under its first name.
@@ -56,11 +56,11 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
       parameters on this rank, ready for JSON; `saved_groups(state)` returns them in order.
 
     A flat parameter is listed as the parameters that it holds. Of a pipeline, these are the stages of this rank,
-    under the names of the whole model.
+    under the names of the full model.
 
     Args:
         model: Plain, sharded, divided, or a pipeline.
-        optimizer: Its optimizer, or several that step on different parameters, such as one for each stage.
+        optimizer: Its optimizer, or several that step on different parameters, for example one for each stage.
 
     Raises:
         ValueError: A parameter of the optimizer is none of the model's, the ranks hold summands of a parameter, or
@@ -91,8 +91,8 @@ def target_state_dict(
         model: The built model.
         optimizer: Its optimizer, or several; with None the saved optimizer state is left out.
         saved: For each saved key a `SavedTensor`, or the saved value itself where that is no tensor.
-        strict: False leaves it to `load_snapshot` to compare, which lists what differs on any rank, or with its own
-            `strict=False` loads what fits.
+        strict: False leaves it to `load_snapshot` to compare, which lists the differences of any rank, or with its own
+            `strict=False` loads matching values.
 
     Raises:
         StateMismatch: The saved state is that of another model, or of another kind of optimizer, or the optimizer has
@@ -110,14 +110,14 @@ def target_state_dict(
 
 
 def _compare(expected: Mapping[str, Any], given: Mapping[str, Any], optimizer: Optimizers) -> StateDifferences:
-    """Compares what is here with those entries of a state that are of a model, and of an optimizer if there is one."""
+    """Compares this rank's objects with the entries of a state for a model, and for an optimizer if there is one."""
     kinds = ("model.",) if optimizer is None else ("model.", "optim.")
     return compare_states(expected, {key: value for key, value in given.items() if key.startswith(kinds)})
 
 
 @on_local_tensors
 def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
-    """Returns the full tensors of which this rank has elements: the `model.<name>` of `sharded_state_dict`, by name.
+    """Describes the full tensors that this rank has elements of: `model.<name>` of `sharded_state_dict`, by name.
 
     The model may be on the meta device.
     """
@@ -131,7 +131,7 @@ def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
 
 
 def names_in_model(model: nn.Module) -> Mapping[str, str]:
-    """Returns all names that the whole model has for its tensors, each with the first one of the same tensor."""
+    """Returns all names that the full model has for its tensors, each with the first one of the same tensor."""
     return _names(model).first
 
 
@@ -150,7 +150,7 @@ def load_sharded_state_dict(
         model: The built model.
         optimizer: Its optimizer, or several; with None the optimizer state is left out.
         copy: Whether the optimizer gets tensors of its own; False hands it those of `state`.
-        strict: False loads what fits, leaves the rest as it is, and warns with a list of what does not.
+        strict: False loads matching values, leaves the rest as it is, and warns with a list of mismatches.
 
     Raises:
         StateMismatch: Missing or unexpected keys, other shapes, dtypes or ranges, all of them listed; nothing has been
@@ -166,7 +166,7 @@ def load_sharded_state_dict(
 def load_what_fits(
     state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True, strict: bool = False
 ) -> StateDifferences:
-    """As `load_sharded_state_dict`; returns what did not fit in place of a warning."""
+    """As `load_sharded_state_dict`; returns the mismatches in place of a warning."""
     names = _names(model)
     local_state = {local_key: state[key] for local_key, key in _own_keys(state, names).items()}
     holdings = {f"model.{name}": holding for name, holding in _holdings_with_memory(model).items()}
@@ -213,7 +213,7 @@ def load_what_fits(
 
 
 def without_misfits(state: Mapping[str, Any], misfits: Collection[str]) -> dict[str, Any]:
-    """The entries of a state that fit: of an optimizer, all entries of a parameter of which everything does."""
+    """The entries of a state that fit: of an optimizer, all entries of a parameter if all of them fit."""
 
     def param_of(key: str) -> str:
         kind, _, remainder = key.partition(".")

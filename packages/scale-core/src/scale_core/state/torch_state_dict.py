@@ -1,6 +1,6 @@
 """Optimizer state of shards for torch's own functions: `optimizer.state_dict()` and `get_state_dict`.
 
-`torch.distributed.checkpoint.state_dict` takes every tensor of an optimizer for a whole one, or for a DTensor, and a
+`torch.distributed.checkpoint.state_dict` takes every tensor of an optimizer for a full one, or for a DTensor, and a
 shard's state is neither: one rank's would be saved under the parameter's name and all others silently lost. So an
 optimizer on shards gets three hooks of torch: for those functions the first makes each tensor a `LocalShard`, or a full
 tensor; the second cuts loaded tensors to this rank's elements; the third makes loaded state sharded. A flat parameter
@@ -44,7 +44,7 @@ SHARDS = "shards"
 """The key of a `state_dict()` that is one rank's shard: its "rank", "world_size" and, in the order of the parameters,
 what is held of each: (name, shape, start, stop, ranges), or None of a whole one; see `scale_core.Shard`."""
 
-_BUCKET_NUMEL = 25_000_000  # Elements that are on a device at a time while they are made whole
+_BUCKET_NUMEL = 25_000_000  # Elements that are on a device at a time while they are gathered
 _ASKS = "torch.distributed.checkpoint.state_dict"
 _SAVES = ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader")
 _BETWEEN = (
@@ -78,7 +78,7 @@ def install_hooks(optimizer: Any, *, refuses_parts: bool = False) -> None:
 
 
 def _mark_loaded(optimizer: Optimizer) -> None:
-    """Load hook: what was loaded for a shard is sharded, as what the optimizer makes itself."""
+    """Load hook: a tensor loaded for a shard is sharded, as the optimizer's own state."""
     if not (is_known_elementwise(type(optimizer)) or _keeps_whole_state(optimizer)):
         for param, values in optimizer.state.items():
             if is_sharded(param):
@@ -89,7 +89,7 @@ class StateDictRequest(NamedTuple):
     """The options of torch's checkpoint functions."""
 
     whole: bool = False  # Full tensors (`full_state_dict=True`)
-    on_host: bool = False  # On the host and, where they are whole, on global rank 0 alone (`cpu_offload=True`)
+    on_host: bool = False  # On the host and, if they are full, on global rank 0 alone (`cpu_offload=True`)
 
     @property
     def keeps(self) -> bool:
@@ -128,7 +128,7 @@ def _outer_caller(frame: FrameType | None) -> FrameType | None:
 @on_local_tensors
 def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """State-dict hook: `LocalShard`s or full tensors for torch's checkpoint functions, `SHARDS` for others."""
-    # To others it says so beside the tensors.
+    # To others it says so next to the tensors.
     if _keeps_whole_state(optimizer):
         return None
     request = torch_request()
@@ -216,7 +216,7 @@ def _axes_of(holding: ParamSlice) -> _Axes:
 
 
 def _within_piece(holding: ParamSlice, parts: Sequence[Part]) -> tuple[ParamSlice, list[Part]]:
-    """What a rank holds, and the others of its unit, of the flat piece that they have together."""
+    """The elements of the ranks of a unit in the flat piece that they have together."""
     first = _first_of(parts)
     within = [part._replace(start=part.start - first, stop=part.stop - first, ranges=()) for part in parts]
     shape = (max(part.stop for part in within),)
@@ -229,7 +229,7 @@ def _first_of(parts: Sequence[Part]) -> int:
 
 
 class _Piece(NamedTuple):
-    """What the ranks of a unit have together of a parameter that ranks along another axis divide."""
+    """The common part of a unit's ranks of a parameter that ranks along another axis divide."""
 
     holding: ParamSlice
     shape: tuple[int, ...]  # Flat
@@ -290,7 +290,7 @@ _WHAT_TO_LOAD = (
 
 
 def _names_in_stages(params: Sequence[Tensor]) -> dict[Tensor, str]:
-    """The names in the whole model of parameters in this rank's pipeline stages."""
+    """The names in the full model of parameters in this rank's pipeline stages."""
     names: dict[Tensor, str] = {}
     for model in stages_of(params) if params else ():
         names |= names_of_stages(model)
@@ -358,7 +358,7 @@ def _fits(saved: Sequence[Any], param: Tensor) -> bool:
 
 
 def _without_shards(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as a plain one; where one rank had all elements of a parameter, in the shape of the whole."""
+    """The state as a plain one; where one rank had all elements of a parameter, in its full shape."""
     numbers = (number for group in state_dict["param_groups"] for number in group["params"])
     state = dict(state_dict["state"])
     for number, has in zip(numbers, state_dict[SHARDS]["held"], strict=False):

@@ -25,16 +25,16 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Stands in a state in the place of what can't be loaded, and says why."""
+    """Stands in a state in place of an entry that can't be loaded, and says why."""
 
     reason: str
 
 
 class StateMismatch(ScaleError, ValueError):
-    """A saved state is that of another model or optimizer; the message lists what differs.
+    """A saved state is that of another model or optimizer; the message lists the differences.
 
     Attributes:
-        differences: What differs by key, where that is known.
+        differences: The differences by key, if known.
     """
 
     def __init__(self, message: str, differences: StateDifferences | None = None) -> None:
@@ -44,14 +44,14 @@ class StateMismatch(ScaleError, ValueError):
 
 @dataclass
 class StateDifferences:
-    """What of two states differs, by key: in words, where names alone don't say it."""
+    """The differences of two states, by key, with a text if the name is not enough."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: dict[str, str] = field(default_factory=dict)
     other_dtype: dict[str, str] = field(default_factory=dict)
     other_kind: dict[str, str] = field(default_factory=dict)  # a tensor here, another value there
-    misfits: dict[str, str] = field(default_factory=dict)  # what can't be loaded for another reason
+    misfits: dict[str, str] = field(default_factory=dict)  # entries that can't be loaded for another reason
 
     def __bool__(self) -> bool:
         return bool(self.keys)
@@ -78,7 +78,7 @@ class StateDifferences:
 
     @classmethod
     def of_ranks(cls, found: Iterable[StateDifferences]) -> StateDifferences:
-        """What differs on any rank; unexpected is what none of them expects."""
+        """The differences of all ranks; an entry is unexpected if none of them expects it."""
         every = list(found)
         everywhere = set.intersection(*(set(difference.unexpected) for difference in every))
         together = cls(
@@ -99,10 +99,10 @@ class StateDifferences:
 
 
 def compare_states(own: Mapping[str, Any], given: Mapping[str, Any]) -> StateDifferences:
-    """Compares two states, of which tensors are compared by shape and dtype.
+    """Compares two states; tensors are compared by shape and dtype.
 
     Args:
-        own: What is here: tensors or `SavedTensor`s, other values, and `Misfit`s.
+        own: The current state: tensors or `SavedTensor`s, other values, and `Misfit`s.
         given: The saved one.
     """
     misfits = {key: misfit.reason for key, misfit in own.items() if isinstance(misfit, Misfit)}

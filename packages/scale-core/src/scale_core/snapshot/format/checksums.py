@@ -1,4 +1,4 @@
-"""Checksums of whole files, block by block, so that whoever reads a part verifies little more than that part.
+"""Checksums of files, block by block, so that whoever reads a part verifies little more than that part.
 
 The hash is XXH3 with 128 bits: it finds damage of any kind at the speed of memory, and is no defence against somebody
 who forges a file and its checksum.
@@ -28,7 +28,7 @@ def checksum(*parts: bytes | memoryview) -> str:
 
 
 class BlockChecksums:
-    """The checksums of a stream of bytes: one for each block, the last of which may be shorter."""
+    """The checksums of a stream of bytes: one for each block; the last may be shorter."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes

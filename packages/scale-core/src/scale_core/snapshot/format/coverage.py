@@ -15,7 +15,7 @@ _COMPARED = 1000  # chunks among which an overlap is looked for by name, once it
 
 
 def check_coverage(what: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> None:
-    """Proves that the chunks cover a tensor of `shape`, each element exactly once; a ValueError says what is wrong.
+    """Proves that the chunks cover a tensor of `shape`, each element exactly once; a ValueError names the mistake.
 
     Each coordinate of a dimension gets a random number `r(x)` of the field of a large prime. The product of
     `r(end) - r(begin)` over the dimensions is a polynomial in them, linear in each; summed over the chunks it is, as a

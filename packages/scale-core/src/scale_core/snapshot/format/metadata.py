@@ -1,9 +1,9 @@
 """The manifest of a snapshot: a JSON file, written last, that makes a directory a snapshot.
 
-Its first line is the same in every version of the format, and has the checksum of all the rest. So damage is told from
-a newer version, which is left alone. A manifest may come from a stranger: it is data and never code, and is checked
-before use. File names can't leave the directory, nothing is larger than the files, and each tensor's chunks are proved
-to be the tensor.
+Its first line is the same in every version of the format, and has the checksum of all the rest. So damage is
+distinguished from a newer version, which is left alone. A manifest may come from a stranger: it is data and never
+code, and is checked before use. File names can't leave the directory, nothing is larger than the files, and each
+tensor's chunks are proved to be the tensor.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Manifest:
     tensors: Mapping[str, SavedTensor]  # Each tensor's shape and dtype
     # Where the chunks of each tensor lie; together they are the tensor, each element once.
     chunks: Mapping[str, list[SavedChunk]]
-    values: Mapping[str, Any]  # What is no tensor
-    extra: JSON  # What the caller added, as `encode_extra` returns it
+    values: Mapping[str, Any]  # Values that are no tensors
+    extra: JSON  # Of the caller, as `encode_extra` returns it
     files: Mapping[str, SavedFile]  # One for each rank that wrote it
     block_bytes: int  # Of the checksums
 
@@ -116,7 +116,7 @@ def label_of(key: str, chunk: Chunk) -> str:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Checks that each tensor has all its elements, once each, within the files; a ValueError names what has not."""
+    """Checks that each tensor has all its elements, once each, within the files; a ValueError names another one."""
     for key, saved in manifest.tensors.items():
         for saved_chunk in manifest.chunks[key]:
             end = saved_chunk.begin + math.prod(saved_chunk.chunk.sizes) * saved.dtype.itemsize
@@ -186,12 +186,12 @@ def read_manifest(
     progress: Callable[[int], None] = lambda num_bytes: None,
     retry_seconds: float | None = None,
 ) -> Manifest:
-    """Reads a snapshot's manifest and compares the lengths of the files beside it; their data is not read.
+    """Reads a snapshot's manifest and compares the lengths of the files next to it; their data is not read.
 
     `progress` is called as by `verify_snapshot`, and `retry_seconds` is as of `retry`.
 
     Raises:
-        DamagedSnapshotError: What is there is not what was written.
+        DamagedSnapshotError: The files differ from those that were written.
         NewerSnapshotError: It was written by a newer version.
         SnapshotError: It was written by a version that was never released, or it is too large.
         OSError: It can't be read at present: permissions, too many open files.

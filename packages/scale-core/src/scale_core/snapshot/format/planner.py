@@ -1,8 +1,9 @@
 """Plans which chunks of a state each rank writes, and which saved chunks it reads.
 
-Ranks hold what their sharding gave them, some of it twice, and the next run may shard otherwise. The planner of
-`torch.distributed.checkpoint` decides who writes what, and checks that no element is written twice; this file gives it
-flat states with `LocalShard`s. What is read are the intersections of saved and held chunks. Both plans are proved.
+Ranks hold the elements of their sharding, some of them twice, and the next run may shard otherwise. The planner of
+`torch.distributed.checkpoint` decides the writer of each element, and checks that no element is written twice; this
+file gives it flat states with `LocalShard`s. Reads are the intersections of saved and held chunks. Both plans are
+proved.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ State: TypeAlias = Mapping[str, Any]
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """torch's planner, for a flat dict that may hold `LocalShard`s beside tensors."""
+    """torch's planner, for a flat dict that may hold `LocalShard`s and tensors."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -45,7 +46,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """This rank's plan: the planner that finds its tensors, what it would write, and its values."""
+    """This rank's plan: the planner that finds its tensors, its writes, and its values."""
 
     planner: _SavePlanner
     plan: SavePlan
@@ -82,7 +83,7 @@ class GlobalPlan:
 
     @staticmethod
     def of(owned: list[tuple[SavePlan, dict[str, JSON]]]) -> GlobalPlan:
-        """Computed alike on every rank, so that no plan has to be sent back."""
+        """Computed in the same way on every rank, so that no plan has to be sent back."""
         tensors: dict[str, SavedTensor] = {}
         values: dict[str, JSON] = {}
         for rank, (plan, local_items) in enumerate(owned):
@@ -121,7 +122,8 @@ class GlobalPlan:
 
 def _by_first_holders(plans: list[SavePlan]) -> list[SavePlan]:
     """Leaves each full tensor to the lowest rank that has it, as those of one rank belong together."""
-    # Buffers may differ between ranks that train the same model, such as the running mean and variance of a batch norm.
+    # Buffers may differ between ranks that train the same model, for example the running mean and variance of a batch
+    # norm.
     taken_keys: set[str] = set()
     first: list[SavePlan] = []
     for plan in plans:
@@ -223,7 +225,7 @@ class SavedChunks(Protocol):
 
 
 def plan_reads(manifest: SavedChunks, target: State) -> list[Read]:
-    """What to read into the tensors of `target`: each element of each of them exactly once, which is proved here.
+    """The reads into the tensors of `target`: each element of each of them exactly once, which is proved here.
 
     Raises:
         ValueError: A tensor can't be written to: it has no memory, or several elements share theirs.

@@ -45,7 +45,7 @@ class Read:
 
     @cached_property
     def is_direct(self) -> bool:
-        """Whether it is one range of the file and one of this process's memory, alike to the byte."""
+        """Whether it is one range of the file and one of this process's memory, equal to the byte."""
         begin, end = self.span
         return (
             end - begin == self.into.nbytes

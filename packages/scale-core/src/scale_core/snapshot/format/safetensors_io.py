@@ -1,7 +1,7 @@
 """Safetensors files: written one tensor at a time, with checksums of all bytes, and read in place.
 
 The format is eight bytes with the length of a JSON header, the header (name → dtype, shape, byte range), and the data.
-It is written here, by its documented layout, because a checkpoint must not need twice the memory of what it saves. What
+It is written here, by its documented layout, because a checkpoint must not need twice the memory of its tensors. What
 is read goes by the manifest. The header says which save a file belongs to, and which chunks are where: a file whose
 header says something else than the manifest is refused.
 """
@@ -52,7 +52,7 @@ SAVED_DTYPES = DTYPES | {"C128": torch.complex128}
 """Those of snapshots: for the last one safetensors has no word, so it stands in a file as pairs of F64."""
 SAVED_NAMES = {dtype: name for name, dtype in SAVED_DTYPES.items()}
 
-_PIECE_BYTES = 1 << 20  # of what is hashed and written at once
+_PIECE_BYTES = 1 << 20  # hashed and written at once
 _SYNC_SECONDS = 30.0
 _BUFFERED_BYTES = 64 << 10  # Less than a piece, so that pieces are not copied, and small tensors are written together.
 _HEADER_LIMIT_BYTES = 100_000_000  # The limit of the safetensors library.
@@ -71,11 +71,11 @@ class TensorEntry(NamedTuple):
 
 
 class FileHeader(NamedTuple):
-    """The first bytes of a file, and what they say."""
+    """The first bytes of a file, and their content."""
 
     data: bytes
     begins: list[int]  # Where the data of each tensor begins
-    num_bytes: int  # Of the whole file
+    num_bytes: int  # Of the file
 
     @classmethod
     def of(cls, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> FileHeader:
@@ -104,7 +104,7 @@ class FileHeader(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """What a file has in it: its length, the checksum of each block, and where the data of each tensor begins."""
+    """The content of a file: its length, the checksum of each block, and where the data of each tensor begins."""
 
     num_bytes: int
     block_bytes: int
@@ -125,7 +125,7 @@ def write_tensors(
         path: The file, which is not there yet.
         entries: Its tensors.
         produce: Returns the tensor of an entry, by number.
-        metadata: What else stands in its header.
+        metadata: Further entries of its header.
         progress: Called with the number of bytes that were written since the last call.
     """
     header = FileHeader.of(entries, metadata)
@@ -135,7 +135,7 @@ def write_tensors(
 
         def write(data: memoryview) -> None:
             nonlocal synced
-            for begin in range(0, len(data), _PIECE_BYTES):  # What was hashed is still in the processor's cache.
+            for begin in range(0, len(data), _PIECE_BYTES):  # The hashed piece is still in the processor's cache.
                 piece = data[begin : begin + _PIECE_BYTES]
                 hashed.update(piece)
                 file.write(piece)

@@ -1,8 +1,8 @@
 """Files that are read, and read again where the file system fails for a moment.
 
 A network file system may answer one read with an error and the next one as if nothing had happened. So such a read is
-repeated for `SCALE_READ_RETRY_SECONDS` (60 by default). What still fails then is an error of this moment, and not
-damage: damage is what the file itself says.
+repeated for `SCALE_READ_RETRY_SECONDS` (60 by default). A failure after that is an error of this moment, and not
+damage: damage is an error in the file itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BUFFERS_AT_ONCE = 512  # The system takes 1024.
 
 
 def is_temporary(error: BaseException | None) -> bool:
-    """Whether what was raised may be over a moment later."""
+    """Whether an exception may not come again a moment later."""
     return isinstance(error, OSError) and error.errno in _TEMPORARY
 
 
@@ -46,7 +46,7 @@ def retry(
     progress: Callable[[int], None] = lambda num_bytes: None,
     retry_seconds: float | None = None,
 ) -> T:
-    """Returns what `read` returns; calls it again for `SCALE_READ_RETRY_SECONDS` while the file system fails.
+    """Returns the result of `read`; calls it again for `SCALE_READ_RETRY_SECONDS` while the file system fails.
 
     Args:
         read: Reads something of `path`.
@@ -78,7 +78,7 @@ def retry(
 
 
 def is_damage(error: OSError | EOFError) -> bool:
-    """Whether what was raised says that a file is not what was written, and not that this process can't read it now."""
+    """Whether an exception means that a file is damaged, and not that this process can't read it now."""
     damage = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
     return isinstance(error, EOFError) or error.errno in damage
 
@@ -87,7 +87,7 @@ def is_damage(error: OSError | EOFError) -> bool:
 def opened(
     path: Path, progress: Callable[[int], None] = lambda num_bytes: None, retry_seconds: float | None = None
 ) -> Iterator[StoredFile]:
-    """A file that is read. Links and what is no file (a pipe would wait for a writer) are refused.
+    """A file that is read. Links and special files (a pipe would wait for a writer) are refused.
 
     `progress` is called with the number of bytes that were read since the last call; with 0 before a read is repeated.
     """
@@ -99,7 +99,7 @@ def opened(
 
 
 class StoredFile:
-    """An open file, of which any bytes are read; it is opened again where a read has failed.
+    """An open file for reads of any bytes; it is opened again if a read has failed.
 
     Attributes:
         num_bytes: Its length.
@@ -116,7 +116,7 @@ class StoredFile:
         self.num_bytes = self._retry(lambda descriptor: os.fstat(descriptor).st_size)
 
     def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
-        """Fills the buffers one after the other with what stands in the file from the byte `begin` on."""
+        """Fills the buffers one after the other with the bytes of the file from `begin` on."""
         waiting, position = deque(buffers), begin
         while waiting:
             into = [waiting[index] for index in range(min(len(waiting), _BUFFERS_AT_ONCE))]
@@ -152,7 +152,7 @@ class StoredFile:
             try:
                 return read(self._descriptor)
             except OSError:
-                self.close()  # Its handle may be what is stale.
+                self.close()  # Its handle may be stale.
                 raise
 
         return retry(attempt, self._path, self._progress, self._retry_seconds)

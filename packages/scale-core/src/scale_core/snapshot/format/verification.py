@@ -14,7 +14,7 @@ from scale_core.snapshot.format.metadata import Manifest, read_manifest
 from scale_core.snapshot.format.safetensors_io import read_entries, read_metadata
 from scale_core.snapshot.format.stored_file import StoredFile, is_damage, opened
 
-_PIECE_BYTES = 1 << 20  # Read and hashed at once, so that the processor still has in its cache what is hashed.
+_PIECE_BYTES = 1 << 20  # Read and hashed at once, so that it is hashed in the processor's cache.
 _NAMED = 10
 
 BlockRanges = Mapping[str, Iterable[tuple[int, int]]]
@@ -33,7 +33,7 @@ def verify_snapshot(path: str | Path, progress: Callable[[int], None] = lambda n
         Its manifest.
 
     Raises:
-        DamagedSnapshotError: What is there is not what was written; the error names files, bytes and tensors.
+        DamagedSnapshotError: The files differ from those that were written; the error names files, bytes and tensors.
         NewerSnapshotError: It was written by a newer version.
     """
     path = Path(path)
@@ -52,7 +52,7 @@ def all_blocks(manifest: Manifest) -> dict[str, list[tuple[int, int]]]:
 def find_damage(
     path: Path, manifest: Manifest, blocks: BlockRanges, progress: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Verifies these blocks and returns what is wrong with them, in words."""
+    """Verifies these blocks and returns their damage, in words."""
     damages = []
     for name, ranges in blocks.items():
         try:
@@ -126,14 +126,14 @@ def _identity_refusal(file: StoredFile, name: str, manifest: Manifest) -> str:
 
 @dataclass(frozen=True)
 class RankReads:
-    """What a rank is going to read, and the host whose cache of files it is going to come from."""
+    """The blocks that a rank is going to read, and the host whose file cache they come from."""
 
     host: str
     blocks: BlockRanges
 
 
 def blocks_to_verify(manifest: Manifest, reads: Sequence[RankReads], rank: int) -> dict[str, list[tuple[int, int]]]:
-    """A rank's share, so that each host verifies what its ranks read, once, and all together what nobody reads."""
+    """A rank's share, so that each host verifies its ranks' blocks once, and all together the other blocks."""
     neighbors = [other for other, other_reads in enumerate(reads) if other_reads.host == reads[rank].host]
     read_here = _union([reads[other].blocks for other in neighbors])
     local_blocks = _share(read_here, neighbors.index(rank), len(neighbors))
