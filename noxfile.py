@@ -24,7 +24,7 @@ nox.needs_version = ">=2026.10.20"  # the first that we know to run sessions bes
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = ["house", "lint", "typecheck", "docs", "build", "tests"]
+nox.options.sessions = ["house", "lint", "typecheck", "docs", "build", "integration", "tests"]
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -32,20 +32,21 @@ TORCH_DEFAULT = "2.13.0"
 TORCH_VERSIONS = [version.strip() for version in os.environ.get("SCALE_TORCH", TORCH_DEFAULT).split(",")]
 OPTIMIZERS = ["pytorch-optimizer>=4.1,<4.2", "einops>=0.8"]
 # Programs of others that stand on ours: what each needs beside a package's own edges, and the tests that it has.
+TRAINER = "packages/scale-train/tests/test_transformers_trainer.py"
 CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
-    "transformers": ("scale-train", [], ["clients/test_clients_families.py", "test_transformers_trainer.py"]),
-    "peft": ("scale-train", [], ["clients/test_clients_adapters.py"]),
-    "bitsandbytes": ("scale-train", ["bitsandbytes>=0.50"], ["clients/test_clients_bitsandbytes.py"]),
-    "torchao": ("scale-train", ["torchao>=0.18"], ["clients/test_clients_torchao.py"]),
-    "tools": ("scale-train", ["torchmetrics>=1.9", "torchdata>=0.11"], ["clients/test_clients_tools.py"]),
-    "loggers": ("scale-train", ["tensorboard>=2.18", "wandb>=0.17"], ["clients/test_clients_loggers.py"]),
-    "trl": ("scale-train", ["trl>=1.16"], ["test_transformers_trainer.py"]),
+    "transformers": ("scale-train", [], ["tests/clients/test_clients_families.py", TRAINER]),
+    "peft": ("scale-train", [], ["tests/clients/test_clients_adapters.py"]),
+    "bitsandbytes": ("scale-train", ["bitsandbytes>=0.50"], ["tests/clients/test_clients_bitsandbytes.py"]),
+    "torchao": ("scale-train", ["torchao>=0.18"], ["tests/clients/test_clients_torchao.py"]),
+    "tools": ("scale-train", ["torchmetrics>=1.9", "torchdata>=0.11"], ["tests/clients/test_clients_tools.py"]),
+    "loggers": ("scale-train", ["tensorboard>=2.18", "wandb>=0.17"], ["tests/clients/test_clients_loggers.py"]),
+    "trl": ("scale-train", ["trl>=1.16"], [TRAINER]),
     "optimizers": (
         "scale-train",
         [*OPTIMIZERS, "timm>=1.0.20", "schedulefree>=1.4", "prodigyopt>=1.1", "adam-mini>=1.1", "heavyball>=3.2"],
-        ["clients/test_clients_optimizers.py"],
+        ["tests/clients/test_clients_optimizers.py"],
     ),
-    "lightning": ("scale-lightning", [], ["."]),
+    "lightning": ("scale-lightning", [], ["packages/scale-lightning/tests"]),
 }
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores of one machine: a thread each
 # Ranks wait for each other, so that one test at a time leaves cores idle: each core runs tests of its own.
@@ -148,23 +149,35 @@ def tests(session: nox.Session, package: str, torch: str) -> None:
     share_bytecode(session, keep=True)
 
 
+@nox.session(reuse_venv=False)
+def integration(session: nox.Session) -> None:
+    """Test the packages together: compositions, clients, faults, fuzz, programs of the documentation."""
+    session.install(
+        f"torch=={TORCH_DEFAULT}",
+        *editable(edges("scale-train", for_tests=True)),
+        *test_group(["scale-train"]),
+        "pytest-xdist>=3.6",
+    )
+    share_bytecode(session, keep=False)
+    where = session.posargs or [f"tests/{name}" for name in ("compositions", "clients", "faults", "fuzz", "docs")]
+    session.run("pytest", *IN_PARALLEL, "--durations=12", *where, env=ONE_THREAD)
+    share_bytecode(session, keep=True)
+
+
 @nox.session
 @nox.parametrize("client", [nox.param(name, id=name) for name in CLIENTS])
 def clients(session: nox.Session, client: str) -> None:
     """Test one program that stands on ours, all cases of it: `nox -s "clients(transformers)"`."""
     package, needs, tests_of_client = CLIENTS[client]
     session.install(f"torch=={TORCH_DEFAULT}", *editable(edges(package)), *test_group([package]), *needs)
-    where = [f"packages/{package}/tests/{name}" for name in tests_of_client]
-    session.run("pytest", "-m", "soak or not soak", *(session.posargs or where), env=ONE_THREAD)
+    session.run("pytest", "-m", "soak or not soak", *(session.posargs or tests_of_client), env=ONE_THREAD)
 
 
 @nox.session(allow_parallel=True)
 def house(session: nox.Session) -> None:
     """Check what holds between the packages: versions, edges, floors, imports, public names."""
     install_everything(session, "pytest>=8", "pytest-xdist>=3.6")
-    session.run(
-        "pytest", *IN_PARALLEL, "packages/test_house.py", "packages/test_docs.py", *session.posargs, env=ONE_THREAD
-    )
+    session.run("pytest", *IN_PARALLEL, "tests/test_house.py", "tests/test_docs.py", *session.posargs, env=ONE_THREAD)
     share_bytecode(session, keep=True)
 
 
@@ -183,8 +196,7 @@ def typecheck(session: nox.Session) -> None:
     install_everything(session, "mypy>=2.4,<2.5", "nox", *test_group(PACKAGES))
     for package in PACKAGES:
         session.run("mypy", f"packages/{package}/src")
-    beside = ["test_house.py", "test_docs.py", "test_site.py", "conftest.py"]
-    session.run("mypy", "noxfile.py", *(f"packages/{name}" for name in beside))
+    session.run("mypy", "noxfile.py", "conftest.py", *(f"tests/test_{name}.py" for name in ("house", "docs", "site")))
 
 
 @nox.session(allow_parallel=True)
@@ -195,7 +207,7 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
     if not session.posargs:
         session.install("pytest>=8", "lunr>=0.8")
-        session.run("pytest", "packages/test_site.py")
+        session.run("pytest", "tests/test_site.py")
 
 
 @nox.session
@@ -216,7 +228,7 @@ def build(session: nox.Session) -> None:
     if len(files) != 2 * len(PACKAGES):
         session.error(f"expected an sdist and a wheel of {len(PACKAGES)} packages, got {len(files)} files in {dist}")
     session.run("twine", "check", "--strict", *files)
-    session.run("pytest", "packages/test_docs.py", "-k", "resolved", env={"SCALE_DIST": str(dist)})
+    session.run("pytest", "tests/test_docs.py", "-k", "resolved", env={"SCALE_DIST": str(dist)})
 
     alone = Path(session.create_tmp()).resolve() / "alone"
     # As an option, --find-links would take the place of what this machine sets. And a version that stays while its
@@ -284,8 +296,8 @@ def examples(session: nox.Session) -> None:
         "pytest",
         "-m",
         "soak or not soak",
-        "packages/test_docs.py",
-        "packages/scale-train/tests/docs",
+        "tests/test_docs.py",
+        "tests/docs",
         *session.posargs,
         env=ONE_THREAD,
     )
@@ -295,7 +307,7 @@ def examples(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Run the full matrices of which `tests` takes pairs."""
     install_everything(session, *test_group(PACKAGES))
-    session.run("pytest", "-m", "soak", *(session.posargs or ["packages"]), env=ONE_THREAD)
+    session.run("pytest", "-m", "soak", *(session.posargs or ["packages", "tests"]), env=ONE_THREAD)
 
 
 if __name__ == "__main__":

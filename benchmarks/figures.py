@@ -41,7 +41,7 @@ def newest(name: str) -> tuple[Figures, str] | None:
 
 def rows_of_the_matrix() -> dict[str, list[tuple[str, list[str]]]]:
     """The result of each fault and its tests, by section."""
-    text = (ROOT / "packages/scale-train/tests/faults/faults.md").read_text(encoding="utf-8")
+    text = (ROOT / "tests/faults/faults.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## [A-F]\. (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return {
         title: [

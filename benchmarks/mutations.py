@@ -333,7 +333,8 @@ class Copy:
         self.folder = folder
         leave_out = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info", "dist")
         shutil.copytree(ROOT / "packages", folder / "packages", ignore=leave_out)
-        shutil.copy(ROOT / "pyproject.toml", folder)
+        for name in ("pyproject.toml", "conftest.py"):
+            shutil.copy(ROOT / name, folder)
         (folder / "docs" / "guides").mkdir(parents=True)
         for path in (ROOT / "docs" / "guides").glob("*.py"):
             shutil.copy(path, folder / "docs" / "guides")

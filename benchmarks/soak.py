@@ -41,7 +41,7 @@ from typing import Any
 from report import Table, machine, save
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "packages" / "scale-train" / "tests" / "faults"))
+sys.path.insert(0, str(ROOT / "tests" / "faults"))
 
 import fault_trainings  # noqa: E402  # The trainings of the tests.
 

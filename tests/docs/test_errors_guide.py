@@ -39,7 +39,7 @@ from scale_train.training.state import TrainState, build_state
 from scale_train.training.train import train_language_model
 from scale_train.training.trainer import train
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "errors.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "errors.md"
 
 pytestmark = [
     pytest.mark.skipif(not GUIDE.exists(), reason="the guide is in the repository alone"),

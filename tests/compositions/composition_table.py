@@ -2,7 +2,7 @@
 
 A test that runs several techniques in one loop says so: `@pytest.mark.composition("scale-pipe", "scale-fsdp")`. A row
 of the table names the same techniques; its last two columns, the state and the tests, are made of these marks.
-`python packages/scale-train/tests/compositions/composition_table.py` writes them.
+`python tests/compositions/composition_table.py` writes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HOME = Path(__file__).parents[4]
+HOME = Path(__file__).parents[2]
 PAGE = HOME / "docs" / "composition.md"
 TECHNIQUES = {
     "scale-fsdp",
@@ -45,14 +45,14 @@ class MarkedTest:
     refused: bool  # The combination raises an error, which the test looks at.
 
     def title(self) -> str:
-        _, package, _, *rest = Path(self.path).parts
-        place = "/".join(rest) if package == "scale-train" else f"{package}: {'/'.join(rest)}"
+        folder, *rest = Path(self.path).parts
+        place = "/".join(rest) if folder == "tests" else f"{rest[0]}: {'/'.join(rest[2:])}"
         return f"`{place}` (soak)" if self.is_soak else f"`{place}`"
 
 
 def marked_tests(home: Path = HOME) -> Iterator[MarkedTest]:
     """Yields what the tests of all packages are marked with; nothing is imported."""
-    for path in sorted(home.glob("packages/*/tests/**/test_*.py")):
+    for path in sorted([*home.glob("tests/**/test_*.py"), *home.glob("packages/*/tests/**/test_*.py")]):
         text = path.read_text(encoding="utf-8")
         if ".composition(" not in text:
             continue

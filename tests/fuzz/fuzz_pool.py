@@ -1,9 +1,9 @@
 """Follows many programs on sets of ranks. To repeat a seed, and to make its program smaller for as long as it fails in
 the same words:
 
-    python packages/scale-train/tests/fuzz/fuzz_pool.py 1234
-    python packages/scale-train/tests/fuzz/fuzz_pool.py 1234 --shrink
-    python packages/scale-train/tests/fuzz/fuzz_pool.py 0 5000        # a range of seeds; what fails is printed
+    python tests/fuzz/fuzz_pool.py 1234
+    python tests/fuzz/fuzz_pool.py 1234 --shrink
+    python tests/fuzz/fuzz_pool.py 0 5000        # a range of seeds; what fails is printed
 
 The program that is printed can be changed and given to `failure_of(program)` in place of a seed.
 """

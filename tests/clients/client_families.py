@@ -1,6 +1,6 @@
 """Families of transformers under each technique: the cells of the table in the guide on models, and what fills them.
 
-`python packages/scale-train/tests/clients/client_families.py` prints the table.
+`python tests/clients/client_families.py` prints the table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from scale_tp import GPT2_PLAN, parallelize
 
 disable_progress_bar()
 
-GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "hugging-face-models.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "hugging-face-models.md"
 TOLERANCE = 1e-6
 EXACT, NEAR = "to the bit", "within 1e-6"
 NEW_TOKENS = 4

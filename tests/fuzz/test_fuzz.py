@@ -3,7 +3,7 @@
 The default run follows a fixed number of seeds, some minute of them. `nox -s soak` follows more, and as many as
 SCALE_FUZZ_SEEDS says, for instance
 
-    SCALE_FUZZ_SEEDS=0:20000 nox -s soak -- packages/scale-train/tests/fuzz
+    SCALE_FUZZ_SEEDS=0:20000 nox -s soak -- tests/fuzz
 
 which is some hours. What a program is made of stands in `scale_check.fuzz.models`, what is done with it in
 `fuzz_programs`, how our packages run it in `fuzz_wrappings`, how plain PyTorch does and how equal both must be in
@@ -37,7 +37,7 @@ SOAK_SEEDS = "80:4000"
 
 def told(failed: Sequence[tuple[Program, str]]) -> str:
     """What is printed of programs that fail."""
-    command = "python packages/scale-train/tests/fuzz/fuzz_pool.py {} --shrink"
+    command = "python tests/fuzz/fuzz_pool.py {} --shrink"
     return "\n\n".join(
         f"{code_of(program)}\n{text}\nrepeat it by: {command.format(program.seed)}" for program, text in failed
     )

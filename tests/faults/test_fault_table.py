@@ -10,7 +10,7 @@ from fault_marks import expected_column, marked_tests, rows
 
 from scale_core.fault_points import POINTS
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "faults.md").read_text(encoding="utf-8")
 # The numbers of the matrix; those that it leaves out were never rows of it.
 ROWS = {*range(1, 116)} - {4, 12, 28, 32, 44, 46, 50, 54, 62, 65, 73, 75, 79, 94}

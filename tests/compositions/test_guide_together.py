@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from scale_core.testing import run_ranks
 
-PROGRAM = Path(__file__).parents[4] / "docs" / "guides" / "together.py"
+PROGRAM = Path(__file__).parents[2] / "docs" / "guides" / "together.py"
 
 
 def _train() -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-GUIDES = Path(__file__).parents[4] / "docs" / "guides"
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
 
 @pytest.mark.parametrize("guide", ["saving.md", "checkpoint-formats.md"])

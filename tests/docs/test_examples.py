@@ -21,7 +21,7 @@ from torch import nn
 import scale_tp
 from scale_core.testing import preload, run_ranks
 
-HOUSE = Path(__file__).parents[4]
+HOUSE = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (HOUSE / "docs/examples").glob("*.py"))
 BY_DEFAULT = ["fsdp_tp_checkpoint", "oss_adascale", "pipe_fsdp"]
 DEPENDS_ON_RANKS = "local_sgd"  # beside one process that plays all ranks

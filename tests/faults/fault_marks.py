@@ -3,7 +3,7 @@
 A test has `@pytest.mark.fault(number, ...)` with the rows of `faults.md` that it shows. Files are parsed and not
 imported, since each package is tested in an environment of its own.
 
-    python packages/scale-train/tests/faults/fault_marks.py   # writes the last column of faults.md
+    python tests/faults/fault_marks.py   # writes the last column of faults.md
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MATRIX = Path(__file__).with_name("faults.md")
-PACKAGES = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 _ROW = re.compile(r"^\| (\d+) \| (.*) \| (.*) \| (.*) \|$")
 # Functions that start ranks, of this project's tests; the number of ranks is an argument, as of the mark `ranks`.
 _STARTERS = frozenset({"run_ranks", "launch_local"})
@@ -29,7 +29,7 @@ class FaultTest:
         rows: Of the matrix.
         file: The name of its file.
         name: Of the function.
-        package: Whose test it is.
+        package: Whose test it is; "" of one that tests several.
         ranks: The numbers of ranks that the test itself starts; empty where it starts none, or by another function.
         num_cases: Of its parametrization, as far as that is written down in the file.
         kinds: The techniques of its parameter `kind`.
@@ -51,17 +51,17 @@ class FaultTest:
         """What stands in the table."""
         ranks = f"{' or '.join(map(str, self.ranks))} rank{'s' if self.ranks != (1,) else ''}" if self.ranks else ""
         cases = f"{self.num_cases} cases" if self.num_cases > 1 and not self.kinds else ""
-        told = (self.package, *self.kinds, ranks, cases)
+        parts = [self.package, *self.kinds, ranks, cases]
         if row in self.kinds_of_row:
-            told = (self.package, *dict.fromkeys(self.kinds_of_row[row]))
-        soak = ", in the soak" if self.in_soak else ""
-        return f"`{self.file}::{self.name}` ({', '.join(filter(None, told))}{soak})"
+            parts = [self.package, *dict.fromkeys(self.kinds_of_row[row])]
+        details = ", ".join(filter(None, [*parts, "in the soak" if self.in_soak else ""]))
+        return f"`{self.file}::{self.name}`" + (f" ({details})" if details else "")
 
 
 def marked_tests() -> list[FaultTest]:
     """All tests with such a mark, by package and file, in the order of the file."""
     found = []
-    for path in sorted(PACKAGES.glob("*/tests/**/test_*.py")):
+    for path in sorted([*ROOT.glob("packages/*/tests/**/test_*.py"), *ROOT.glob("tests/**/test_*.py")]):
         text = path.read_text(encoding="utf-8")
         if "mark.fault(" in text:
             found += _tests_of(ast.parse(text), path)
@@ -119,7 +119,8 @@ def _tests_of(tree: ast.Module, path: Path) -> Iterator[FaultTest]:
         fixtures = [functions[arg.arg] for arg in function.args.args if arg.arg in functions]
         ranks = sorted({rank for each in (function, *fixtures) for rank in _ranks_of(each, values, constants)})
         rows = tuple(arg.value for arg in marks["fault"].args if isinstance(arg, ast.Constant))
-        package = path.relative_to(PACKAGES).parts[0]
+        folder, package, *_ = path.relative_to(ROOT).parts
+        package = package if folder == "packages" else ""
         kinds = tuple(each.value for each in values.get("kind", ()) if isinstance(each, ast.Constant))
         cases = [each for each in values.get("case", ()) if isinstance(each, ast.Call) and len(each.args) > 2]
         of_rows = _kinds_of_rows(cases)

@@ -13,7 +13,7 @@ import scale_core.errors
 from scale_core.errors import ScaleError
 
 PACKAGES = ["core", "fsdp", "oss", "pipe", "tp", "checkpoint", "adascale", "train"]
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "errors.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "errors.md"
 
 
 def tree_of_classes() -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[4] / "benchmarks" / "soak.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 def soak(*arguments: str) -> str:

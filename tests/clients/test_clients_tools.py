@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata calls it
 ]
 
-GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "tools.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "tools.md").read_text(encoding="utf-8")
 BLOCKS: dict[str, str] = dict(re.findall(r'^```python title="([^"\n]*)"\n(.*?)^```$', GUIDE, re.MULTILINE | re.DOTALL))
 RESTARTS = "torchrun restarts"
 
