@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from client_models import STEPS, VOCABULARY, gpt2, llama, mixtral, qwen3_moe, reference_gradients, t5, tokens
+from client_models import VOCABULARY, gpt2, llama, mixtral, qwen3_moe, t5, tokens
 from torch import Tensor, nn
+from trainings import mean_gradients
 from transformers.models.bert.modeling_bert import BertConfig, BertForMaskedLM
 from transformers.models.gemma.modeling_gemma import GemmaConfig, GemmaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralConfig, MistralForCausalLM
@@ -40,7 +41,7 @@ disable_progress_bar()
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "hugging-face-models.md"
 TOLERANCE = 1e-6
 EXACT, NEAR = "to the bit", "within 1e-6"
-NEW_TOKENS = 4
+NEW_TOKENS, STEPS = 4, 3
 
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -223,7 +224,7 @@ def outcome(family_name: str, technique_name: str) -> str:
         trained = technique.wrap(build(family), family)
     except NotApplicable as why:
         return str(why)
-    distance = _train_beside(plain, trained, family, technique)
+    distance = _distance(plain, trained, family, technique)
     with tempfile.TemporaryDirectory() as own:
         folders = [own]
         dist.broadcast_object_list(folders)
@@ -236,7 +237,7 @@ def outcome(family_name: str, technique_name: str) -> str:
     return EXACT if distance == 0 else NEAR
 
 
-def _train_beside(plain: nn.Module, trained: Trained, family: Family, technique: Technique) -> float:
+def _distance(plain: nn.Module, trained: Trained, family: Family, technique: Technique) -> float:
     """Trains both; returns by how much losses and weights are apart at most, on any rank."""
     group, optimizer = group_of(), _sgd(plain.parameters())
     apart = torch.zeros((), dtype=torch.float64)
@@ -245,7 +246,7 @@ def _train_beside(plain: nn.Module, trained: Trained, family: Family, technique:
         return _loss(model, family, technique, rank, number)
 
     for number in range(STEPS):
-        expected = reference_gradients(plain, group, step, number)[group.rank]
+        expected = mean_gradients(plain, step, number, group.size)[group.rank]
         loss = step(trained.model, group.rank, number)
         apart = torch.maximum(apart, (loss.detach().double() - expected).abs())
         _update(trained, loss)

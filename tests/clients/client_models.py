@@ -1,13 +1,9 @@
-"""Small models of transformers with random weights, and the stated reference that sharded ones must equal.
-
-The reference is the plain model on one process: the gradient of each rank's micro-batch computed alone, summed in rank
-order and divided by the number of ranks; then a plain optimizer steps.
-"""
+"""Small models of transformers with random weights, and a step of training."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +26,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from scale_core.comm.group import Group, group_of
-from scale_core.shard import shard_of
-from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import class_policy, fully_shard_modules, no_split_policy
 
 VOCABULARY = 101  # odd, so that its rows do not divide evenly
 LENGTH = 7
-STEPS = 3
 
 
 def llama(**more: Any) -> LlamaForCausalLM:
@@ -154,9 +146,6 @@ def tokens(*seed: int, size: int = 2, length: int = LENGTH) -> Tensor:
     return torch.randint(3, VOCABULARY, (size, length), generator=generator)
 
 
-Step = Callable[[nn.Module, int, int], Tensor]
-
-
 def language_step(model: nn.Module, rank: int, number: int) -> Tensor:
     """The loss of one rank in one step, a scalar."""
     data = tokens(rank, number)
@@ -166,94 +155,3 @@ def language_step(model: nn.Module, rank: int, number: int) -> Tensor:
         return pairs
     loss: Tensor = model(input_ids=data, labels=data).loss
     return loss
-
-
-def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for param in params if param.requires_grad], lr=0.1, momentum=0.9)
-
-
-def train_beside(
-    plain: nn.Module,
-    model: nn.Module,
-    step: Step = language_step,
-    *,
-    before: Callable[[nn.Module, int], None] = lambda model, number: None,
-    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd,
-    steps: int = STEPS,
-    last_place_of_bf16: bool = False,
-) -> list[str]:
-    """Trains a sharded model beside the plain one; returns whatever is not bitwise equal on this rank.
-
-    With `last_place_of_bf16`, weights in bf16 may differ by that.
-    """
-    group = group_of()
-    wrong: list[str] = []
-    optimizers = [make(each.parameters()) for each in (model, plain)]
-    for number in range(steps):
-        for each in (model, plain):
-            before(each, number)
-        expected = reference_gradients(plain, group, step, number)[group.rank]
-        loss = step(model, group.rank, number)
-        loss.backward()
-        wrong = [] if loss.item() == expected else [f"loss {loss.item()!r} instead of {expected!r}"]
-        wrong += differing_gradients(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-        for each in (model, plain):
-            each.zero_grad()
-        if wrong:
-            return [f"rank {group.rank} of {group.size}, step {number}: {line}" for line in wrong]
-    ours, theirs = model.state_dict(), plain.state_dict()
-    if last_place_of_bf16:
-        for name in {name for name, weight in ours.items() if weight.dtype == torch.bfloat16} & set(theirs):
-            mine, other = ours.pop(name).float(), theirs.pop(name).float()
-            if ((mine - other).abs() > 2**-7 * other.abs()).any():
-                wrong.append(f"{name} differs by more than its last place")
-    wrong += differing(ours, theirs)
-    return [f"rank {group.rank} of {group.size}: {line}" for line in wrong]
-
-
-def reference_gradients(plain: nn.Module, group: Group, step: Step, number: int) -> list[float]:
-    """Puts the mean gradient of all ranks' steps into the plain model; returns their losses by rank."""
-    losses, summands = [], []
-    for rank in range(group.size):
-        plain.zero_grad()
-        loss = step(plain, rank, number)
-        loss.backward()
-        losses.append(loss.item())
-        summands.append([None if param.grad is None else param.grad for param in plain.parameters()])
-    for param, grads in zip(plain.parameters(), zip(*summands, strict=True), strict=True):
-        param.grad = None
-        if any(grad is not None for grad in grads):
-            total = torch.zeros_like(param)
-            for grad in grads:
-                total += 0 if grad is None else grad
-            param.grad = total / group.size
-    return losses
-
-
-def differing_gradients(model: nn.Module, plain: nn.Module) -> list[str]:
-    """Names the parameters whose local gradient is not bitwise that part of the plain model's."""
-    wanted = {name: param.grad for name, param in plain.named_parameters()}
-    wrong = []
-    for name, param in model.named_parameters():
-        shard, whole = shard_of(param), wanted[name]
-        assert shard is not None
-        if param.grad is None or whole is None:
-            if param.grad is not whole:
-                wrong.append(
-                    f"gradient of {name}: {'none' if param.grad is None else 'one'}, plain the other way round"
-                )
-        elif not torch.equal(local_tensor(param.grad).reshape(-1), whole.reshape(-1)[shard.start : shard.stop]):
-            wrong.append(f"gradient of {name} differs")
-    return wrong
-
-
-def differing(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    """Names what is not bitwise equal."""
-    wrong = [f"only one has {name}" for name in set(ours) ^ set(theirs)]
-    for name in set(ours) & set(theirs):
-        if not torch.equal(ours[name], theirs[name]):
-            distance = (ours[name].double() - theirs[name].double()).abs().max().item()
-            wrong.append(f"{name}: off by up to {distance:.3g}")
-    return sorted(wrong)

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from client_models import differing_gradients, language_step, llama, reference_gradients, sgd
+from client_models import language_step, llama
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from trainings import train_beside
 
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_fsdp import fully_shard_modules, no_split_policy
-
-STEPS = 3
 
 
 def wide_llama() -> nn.Module:
@@ -41,8 +40,8 @@ def with_adapters(model: nn.Module) -> Any:
 
 def train_adapters(
     build: Callable[[], nn.Module], dtype: torch.dtype | None, folder: str, *, ignored: bool = False
-) -> list[str]:
-    """Returns whatever is not bitwise as on one process: losses, gradients, the state dict, the files of adapters.
+) -> None:
+    """Compares losses, gradients, the state dict and the files of adapters with those of one process, to the bit.
 
     Args:
         build: Makes the model with its frozen weights.
@@ -50,29 +49,18 @@ def train_adapters(
         folder: The files go into two folders below it.
         ignored: Whether weights that are tensors of several tensors are passed as `ignored_params=`.
     """
-    group, plain, model = group_of(), with_adapters(build()), with_adapters(build())
+    plain, model = with_adapters(build()), with_adapters(build())
     whole = {param for param in model.parameters() if hasattr(param, "__tensor_flatten__")} if ignored else None
     fully_shard_modules(model, no_split_policy(model), ignored_params=whole)
-    optimizers = [sgd(each.parameters()) for each in (model, plain)]
-    wrong = []
     if dtype is not None:
         quantised = [param for name, param in model.named_parameters() if "_proj" in name and param.dtype == dtype]
         held, whole_numel = (sum(map(count, quantised)) for count in (Tensor.numel, _whole_numel))
-        wrong += [] if 0 < held < whole_numel else [f"{held} of {whole_numel} quantized elements are on this rank"]
-    for number in range(STEPS):
-        expected = reference_gradients(plain, group, language_step, number)[group.rank]
-        loss = language_step(model, group.rank, number)
-        loss.backward()
-        wrong += [] if loss.item() == expected else [f"step {number}: loss {loss.item()} instead of {expected}"]
-        if not ignored:
-            wrong += differing_gradients(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        assert 0 < held < whole_numel, "elements of quantized weights on this rank"
+    train_beside(plain, model, language_step, gradients=not ignored, weights=False)
     ours, theirs = model.state_dict(), plain.state_dict()
-    wrong += [] if list(ours) == list(theirs) else ["other names in the state dict"]
-    wrong += [name for name, value in theirs.items() if _bits(ours[name]) != _bits(value)]
-    return wrong + _files(model, plain, folder)
+    assert list(ours) == list(theirs)
+    assert [name for name, value in theirs.items() if _bits(ours[name]) != _bits(value)] == []
+    _compare_files(model, plain, folder)
 
 
 def _whole_numel(param: Tensor) -> int:
@@ -90,7 +78,7 @@ def _bits(value: Any) -> Any:
     return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _files(model: Any, plain: Any, folder: str) -> list[str]:
+def _compare_files(model: Any, plain: Any, folder: str) -> None:
     """Adapters saved alone: the bytes of the file that one process writes."""
     model.save_pretrained(f"{folder}/sharded")
     if group_of().rank == 0:
@@ -98,4 +86,4 @@ def _files(model: Any, plain: Any, folder: str) -> list[str]:
     dist.barrier()
     names = ["adapter_model.safetensors", "adapter_config.json"]
     files = [[Path(folder, which, name).read_bytes() for name in names] for which in ("sharded", "plain")]
-    return [] if files[0] == files[1] else ["other files of adapters"]
+    assert files[0] == files[1]

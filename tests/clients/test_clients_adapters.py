@@ -6,16 +6,18 @@ import warnings
 
 import pytest
 import torch
-from client_models import build, language_step, sharded, tokens, train_beside
+from client_models import build, language_step, sharded, tokens
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from trainings import train_beside
 
 from scale_core.flat.buffer import live_buffers
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
-from scale_fsdp import Description, describe
+from scale_fsdp import describe
 
 RANK = 2
+ELEMENTS = RANK * 16 * 2 + RANK * (16 + 8)  # Of one block: two matrices down from 16, one up to 16, one up to 8.
 
 
 class LoraLinear(nn.Module):
@@ -54,88 +56,49 @@ def by_peft() -> nn.Module:
 WAYS = {"by hand": by_hand, "by peft": by_peft}
 
 
-class Kept:
-    """What a training left behind on this rank."""
-
-    def __init__(self, wrong: list[str], description: Description, trained: int, states: int, most: int) -> None:
-        self.wrong, self.description = wrong, description
-        self.trained, self.states, self.most_gradient = trained, states, most
-
-
-def train(way: str) -> Kept:
+def train(way: str) -> int:
+    """Trains beside the plain model, and looks at what a rank keeps; returns how many elements train here."""
     plain = WAYS[way]()
     model = sharded(plain)
-    made: list[torch.optim.Optimizer] = []
+    # With every parameter, as most programs build it; frozen ones have no gradient.
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
 
-    def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """With every parameter, as most programs build it; frozen ones have no gradient."""
-        made.append(torch.optim.AdamW(params, lr=0.01))
-        return made[-1]
+    def loss_of(each: nn.Module, rank: int, step: int) -> Tensor:
+        waiting = [kind for kind, tensor in live_buffers() if kind == "gradient" and tensor.nbytes]
+        assert waiting == [], "between two steps there is no gradient that was not reduced"
+        return language_step(each, rank, step)
 
-    most = 0
-
-    def step(each: nn.Module, rank: int, number: int) -> Tensor:
-        nonlocal most
-        most = max(most, sum(tensor.nbytes for kind, tensor in live_buffers() if kind == "gradient"))
-        return language_step(each, rank, number)
-
-    wrong = train_beside(plain, model, step, make=adam)
-    frozen = [name for name, param in model.named_parameters() if not param.requires_grad and param.grad is not None]
-    wrong += [f"{name} is frozen and has a gradient" for name in frozen]
-    states = sum(local_tensor(t).numel() for state in made[0].state.values() for t in state.values() if t.ndim)
+    train_beside(plain, model, loss_of, (optimizers[0], optimizers[1]))
+    assert all(param.grad is None for param in model.parameters() if not param.requires_grad)
     trained = sum(local_tensor(param).numel() for param in model.parameters() if param.requires_grad)
-    return Kept(wrong, describe(model), trained, states, most)
+    states = [tensor for state in optimizers[1].state.values() for tensor in state.values() if tensor.ndim]
+    assert sum(local_tensor(tensor).numel() for tensor in states) == 2 * trained
+    description = describe(model)
+    assert description.state_of_elementwise_optimizer == description.gradients == 4 * trained
+    assert 4 * ELEMENTS <= description.flat_gradients_at_most <= 4 * (ELEMENTS + 8)
+    frozen = [buffer for unit in description.units for buffer in unit.buffers if not buffer.trains]
+    assert sum(buffer.num_elements for buffer in frozen) > 50 * ELEMENTS // 2
+    assert not any(buffer.trained_bytes for buffer in frozen)
+    return trained
 
 
-def merge() -> list[str]:
-    """Adapters are merged into the full parameters, and left out of a forward."""
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_train_and_only_they_take_more_than_their_shard(way: str) -> None:
+    assert sum(run_ranks(train, 2, way)) == 2 * ELEMENTS
+
+
+@torch.no_grad()
+def merge() -> None:
+    """Adapters are left out of a forward, and merged into the full parameters."""
     plain = by_peft().eval()
-    model, ids, wrong = sharded(plain), tokens(0), []
-    with torch.no_grad():
-        with model.disable_adapter(), plain.disable_adapter():
-            if not torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits):
-                wrong.append("without adapters: other numbers")
-        with model.summon_full_params():
-            model.merge_adapter()
-        plain.merge_adapter()
-        if not torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits):
-            wrong.append("merged: other numbers")
-    return wrong
+    model, ids = sharded(plain), tokens(0)
+    with model.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    with model.summon_full_params():
+        model.merge_adapter()
+    plain.merge_adapter()
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
-def play() -> tuple[dict[str, Kept], list[str]]:
-    return {way: train(way) for way in WAYS}, merge()
-
-
-@pytest.fixture(scope="module")
-def results() -> list[tuple[dict[str, Kept], list[str]]]:
-    return run_ranks(play, 2)
-
-
-@pytest.fixture(scope="module")
-def of_two_ranks(results: list[tuple[dict[str, Kept], list[str]]]) -> list[dict[str, Kept]]:
-    return [kept for kept, _ in results]
-
-
-def test_adapters_are_merged_inside_summon_full_params(results: list[tuple[dict[str, Kept], list[str]]]) -> None:
-    assert not any(wrong for _, wrong in results)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_adapters_train_as_on_one_process(way: str, of_two_ranks: list[dict[str, Kept]]) -> None:
-    assert not any(of_rank[way].wrong for of_rank in of_two_ranks)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_only_what_trains_takes_memory_beyond_its_shard(way: str, of_two_ranks: list[dict[str, Kept]]) -> None:
-    elements = RANK * 16 * 2 + RANK * (16 + 8)  # Of one block: two matrices down from 16, one up to 16, one up to 8.
-    assert sum(of_rank[way].trained for of_rank in of_two_ranks) == 2 * elements
-    for of_rank in of_two_ranks:
-        kept = of_rank[way]
-        assert kept.states == 2 * kept.trained
-        assert kept.description.state_of_elementwise_optimizer == kept.description.gradients == 4 * kept.trained
-        assert 4 * elements <= kept.description.flat_gradients_at_most <= 4 * (elements + 8)
-        assert kept.most_gradient == 0, "between two steps there is no gradient that was not reduced"
-        frozen = [buffer for unit in kept.description.units for buffer in unit.buffers if not buffer.trains]
-        assert sum(buffer.num_elements for buffer in frozen) > 50 * elements // 2
-        assert not any(buffer.trained_bytes for buffer in frozen)
+def test_adapters_are_merged_inside_summon_full_params() -> None:
+    run_ranks(merge, 2)

@@ -19,8 +19,6 @@ bnb = pytest.importorskip("bitsandbytes")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Of the library itself, about GPUs that are not there.
 
-OPTIMIZERS = ["AdamW8bit", "Lion8bit"]
-
 
 def replaced(make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
     """A Llama with frozen weights; the projections of its blocks are made by `make`."""
@@ -53,34 +51,28 @@ WEIGHTS: dict[str, tuple[Callable[[nn.Linear], nn.Module], torch.dtype]] = {
 }
 
 
-def train_all(folder: str) -> dict[str, list[str]]:
-    return {
-        name: train_adapters(lambda make=make: replaced(make), dtype, f"{folder}/{name}")
-        for name, (make, dtype) in WEIGHTS.items()
-    }
+def train_with_adapters(name: str, folder: str) -> None:
+    make, dtype = WEIGHTS[name]
+    train_adapters(lambda: replaced(make), dtype, folder)
 
 
-def test_adapters_on_sharded_quantized_weights_train_and_are_saved_as_on_one_process(tmp_path: Path) -> None:
-    assert run_ranks(train_all, 2, str(tmp_path)) == [{name: [] for name in WEIGHTS}] * 2
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_adapters_on_sharded_quantized_weights_train(name: str, tmp_path: Path) -> None:
+    run_ranks(train_with_adapters, 2, name, str(tmp_path))
 
 
-def make_optimizer(name: str) -> low_bit.Make:
-    return functools.partial(getattr(bnb.optim, name), lr=0.01)
+def step_and_save(name: str, folder: str) -> None:
+    cls = getattr(bnb.optim, name)
+    make = functools.partial(cls, lr=0.01)
+    low_bit.trains_on_blocks(make)
+    low_bit.trains_under_oss(cls)
+    low_bit.is_saved_and_goes_on(make, folder)
 
 
-def step_all(folder: str) -> dict[str, list[str]]:
-    wrong = {}
-    for name in OPTIMIZERS:
-        wrong[f"{name} on blocks"] = low_bit.trains_on_blocks(make_optimizer(name))
-        wrong[f"{name} under OSS"] = low_bit.trains_under_oss(getattr(bnb.optim, name))
-        wrong[f"{name} in a snapshot"] = low_bit.is_saved_and_goes_on(make_optimizer(name), f"{folder}/{name}")
-    return wrong
-
-
-def test_optimizers_of_8_bits_step_on_shards_as_on_one_process_and_are_read_on_others(tmp_path: Path) -> None:
-    for found in run_ranks(step_all, 2, str(tmp_path)):
-        assert not any(found.values()), found
-    goes_on = functools.partial(low_bit.goes_on_from, make_optimizer(OPTIMIZERS[0]), f"{tmp_path}/{OPTIMIZERS[0]}")
-    (expected,), found_by_rank = run_ranks(goes_on, 1), run_ranks(goes_on, 4)
-    for found in found_by_rank:
-        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
+def test_optimizers_of_8_bits_step_on_shards(name: str, tmp_path: Path) -> None:
+    run_ranks(step_and_save, 2, name, str(tmp_path))
+    goes_on = functools.partial(low_bit.goes_on_from, functools.partial(getattr(bnb.optim, name), lr=0.01))
+    (expected,) = run_ranks(goes_on, 1, str(tmp_path))
+    for found in run_ranks(goes_on, 4, str(tmp_path)):
+        assert all(torch.equal(found[key], weight) for key, weight in expected.items())

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from client_models import build, differing, sharded, tokens
+from client_models import build, sharded, tokens
 from torch import nn
+from trainings import assert_parity, recorded
 
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard, fully_shard_modules, no_split_policy
-
-
-def refused(call: Callable[[nn.Module], Any], name: str = "llama tied") -> str:
-    """The error of a call; after it the model still trains, unless it holds what is refused."""
-    model = sharded(build(name))
-    with pytest.raises(RuntimeError) as caught:
-        call(model)
-    if not any(words in str(caught.value) for words in ("has got other memory", "was put into")):
-        model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
-        assert all(param.grad is not None for param in model.parameters())
-    return str(caught.value)
 
 
 def resize(model: nn.Module) -> None:
@@ -57,82 +49,87 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
 }
 
 
-def refuse_all() -> dict[str, str]:
-    return {how: refused(call, name) for how, (call, name, _) in REFUSED.items()}
-
-
-def allowed() -> list[str]:
-    """The ways that the errors name."""
-    wrong = []
-    plain = build("llama tied").eval()
-    hidden = plain.model(input_ids=tokens(0)).last_hidden_state
-    with torch.no_grad():
-        inner = build("llama tied").eval()
-        fully_shard_modules(inner.model, no_split_policy(inner))  # `model.model` is a unit: it may be called.
-        fully_shard(inner)
-        if not torch.equal(inner.model(input_ids=tokens(0)).last_hidden_state, hidden):
-            wrong.append("inner model: other numbers")
-        if not torch.equal(inner(input_ids=tokens(0)).logits, plain(input_ids=tokens(0)).logits):
-            wrong.append("model around it: other numbers")
-        apart = build("llama").eval()
-        embedding = apart.get_input_embeddings()(tokens(0))
-        fully_shard(apart.get_input_embeddings())
-        fully_shard(apart)
-        if not torch.equal(apart.get_input_embeddings()(tokens(0)), embedding):
-            wrong.append("embedding: other numbers")
-        whole = sharded(build("llama tied").eval())
-        with whole.summon_full_params():
-            if not torch.equal(whole.model(input_ids=tokens(0)).last_hidden_state, hidden):
-                wrong.append("summoned: other numbers")
-    before = build("llama tied")
-    before.resize_token_embeddings(120, mean_resizing=False)
-    resized = sharded(before)
-    wrong += differing(resized.state_dict(), before.state_dict())
-    resized(input_ids=tokens(0) + 15, labels=tokens(0)).loss.backward()
-    return wrong
-
-
-def saved_and_loaded(folder: str) -> list[str]:
-    """`save_pretrained` of a sharded model, which gathers on all ranks and writes on one; and the way back."""
-    model = sharded(build("llama tied"))
-    model.save_pretrained(folder)
-    torch.distributed.barrier()
-    loaded = type(build("llama tied")).from_pretrained(folder)
-    wrong = differing(loaded.state_dict(), build("llama tied").state_dict())
-    return wrong + differing(sharded(loaded).state_dict(), loaded.state_dict())
-
-
-def attributes() -> list[str]:
-    """What code of transformers reads of a model."""
-    model = sharded(build("llama"))
-    expected = {
-        "dtype": (model.dtype, torch.float32),
-        "device": (model.device, torch.device("cpu")),
-        "class": (isinstance(model, type(build("llama"))), True),
-        "config": (model.config.vocab_size, 101),
-        "projection": (model.model.layers[0].self_attn.q_proj.weight.dtype, torch.float32),
-    }
-    return [f"{name}: {got} instead of {wanted}" for name, (got, wanted) in expected.items() if got != wanted]
-
-
-def play(folder: str) -> tuple[dict[str, str], list[str]]:
-    return refuse_all(), allowed() + attributes() + saved_and_loaded(folder)
-
-
-@pytest.fixture(scope="module")
-def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, str], list[str]]]:
-    return run_ranks(play, 2, str(tmp_path_factory.mktemp("saved")))
+def call_directly(how: str) -> None:
+    """After the error the model still trains, unless it holds what is refused."""
+    call, name, words = REFUSED[how]
+    model = sharded(build(name))
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        call(model)
+    if how != "new head":
+        model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+        assert all(param.grad is not None for param in model.parameters())
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_would_use_shards_is_refused_by_name(
-    how: str, of_two_ranks: list[tuple[dict[str, str], list[str]]]
-) -> None:
-    for messages, _ in of_two_ranks:
-        assert REFUSED[how][2] in messages[how]
+def test_what_would_use_shards_is_refused_by_name(how: str) -> None:
+    run_ranks(call_directly, 2, how)
 
 
-def test_the_ways_that_are_named_and_what_others_read_are_right(
-    of_two_ranks: list[tuple[dict[str, str], list[str]]],
-) -> None:
-    assert not any(wrong for _, wrong in of_two_ranks)
+@torch.no_grad()
+def inner_model_as_a_unit() -> None:
+    plain, model = build("llama tied").eval(), build("llama tied").eval()
+    fully_shard_modules(model.model, no_split_policy(model))
+    fully_shard(model)
+    hidden = plain.model(input_ids=tokens(0)).last_hidden_state
+    assert torch.equal(model.model(input_ids=tokens(0)).last_hidden_state, hidden)
+    assert torch.equal(model(input_ids=tokens(0)).logits, plain(input_ids=tokens(0)).logits)
+
+
+@torch.no_grad()
+def embedding_as_a_unit() -> None:
+    model = build("llama").eval()
+    expected = model.get_input_embeddings()(tokens(0))
+    fully_shard(model.get_input_embeddings())
+    fully_shard(model)
+    assert torch.equal(model.get_input_embeddings()(tokens(0)), expected)
+
+
+@torch.no_grad()
+def inner_model_of_full_parameters() -> None:
+    plain, model = build("llama tied").eval(), sharded(build("llama tied").eval())
+    with model.summon_full_params():
+        hidden = model.model(input_ids=tokens(0)).last_hidden_state
+    assert torch.equal(hidden, plain.model(input_ids=tokens(0)).last_hidden_state)
+
+
+def resized_before_sharding() -> None:
+    plain = build("llama tied")
+    plain.resize_token_embeddings(120, mean_resizing=False)
+    model = sharded(plain)
+    assert_parity(recorded([0.0], plain.state_dict()), [recorded([0.0], model.state_dict())], rel=0.0)
+    model(input_ids=tokens(0) + 15, labels=tokens(0)).loss.backward()
+
+
+def attributes_that_transformers_reads() -> None:
+    model = sharded(build("llama"))
+    assert (model.dtype, model.device, model.config.vocab_size) == (torch.float32, torch.device("cpu"), 101)
+    assert isinstance(model, type(build("llama")))
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        inner_model_as_a_unit,
+        embedding_as_a_unit,
+        inner_model_of_full_parameters,
+        resized_before_sharding,
+        attributes_that_transformers_reads,
+    ],
+)
+def test_the_ways_that_the_errors_name_are_right(use: Callable[[], None]) -> None:
+    run_ranks(use, 2)
+
+
+def save_and_load(folder: str) -> None:
+    """`save_pretrained` of a sharded model gathers on all ranks and writes on one."""
+    plain = build("llama tied")
+    sharded(plain).save_pretrained(folder)
+    torch.distributed.barrier()
+    loaded = type(plain).from_pretrained(folder)
+    for model in (loaded, sharded(loaded)):
+        assert_parity(recorded([0.0], plain.state_dict()), [recorded([0.0], model.state_dict())], rel=0.0)
+
+
+def test_a_sharded_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    run_ranks(save_and_load, 2, str(tmp_path))

@@ -21,56 +21,37 @@ def generate(model: nn.Module, prompt: Tensor, how: str) -> Tensor:
         return model.generate(prompt, **arguments)
 
 
-def generations(name: str, registers: bool) -> list[str]:
-    """Between two steps of training; what differs from the plain model's tokens."""
+def generate_between_steps(name: str, registers: bool) -> None:
     plain = build(name)
     model = sharded(plain)
     if registers:
         register_fsdp_forward_method(model, "generate")
-    prompt, wrong = tokens(1), []
+    prompt = tokens(1)
     for each in (model, plain):
         each.eval()
     for how in HOW:
-        ours, theirs = generate(model, prompt, how), generate(plain, prompt, how)
-        if ours.shape[1] != theirs.shape[1] or not torch.equal(ours, theirs):
-            wrong.append(f"{name}, {how}: {ours.tolist()} instead of {theirs.tolist()}")
+        assert torch.equal(generate(model, prompt, how), generate(plain, prompt, how)), how
     model.train()
     model(input_ids=prompt, labels=prompt).loss.backward()
-    wrong += [f"{name}: no gradient of {key} afterwards" for key, p in model.named_parameters() if p.grad is None]
-    if describe(model).gathered_at_most == 0:
-        wrong.append("nothing was sharded")
-    return wrong
+    assert all(param.grad is not None for param in model.parameters())
+    assert describe(model).gathered_at_most > 0
 
 
-def all_generations() -> list[str]:
-    cases = [("llama", False), ("gpt2", False), ("llama tied", True), ("gpt2", True), ("t5", True), ("mixtral", True)]
-    return [line for name, registers in cases for line in generations(name, registers)]
+@pytest.mark.parametrize(
+    "name, registers",
+    [("llama", False), ("gpt2", False), ("llama tied", True), ("gpt2", True), ("t5", True), ("mixtral", True)],
+)
+def test_the_tokens_are_those_of_one_process(name: str, registers: bool) -> None:
+    run_ranks(generate_between_steps, 2, name, registers)
 
 
-def t5_by_itself() -> str:
-    """Its `generate` runs the encoder past the model's forward."""
+def generate_without_registering() -> None:
+    """T5's `generate` runs the encoder past the model's forward."""
     model = sharded(build("t5").eval())
-    with pytest.raises(RuntimeError, match="outside of the unit's forward") as caught:
+    with pytest.raises(RuntimeError, match="a Embedding of the root unit was called outside of the unit's") as caught:
         generate(model, tokens(1), "greedy")
-    return str(caught.value)
+    assert "register_fsdp_forward_method(model, 'the method')" in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def of_two_ranks() -> list[tuple[list[str], str]]:
-    return run_ranks(play, 2)
-
-
-def play() -> tuple[list[str], str]:
-    return all_generations(), t5_by_itself()
-
-
-def test_the_tokens_are_those_of_one_process(of_two_ranks: list[tuple[list[str], str]]) -> None:
-    assert not any(wrong for wrong, _ in of_two_ranks)
-
-
-def test_a_generation_that_goes_past_the_forward_says_what_to_register(
-    of_two_ranks: list[tuple[list[str], str]],
-) -> None:
-    for _, message in of_two_ranks:
-        assert "a Embedding of the root unit was called outside of the unit's forward" in message
-        assert "register_fsdp_forward_method(model, 'the method')" in message
+def test_a_generation_past_the_forward_says_what_to_register() -> None:
+    run_ranks(generate_without_registering, 2)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from client_quantised import train_adapters, wide_llama, with_adapters
 from torch import Tensor, nn
+from trainings import train_beside
 
 from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
@@ -19,7 +20,6 @@ from scale_core.testing import run_ranks
 from scale_fsdp import (
     CommunicationPolicy,
     StepError,
-    full_state_dict,
     fully_shard,
     fully_shard_modules,
     no_split_policy,
@@ -29,8 +29,6 @@ from scale_fsdp.runtime.unit import units_in
 pytest.importorskip("torchao")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Of the library itself, about kernels that are not there.
-
-OPTIMIZERS = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
 
 
 def quantised() -> nn.Module:
@@ -43,18 +41,18 @@ def quantised() -> nn.Module:
     return model
 
 
-def train_and_refuse(folder: str) -> tuple[list[str], str]:
+def train_and_refuse(folder: str) -> None:
     model = with_adapters(quantised())
-    with pytest.raises(TypeError) as refused:
+    with pytest.raises(
+        TypeError,
+        match=r"q_proj.base_layer.weight' is a Int8Tensor, which can't be cut into shards(.|\n)*ignored_params=",
+    ):
         fully_shard_modules(model, no_split_policy(model))
-    return train_adapters(quantised, None, folder, ignored=True), str(refused.value)
+    train_adapters(quantised, None, folder, ignored=True)
 
 
-def test_adapters_on_quantized_weights_train_as_on_one_process_where_those_stay_whole(tmp_path: Path) -> None:
-    for wrong, message in run_ranks(train_and_refuse, 2, str(tmp_path)):
-        assert not wrong
-        assert "q_proj.base_layer.weight' is a Int8Tensor, which can't be cut into shards" in message
-        assert "ignored_params=" in message
+def test_adapters_train_beside_quantized_weights_that_stay_whole(tmp_path: Path) -> None:
+    run_ranks(train_and_refuse, 2, str(tmp_path))
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -64,36 +62,24 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def step_all(folder: str) -> dict[str, list[str]]:
+def step_and_save(name: str, folder: str) -> None:
     torch.compiler.set_stance("force_eager")  # They compile their step, which takes the C++ compiler a minute each.
-    wrong = {}
-    for name in OPTIMIZERS:
-        make: Callable[..., Any] = functools.partial(optimizer_class(name), lr=0.01)
-        wrong[f"{name} on blocks"] = low_bit.trains_on_blocks(make)
-        wrong[f"{name} under OSS"] = low_bit.trains_under_oss(optimizer_class(name))
+    cls, in_bf16 = optimizer_class(name), name == "_AdamW"
+    make: Callable[..., Any] = functools.partial(cls, lr=0.01)
     # Where it is not quantized, their state has the dtype of the weights.
-    cls, dtype = optimizer_class("_AdamW"), torch.bfloat16
-    wrong["in bf16 on blocks"] = low_bit.trains_on_blocks(functools.partial(cls, lr=0.01), dtype)
-    wrong["in bf16 under OSS"] = low_bit.trains_under_oss(cls, dtype)
-    wrong["in bf16 in a snapshot"] = low_bit.is_saved_and_goes_on(functools.partial(cls, lr=0.01), folder, dtype)
-    return wrong
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    low_bit.trains_on_blocks(make, dtype)
+    low_bit.trains_under_oss(cls, dtype)
+    if in_bf16:
+        low_bit.is_saved_and_goes_on(make, folder, dtype)
+    if name == "AdamW8bit":
+        with pytest.raises(ValueError, match=r"optimizer state 0.weight.exp_avg is a OptimState8bit.*several tensors"):
+            low_bit.is_saved_and_goes_on(make, folder)
 
 
-def test_optimizers_of_few_bits_step_on_shards_as_on_one_process(tmp_path: Path) -> None:
-    for found in run_ranks(step_all, 2, str(tmp_path)):
-        assert not any(found.values()), found
-
-
-def save(folder: str) -> str:
-    torch.compiler.set_stance("force_eager")
-    with pytest.raises(ValueError, match="made of several tensors") as refused:
-        low_bit.is_saved_and_goes_on(functools.partial(optimizer_class("AdamW8bit"), lr=0.01), folder)
-    return str(refused.value)
-
-
-def test_state_that_is_made_of_several_tensors_is_not_saved_by_name(tmp_path: Path) -> None:
-    for message in run_ranks(save, 2, str(tmp_path)):
-        assert "optimizer state 0.weight.exp_avg is a OptimState8bit" in message
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"])
+def test_optimizers_of_few_bits_step_on_shards(name: str, tmp_path: Path) -> None:
+    run_ranks(step_and_save, 2, name, str(tmp_path))
 
 
 class Layers(nn.Module):
@@ -120,51 +106,31 @@ def float8_layers(*, gathered: bool, emulate: bool = False) -> Layers:
     return model
 
 
-def float8_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+def float8_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
     tokens = torch.randint(20, (16,), generator=generator)
     return nn.functional.cross_entropy(model(tokens), tokens.roll(1))
 
 
-def train_float8(emulate: bool, options: dict[str, Any]) -> list[str]:
+def train_float8(emulate: bool, options: dict[str, Any]) -> None:
     """Steps over shards that are gathered in fp8, beside the plain model with the average of all ranks."""
-    group, wrong = group_of(), []
     model, plain = float8_layers(gathered=True, emulate=emulate), float8_layers(gathered=False, emulate=emulate)
     fully_shard(model.second, **options)
     fully_shard(model, **options)
     # A rank without elements of a weight never sees that it was written to.
-    optimizers = [torch.optim.AdamW([p for p in each.parameters() if p.numel()], lr=0.01) for each in (model, plain)]
-    for step in range(4):
+    optimizers = [torch.optim.AdamW([p for p in each.parameters() if p.numel()], lr=0.01) for each in (plain, model)]
+
+    def before(each: nn.Module, step: int) -> None:
         if step == 2:
-            for each in (model, plain):
-                for param in each.parameters():
-                    param.data.mul_(4.0)  # Counts no version.
-        if step >= 2 and group.size > 1:
-            wrong += abort_float8(model, in_backward=step == 3)
-        total: dict[str, Tensor] = {}
-        for rank in range(group.size):
-            plain.zero_grad()
-            expected = float8_loss(plain, step, rank)
-            expected.backward()
-            for name, param in plain.named_parameters():
-                total[name] = total.get(name, torch.zeros_like(param)) + param.grad
-            if rank == group.rank:
-                mine = expected.item()
-        loss = float8_loss(model, step, group.rank)
-        if loss.item() != mine:
-            wrong.append(f"step {step}: a loss of {loss.item()} instead of {mine}")
-        loss.backward()
-        for name, param in plain.named_parameters():
-            param.grad = total[name] / group.size
-        for optimizer, each in zip(optimizers, (model, plain), strict=True):
-            optimizer.step()
-            each.zero_grad()
-        ours, theirs = full_state_dict(model), plain.state_dict()
-        wrong += [f"step {step}: {name}" for name in theirs if not torch.equal(ours[name], theirs[name])]
-    return wrong
+            for param in each.parameters():
+                param.data.mul_(4.0)  # Counts no version.
+        if step >= 2 and group_of().size > 1 and each is model:
+            abort_float8(model, in_backward=step == 3)
+
+    train_beside(plain, model, float8_loss, (optimizers[0], optimizers[1]), steps=4, before=before, gradients=False)
 
 
-def abort_float8(model: Layers, *, in_backward: bool) -> list[str]:
+def abort_float8(model: Layers, *, in_backward: bool) -> None:
     """A step in which rank 1 fails: the ranks meet again, whichever of them had the scales of its weights."""
 
     def broken(*_: object) -> None:
@@ -173,16 +139,30 @@ def abort_float8(model: Layers, *, in_backward: bool) -> list[str]:
     hook = model.second.register_full_backward_pre_hook if in_backward else model.second.register_forward_pre_hook
     handle = hook(broken) if group_of().rank == 1 else None
     with pytest.raises((ValueError, StepError)):
-        float8_loss(model, 9, group_of().rank).backward()
+        float8_loss(model, group_of().rank, 9).backward()
     if handle is not None:
         handle.remove()
-    return [f"{name} has a gradient" for name, param in model.named_parameters() if param.grad is not None]
+    assert all(param.grad is None for param in model.parameters())
 
 
-def train_all_float8() -> list[str]:
-    halves = {"reshard_after_forward": 1}
-    wrong = train_float8(False, {}) + train_float8(True, {}) + train_float8(False, halves)
-    wrong += train_float8(False, {"atom": "parameter"})
+FLOAT8: dict[str, tuple[bool, dict[str, Any]]] = {
+    "as it is": (False, {}),
+    "emulated": (True, {}),
+    "resharded to one rank": (False, {"reshard_after_forward": 1}),
+    "cut between parameters": (False, {"atom": "parameter"}),
+}
+
+
+@pytest.mark.parametrize("how", FLOAT8)
+def test_fp8_weights_are_gathered_in_fp8_to_the_bit(how: str) -> None:
+    run_ranks(train_float8, 2, *FLOAT8[how])
+
+
+def test_fp8_weights_on_one_rank_are_as_torchao_makes_them() -> None:
+    train_float8(*FLOAT8["as it is"])
+
+
+def gather_in_fp8_beside_int8() -> None:
     model = float8_layers(gathered=True)
     fully_shard(model, communication=CommunicationPolicy(gather="int8"))
     buffers = {buffer.names[0]: buffer for unit in units_in(model) for buffer in unit.buffers}
@@ -192,12 +172,10 @@ def train_all_float8() -> list[str]:
         on_meta = float8_layers(gathered=True)
     with pytest.raises(ValueError, match="an fp8 weight of torchao on the meta device"):
         fully_shard(on_meta)
-    return wrong
 
 
-def test_weights_that_torchao_computes_with_in_fp8_are_gathered_in_fp8_to_the_bit() -> None:
-    assert not any(run_ranks(train_all_float8, 2))
-    assert not train_float8(False, {})  # Alone, they are as torchao makes them.
+def test_fp8_weights_are_gathered_in_fp8_beside_others_in_int8() -> None:
+    run_ranks(gather_in_fp8_beside_int8, 2)
 
 
 def sent_bytes(world: int, *, gathered: bool) -> dict[str, int]:

@@ -1,11 +1,13 @@
-"""scale-adascale over models that are sharded: the gain is that of one process that computes every local gradient."""
+"""scale-adascale over models that are sharded, divided or recomputed: the gain is that of one process."""
 
 from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
+from trainings import assert_same_gains, drawn, gains_of, gains_of_one_process, outcomes
 
 import scale_tp
 from scale_adascale import AdaScale
-from scale_adascale.estimates import Average
 from scale_adascale.gain import bounded, gain, moments
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
 from scale_core import ShardedGradScaler
@@ -29,26 +31,23 @@ from scale_core.state import load_sharded_state_dict, sharded_state_dict, target
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_oss import OSS, ShardedDataParallel
+from scale_tp import context_parallel, split_sequence
 
 GAIN = 1e-6  # relative
-STEPS = 3
+STEPS, LR = 3, 0.02
 
 
 def net() -> nn.Sequential:
     """Prime sizes, so that shards end inside of tensors."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 13), nn.Sequential(nn.Tanh(), nn.Linear(13, 7, bias=False)), nn.Linear(7, 3))
-
-
-def data_of(seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs [4, 5] and targets [4, 3]."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+    inner = nn.Sequential(nn.Tanh(), nn.Linear(13, 7, bias=False))
+    return nn.Sequential(nn.Linear(5, 13), inner, nn.Linear(7, 3)).double()
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
-    inputs, targets = data_of(seed)
-    loss: Tensor = (model(inputs) - targets - 1.5).square().mean()
+    x, target = drawn(seed, (4, 5), (4, 3))
+    dtype = next(model.parameters()).dtype
+    loss: Tensor = (model(x.to(dtype)) - target.to(dtype) - 1.5).square().mean()
     return loss
 
 
@@ -58,157 +57,41 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [params[name] for name in first]}, {"params": [p for n, p in params.items() if n not in first]}]
 
 
-class Plain:
-    """One process, which computes the gradient of each micro-batch alone."""
+@dataclass(frozen=True)
+class Way:
+    """How a model is spread, `num` micro-batches of each rank for a step, and what else the loop does."""
 
-    def __init__(self, adam: bool, scale: int, lr: float, *, one_group: bool) -> None:
-        self.model, self.scale, self.lr, self.adam = net(), scale, lr, adam
-        groups = [{"params": list(self.model.parameters())}] if one_group else groups_of(self.model)
-        self.optimizer = (Adam if adam else SGD)(groups, lr=lr)
-        self.averages = [Average() for _ in groups]
-
-    def step(self, seeds: Sequence[int]) -> list[float]:
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        rows = [torch.autograd.grad(loss_of(self.model, seed), params) for seed in seeds]
-        grads = {param: torch.stack([row[i].double() for row in rows]) for i, param in enumerate(params)}
-        if self.adam and len(self.optimizer.state) and not hasattr(self, "preconditioned"):
-            self.averages, self.preconditioned = [Average() for _ in self.averages], True
-        gains = []
-        for number, group in enumerate(self.optimizer.param_groups):
-            local, total = 0.0, 0.0
-            for param in group["params"]:
-                factor = self._divisor(param) ** -2
-                local += factor * grads[param].square().sum().item()
-                total += factor * grads[param].mean(0).square().sum().item()
-                param.grad = grads[param].mean(0).float()
-            new = bounded(moments(local, total, len(seeds), self.scale))
-            self.averages[number] = self.averages[number].updated(new, 1 - self.scale / 1000, debias=True)
-            gains.append(gain(self.averages[number].moments, self.scale))
-            group["lr"] = self.lr * gains[-1] ** (0.5 if self.adam else 1.0)
-        self.optimizer.step()
-        return gains
-
-    def _divisor(self, param: Tensor) -> float:
-        if not self.adam or param not in self.optimizer.state:
-            return 1.0
-        state = self.optimizer.state[param]
-        return float((state["exp_avg_sq"].double().mean() / (1 - 0.999 ** state["step"].double())).sqrt() + 1e-8)
+    kind: str
+    num: int = 2
+    adam: bool = False
+    no_sync: bool = True
+    scaled: bool = False
+    ranks: int = 2
 
 
-def sharded(kind: str, adam: bool, lr: float) -> tuple[nn.Module, Any]:
-    """A model that is sharded in one of the ways, and its optimizer."""
-    model, inner = net(), Adam if adam else SGD
-    if kind == "oss in adascale":
-        return model, OSS(groups_of(model), inner, lr=lr, bucket_numel=40)
-    if kind == "oss":
-        return DistributedDataParallel(model), OSS(groups_of(model), inner, lr=lr, bucket_numel=40)
-    if kind == "sharded ddp":
-        optimizer = OSS(groups_of(model), inner, lr=lr, bucket_numel=40)
-        return ShardedDataParallel(model, optimizer), optimizer
-    if kind == "class":
-        wrapped = FullyShardedDataParallel(model, reshard_after_forward=False)
-        return wrapped, inner(groups_of(wrapped), lr=lr)
-    mesh = None
-    if kind == "hybrid":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    if kind == "checkpointed fsdp":
-        model[1] = checkpoint_wrapper(model[1])
-    options: dict[str, Any] = {"flatten_parameters": True} if kind == "flat" else {}
-    fully_shard(model[1], mesh, **options)
-    fully_shard(model, mesh, **options)
-    groups = [{"params": list(model.parameters())}] if kind == "flat" else groups_of(model)
-    return model, (OSS(groups, inner, lr=lr) if kind == "oss over fsdp" else inner(groups, lr=lr))
-
-
-def waits(model: nn.Module, last: bool, no_sync: bool) -> AbstractContextManager[object]:
-    return nullcontext() if last or not no_sync else model.no_sync()  # type: ignore[operator]
-
-
-def backward(model: nn.Module, step: int, num: int, no_sync: bool = True, scaler: Any = None) -> list[int]:
-    """This rank's micro-batches of a step; returns the seeds of all ranks'."""
-    seeds = [100 * step + number for number in range(num * dist.get_world_size())]
-    mine = seeds[dist.get_rank() * num : (dist.get_rank() + 1) * num]
-    for index, seed in enumerate(mine):
-        with waits(model, index == num - 1, no_sync):
-            loss = loss_of(model, seed) / num
-            (scaler.scale(loss) if scaler else loss).backward()
-    return seeds
-
-
-def errors(kind: str, num: int, adam: bool = False, no_sync: bool = True, scaled: bool = False) -> list[float]:
-    """How far the gains of some steps are from plain's, relatively."""
-    lr = 0.02
-    plain = Plain(adam, num * dist.get_world_size(), lr, one_group=kind == "flat")
-    model, inner = sharded(kind, adam, lr)
-    scaler = ShardedGradScaler(init_scale=256.0) if scaled else None
-    optimizer = AdaScale(inner, num_gradients_to_accumulate=num, grad_scaler=scaler)
-    if kind == "oss in adascale":  # As FairScale's own loops build it.
-        model = ShardedDataParallel(model, optimizer)
-    found = []
-    for step in range(STEPS):
-        seeds = backward(model, step, num, no_sync, scaler)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        gains = plain.step(seeds)
-        assert 1.01 < gains[0] < plain.scale
-        found += [abs(optimizer.gain(number) / expected - 1) for number, expected in enumerate(gains)]
-        optimizer.zero_grad()
-        assert all(group["lr"] == lr for group in optimizer.param_groups)
-    return found
-
-
-def all_ways() -> dict[str, list[float]]:
-    found = {
-        f"{kind}, {num} of {'Adam' if adam else 'SGD'}, {no_sync=}": errors(kind, num, adam, no_sync)
-        for kind in ("fsdp", "sharded ddp")
-        for num, adam, no_sync in ((1, False, True), (3, False, True), (3, False, False), (2, True, True))
-        if no_sync or kind == "fsdp"
-    }
-    for kind in ("oss", "class", "flat", "oss over fsdp", "checkpointed fsdp"):
-        found[kind] = errors(kind, 2, kind in ("oss", "oss over fsdp"))
-    found["scaled fsdp"] = errors("fsdp", 2, scaled=True)
-    found["oss in adascale"] = errors("oss in adascale", 2, True)
-    found["scaled sharded ddp"] = errors("sharded ddp", 2, scaled=True)
-    return found
-
-
-def hybrid_meshes() -> dict[str, list[float]]:
-    return {"hybrid": errors("hybrid", 2), "hybrid of Adam": errors("hybrid", 2, True)}
-
-
-@pytest.mark.composition("scale-adascale", "scale-fsdp")
-@pytest.mark.composition("scale-adascale", "OSS")
-@pytest.mark.composition("scale-adascale", "ShardedDataParallel")
-@pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-fsdp")
-def test_the_gain_is_that_of_one_process_however_the_model_is_sharded():
-    for found in run_ranks(all_ways, 2):
-        assert {case: worst for case, each in found.items() if (worst := max(each)) > GAIN} == {}
-
-
-def adam_on_flat_parameters() -> float:
-    """A gradient measured as Adam uses it is divided tensor by tensor, and a flat parameter is no such tensor."""
-    model, inner = sharded("flat", True, 0.02)
-    words = r"flat_param_0.*holds 4, as '0.weight'.*flatten_parameters=False.*preconditioned=False"
-    with pytest.raises(ValueError, match=words):
-        AdaScale(inner)
-    plain = Plain(False, 2, 0.02, one_group=True)  # Raw gradients are those of SGD's.
-    optimizer = AdaScale(inner, preconditioned=False)
-    expected = plain.step(backward(model, 0, 1))[0]
-    optimizer.step()
-    return abs(optimizer.gain() / expected - 1)
-
-
-def test_adam_on_flat_parameters_is_refused_unless_gradients_are_measured_as_they_are():
-    assert max(run_ranks(adam_on_flat_parameters, 2)) < GAIN
-
-
-@pytest.mark.composition("scale-adascale", "scale-tp", "scale-fsdp")
-def test_the_gain_is_that_of_one_process_on_hybrid_meshes_and_beside_tensor_parallelism():
-    for found in run_ranks(all_of_tensor_parallel, 4):
-        assert {case: worst for case, each in found.items() if (worst := max(each)) > GAIN} == {}
+WAYS: dict[str, Way] = {
+    "fsdp, a micro-batch": Way("fsdp", 1),
+    "fsdp, micro-batches": Way("fsdp", 3),
+    "fsdp, micro-batches that are reduced": Way("fsdp", 3, no_sync=False),
+    "fsdp of Adam": Way("fsdp", adam=True),
+    "sharded ddp, a micro-batch": Way("sharded ddp", 1),
+    "sharded ddp, micro-batches": Way("sharded ddp", 3),
+    "sharded ddp of Adam": Way("sharded ddp", adam=True),
+    "oss": Way("oss", adam=True),
+    "class": Way("class"),
+    "flat": Way("flat"),
+    "oss over fsdp": Way("oss over fsdp", adam=True),
+    "checkpointed fsdp": Way("checkpointed fsdp"),
+    "scaled fsdp": Way("fsdp", scaled=True),
+    "scaled sharded ddp": Way("sharded ddp", scaled=True),
+    "oss in adascale": Way("oss in adascale", adam=True),
+    "hybrid": Way("hybrid", ranks=4),
+    "hybrid of Adam": Way("hybrid", adam=True, ranks=4),
+    "divided ddp": Way("divided ddp", ranks=4),
+    "divided ddp of Adam": Way("divided ddp", adam=True, ranks=4),
+    "divided fsdp": Way("divided fsdp", ranks=4),
+    "divided fsdp of Adam": Way("divided fsdp", adam=True, ranks=4),
+}
 
 
 def divided() -> nn.Sequential:
@@ -217,71 +100,158 @@ def divided() -> nn.Sequential:
     weights = model.state_dict()
     model[0] = scale_tp.ColumnParallelLinear(5, 13, gather_output=False)
     model[1][1] = scale_tp.RowParallelLinear(13, 7, bias=False, input_is_parallel=True)
-    model.load_state_dict(weights)
+    model.double().load_state_dict(weights)
     return model
 
 
-def tensor_parallel_errors(kind: str, adam: bool) -> list[float]:
-    """As `errors`, where two ranks divide layers, and two such pairs have other data."""
-    data, lr, num = scale_tp.get_data_parallel_group(), 0.02, 2
-    plain, model = Plain(adam, num * dist.get_world_size(data), lr, one_group=False), divided()
-    if kind == "fsdp":
-        for unit in (model[1], model):
-            fully_shard(unit, mesh=data)
-    groups = groups_of(model)
-    called = DistributedDataParallel(model, process_group=data) if kind == "ddp" else model
-    optimizer = AdaScale((Adam if adam else SGD)(groups, lr=lr), num_gradients_to_accumulate=num, process_group=data)
-    found = []
+def sharded(way: Way, data: dist.ProcessGroup | None = None) -> tuple[nn.Module, Any]:
+    """A model that is spread over ranks, and its optimizer; of `data`, those with other data."""
+    kind, inner = way.kind, Adam if way.adam else SGD
+    model = divided() if kind.startswith("divided") else net()
+    if kind == "oss in adascale":
+        return model, OSS(groups_of(model), inner, lr=LR, bucket_numel=40)
+    if kind == "oss":
+        return DistributedDataParallel(model), OSS(groups_of(model), inner, lr=LR, bucket_numel=40)
+    if kind == "sharded ddp":
+        optimizer = OSS(groups_of(model), inner, lr=LR, bucket_numel=40)
+        return ShardedDataParallel(model, optimizer), optimizer
+    if kind == "divided ddp":
+        return DistributedDataParallel(model, process_group=data), inner(groups_of(model), lr=LR)
+    if kind == "class":
+        wrapped = FullyShardedDataParallel(model, reshard_after_forward=False)
+        return wrapped, inner(groups_of(wrapped), lr=LR)
+    mesh: Any = data
+    if kind == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if kind == "checkpointed fsdp":
+        model[1] = checkpoint_wrapper(model[1])
+    for unit in (model[1], model):
+        fully_shard(unit, mesh, flatten_parameters=kind == "flat")
+    groups = [{"params": list(model.parameters())}] if kind == "flat" else groups_of(model)
+    return model, (OSS(groups, inner, lr=LR) if kind == "oss over fsdp" else inner(groups, lr=LR))
+
+
+def backward(
+    model: nn.Module, step: int, num: int, *, no_sync: bool = True, scaler: Any = None, group: Any = None
+) -> None:
+    """This rank's micro-batches of a step."""
+    for index in range(num):
+        seed = num * (dist.get_world_size(group) * step + dist.get_rank(group)) + index
+        waits = no_sync and index < num - 1
+        context: AbstractContextManager[object] = model.no_sync() if waits else nullcontext()  # type: ignore[operator]
+        with context:
+            loss = loss_of(model, seed) / num
+            (scaler.scale(loss) if scaler else loss).backward()
+
+
+def check_gains(name: str, folder: Path) -> None:
+    way, data = WAYS[name], None
+    if way.kind.startswith("divided"):
+        scale_tp.initialize_model_parallel(2)
+        data = scale_tp.get_data_parallel_group()
+    plain = net()
+    groups = [{"params": list(plain.parameters())}] if way.kind == "flat" else groups_of(plain)
+    num_samples = way.num * dist.get_world_size(data)
+    expected = gains_of_one_process(plain, (Adam if way.adam else SGD)(groups, lr=LR), loss_of, num_samples, STEPS)
+
+    model, inner = sharded(way, data)
+    scaler = ShardedGradScaler(init_scale=256.0) if way.scaled else None
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=way.num, grad_scaler=scaler, process_group=data)
+    if way.kind == "oss in adascale":  # As FairScale's own loops build it.
+        model = ShardedDataParallel(model, optimizer)
+    gains = []
     for step in range(STEPS):
-        seeds = [100 * step + number for number in range(num * dist.get_world_size(data))]
-        mine = seeds[dist.get_rank(data) * num : (dist.get_rank(data) + 1) * num]
-        for index, seed in enumerate(mine):
-            with waits(called, index == num - 1, no_sync=True):
-                (loss_of(called, seed) / num).backward()
-        optimizer.step()
-        found += [abs(optimizer.gain(number) / gain - 1) for number, gain in enumerate(plain.step(seeds))]
+        backward(model, step, way.num, no_sync=way.no_sync, scaler=scaler, group=data)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        gains.append(gains_of(optimizer))
         optimizer.zero_grad()
-    return found
+        assert all(group["lr"] == LR for group in optimizer.param_groups)
+    optimizer.unhook()
+    scale_tp.destroy_model_parallel()
+    assert_same_gains(expected, gains)
 
 
-def all_of_tensor_parallel() -> dict[str, list[float]]:
-    scale_tp.initialize_model_parallel(2)
-    ways = [(kind, adam) for kind in ("ddp", "fsdp") for adam in (False, True)]
-    found = {f"{kind}, {'Adam' if adam else 'SGD'}": tensor_parallel_errors(kind, adam) for kind, adam in ways}
-    return found | hybrid_meshes()
+def names_on(ranks: int) -> list[str]:
+    return [name for name, way in WAYS.items() if way.ranks == ranks]
+
+
+on_two_ranks, on_four_ranks = (outcomes(check_gains, names_on(ranks), ranks) for ranks in (2, 4))
+Results = Callable[[str], Sequence[None]]
+
+
+@pytest.mark.composition("scale-adascale", "scale-fsdp")
+@pytest.mark.composition("scale-adascale", "OSS")
+@pytest.mark.composition("scale-adascale", "ShardedDataParallel")
+@pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-fsdp")
+@pytest.mark.parametrize("name", names_on(2))
+def test_the_gain_is_that_of_one_process(name: str, on_two_ranks: Results) -> None:
+    on_two_ranks(name)
+
+
+@pytest.mark.composition("scale-adascale", "scale-tp")
+@pytest.mark.composition("scale-adascale", "scale-tp", "scale-fsdp")
+@pytest.mark.parametrize("name", names_on(4))
+def test_the_gain_over_two_axes_is_that_of_one_process(name: str, on_four_ranks: Results) -> None:
+    on_four_ranks(name)
+
+
+def adam_on_flat_parameters() -> None:
+    """A gradient measured as Adam uses it is divided tensor by tensor, and a flat parameter is no such tensor."""
+    model, inner = sharded(Way("flat", adam=True))
+    words = r"flat_param_0.*holds 4, as '0.weight'.*flatten_parameters=False.*preconditioned=False"
+    with pytest.raises(ValueError, match=words):
+        AdaScale(inner)
+    plain = net()  # Raw gradients are those of SGD's.
+    expected = gains_of_one_process(plain, SGD(plain.parameters(), lr=LR), loss_of, 2, 1)
+    optimizer = AdaScale(inner, preconditioned=False)
+    backward(model, 0, 1)
+    optimizer.step()
+    assert_same_gains(expected, [gains_of(optimizer)])
+
+
+def test_adam_on_flat_parameters_measures_raw_gradients_alone() -> None:
+    run_ranks(adam_on_flat_parameters, 2)
 
 
 def half_by_hand(num: int) -> float:
     """The gain of one step of all ranks in bf16, of gradients that one process computes; added up in fp32."""
-    model, rows = net().bfloat16(), []
-    for seed in range(num * dist.get_world_size()):
-        inputs, targets = data_of(seed)
-        loss = (model(inputs.bfloat16()) - targets - 1.5).square().mean() / num
-        rows.append([grad.double() for grad in torch.autograd.grad(loss, list(model.parameters()))])
+    model = net().bfloat16()
+    losses = [loss_of(model, seed) / num for seed in range(num * dist.get_world_size())]
+    rows = [[grad.double() for grad in torch.autograd.grad(loss, [*model.parameters()])] for loss in losses]
     local = sum(float(grad.square().sum()) for row in rows for grad in row) * num**2
     means = [torch.stack(grads).sum(0) / dist.get_world_size() for grads in zip(*rows, strict=True)]
     total = sum(float(mean.square().sum()) for mean in means)
     return gain(bounded(moments(local, total, len(rows), len(rows))), len(rows))
 
 
-def clipped_and_half() -> list[float]:
+def clipped_and_half() -> None:
     """Clipping between backward and step does not change the gain; bf16 gradients are measured as they are."""
-    gains = [half_by_hand(2)]
+    gains = []
     for clip in (False, True):
-        model = net()
+        model = net().float()
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
         optimizer = AdaScale(SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2)
         backward(model, 0, 2)
-        if clip:
-            assert model.clip_grad_norm_(1e-3) > 1e-3
+        assert not clip or model.clip_grad_norm_(1e-3) > 1e-3
         gains.append(optimizer.gain())
-    return gains
+    assert gains[0] == gains[1] > 1.01
+    assert gains[0] == pytest.approx(half_by_hand(2), rel=GAIN)
 
 
-def saved(folder: str) -> list[Any]:
+def test_clipping_and_half_precision_leave_the_gain() -> None:
+    run_ranks(clipped_and_half, 2)
+
+
+def save_and_resume(folder: str) -> None:
     """Through torch's checkpoint functions, its own file and a snapshot: training goes on with the same gain."""
-    model, inner = sharded("fsdp", True, 0.02)
-    optimizer = AdaScale(inner, num_gradients_to_accumulate=2)
+
+    def built() -> tuple[nn.Module, AdaScale]:
+        model, inner = sharded(Way("fsdp", adam=True))
+        return model, AdaScale(inner, num_gradients_to_accumulate=2)
 
     def train(model: nn.Module, optimizer: AdaScale, steps: range) -> list[float]:
         gains = []
@@ -292,6 +262,7 @@ def saved(folder: str) -> list[Any]:
             gains += [optimizer.gain(), optimizer.progress]
         return gains
 
+    model, optimizer = built()
     train(model, optimizer, range(2))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     file = io.BytesIO()
@@ -299,10 +270,8 @@ def saved(folder: str) -> list[Any]:
     by_torch = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
     save_snapshot(folder, 2, sharded_state_dict(model, optimizer))
     expected = train(model, optimizer, range(2, 4))
-    found = []
     for way in ("file", "torch", "snapshot"):
-        other, inner = sharded("fsdp", True, 0.02)
-        loaded = AdaScale(inner, num_gradients_to_accumulate=2)
+        other, loaded = built()
         other.load_state_dict(weights)
         if way == "file":
             file.seek(0)
@@ -310,37 +279,13 @@ def saved(folder: str) -> list[Any]:
         elif way == "torch":
             set_optimizer_state_dict(other, loaded, by_torch)
         else:
-            snapshot = load_snapshot(folder, lambda found, m=other, o=loaded: target_state_dict(m, o, found))
+            snapshot = load_snapshot(folder, lambda saved, m=other, o=loaded: target_state_dict(m, o, saved))
             load_sharded_state_dict(snapshot.state, other, loaded, copy=False)
-        found.append(train(other, loaded, range(2, 4)) == expected)
-    return found
+        assert train(other, loaded, range(2, 4)) == expected, way
 
 
-def test_clipping_and_half_precision_leave_the_gain():
-    for expected, first, second in run_ranks(clipped_and_half, 2):
-        assert first == second > 1.01
-        assert first == pytest.approx(expected, rel=GAIN)
-
-
-def test_what_is_saved_of_a_sharded_training_goes_on_with_the_same_gain(tmp_path):
-    for found in run_ranks(saved, 2, str(tmp_path)):
-        assert found == [True, True, True]
-
-
-def reentrant() -> str:
-    """Every layer in a reentrant checkpoint, whose backward passes end before gradients are averaged."""
-    model = fully_shard(fully_shard_layers(net()))
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
-    model.register_forward_pre_hook(lambda module, args: args[0].requires_grad_())
-    with pytest.raises(RuntimeError, match="comes from inside of a reentrant checkpoint") as error:
-        loss_of(model, dist.get_rank()).backward()
-    optimizer.unhook()
-    return str(error.value)
-
-
-def fully_shard_layers(model: nn.Sequential) -> nn.Sequential:
-    layers = [fully_shard(layer) for layer in model]
-    return nn.Sequential(*(Reentrant(layer) for layer in layers))
+def test_a_saved_sharded_training_goes_on_with_the_same_gain(tmp_path: Path) -> None:
+    run_ranks(save_and_resume, 2, str(tmp_path))
 
 
 class Reentrant(nn.Module):
@@ -349,13 +294,23 @@ class Reentrant(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.layer, x, use_reentrant=True)
-        return found
+        output: Tensor = checkpoint(self.layer, x, use_reentrant=True)
+        return output
 
 
-def test_reentrant_checkpoints_of_all_layers_are_refused_where_they_would_be_measured_wrong():
-    for said in run_ranks(reentrant, 2):
-        assert "use_reentrant=False" in said
+def reentrant() -> None:
+    """Every layer in a reentrant checkpoint, whose backward passes end before gradients are averaged."""
+    model = fully_shard(nn.Sequential(*(Reentrant(fully_shard(layer)) for layer in net())))
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
+    model.register_forward_pre_hook(lambda module, args: args[0].requires_grad_())
+    with pytest.raises(RuntimeError, match="comes from inside of a reentrant checkpoint") as caught:
+        loss_of(model, dist.get_rank()).backward()
+    optimizer.unhook()
+    assert "use_reentrant=False" in str(caught.value)
+
+
+def test_reentrant_checkpoints_of_all_layers_are_refused() -> None:
+    run_ranks(reentrant, 2)
 
 
 def by_layer(model: nn.Sequential) -> nn.Sequential:
@@ -364,21 +319,59 @@ def by_layer(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
+def gains_and_weights(treat: Callable[[nn.Sequential], nn.Module]) -> list[Tensor]:
+    model = treat(nn.Sequential(net(), nn.Dropout(0.5)))
+    optimizer = AdaScale(Adam(model.parameters(), lr=LR), num_gradients_to_accumulate=2)
+    found = []
+    for step in range(STEPS):
+        for seed in (2 * step, 2 * step + 1):
+            (loss_of(model, seed) / 2).backward()
+        optimizer.step()
+        found += [torch.tensor(optimizer.gain()), *(param.detach().clone() for param in model.parameters())]
+        optimizer.zero_grad()
+    return found
+
+
 @pytest.mark.composition("scale-adascale", "scale-checkpoint")
-def test_a_recomputed_model_has_the_same_gain_to_the_bit():
+@pytest.mark.parametrize(
+    "treat", [checkpoint_wrapper, by_layer, lambda model: apply_checkpointing(model, "selective")], ids=range(3)
+)
+def test_a_recomputed_model_has_the_same_gain_to_the_bit(treat: Callable[[nn.Sequential], nn.Module]) -> None:
     """As a whole, layer by layer, and but for its linear layers; a backward pass then runs the forward again."""
-    found: list[list[Any]] = []
-    for treat in (nn.Sequential, checkpoint_wrapper, by_layer, lambda model: apply_checkpointing(model, "selective")):
-        model = treat(nn.Sequential(net(), nn.Dropout(0.5)))
-        optimizer = AdaScale(Adam(model.parameters(), lr=0.02), num_gradients_to_accumulate=2)
-        found.append([])
-        for step in range(STEPS):
-            for seed in (2 * step, 2 * step + 1):
-                (loss_of(model, seed) / 2).backward()
-            optimizer.step()
-            found[-1] += [optimizer.gain(), *(param.detach().clone() for param in model.parameters())]
-            optimizer.zero_grad()
-    plain, *others = found
-    assert plain[0] > 1.01
-    for other in others:
-        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, other, strict=True))
+    torch.manual_seed(0)
+    expected = gains_and_weights(nn.Sequential)
+    torch.manual_seed(0)
+    assert expected[0] > 1.01 and all(map(torch.equal, gains_and_weights(treat), expected))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, dim=-1))
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def measure_parts_of_sequences() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.3))
+    called = DistributedDataParallel(model)
+    part, refusal = split_sequence(torch.randn(2, 8, 4), dist.group.WORLD), r"ranks \[0, 1\] have parts of the same seq"
+    with context_parallel(dist.group.WORLD), pytest.raises(RuntimeError, match=refusal):
+        called(part).square().mean().backward()
+    optimizer.zero_grad()
+    with context_parallel(dist.group.WORLD):
+        loss = called(part).square().mean()
+    with pytest.raises(RuntimeError, match=refusal):
+        loss.backward()
+    optimizer.zero_grad()
+    called(torch.randn(2, 8, 4)).square().mean().backward()  # Whole sequences are measured.
+    optimizer.step()
+
+
+@pytest.mark.composition("scale-adascale", "context parallel", refused=True)
+def test_gradients_of_parts_of_sequences_are_refused() -> None:
+    run_ranks(measure_parts_of_sequences, 2)

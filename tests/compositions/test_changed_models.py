@@ -24,8 +24,6 @@ from scale_oss import OSS
 from scale_pipe import DistributedPipe
 from scale_tp import parallelize
 
-WAYS = ("fully_shard", "flat", "oss", "pipe", "tp")
-
 
 class Seen(nn.Module):
     """Passes its input on, and has a buffer."""
@@ -68,7 +66,12 @@ def elements(value: Any) -> Tensor:
     return found
 
 
-def check(folder: Path, way: str) -> list[str]:
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in sharded_state_dict(model, optimizer).items() if isinstance(value, Tensor)}
+
+
+def load_into_a_changed_model(way: str, folder: Path) -> list[str]:
+    """Returns the error, and on rank 0 the warning of what is loaded all the same."""
     model, optimizer = built(way, changed=False)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -76,60 +79,48 @@ def check(folder: Path, way: str) -> list[str]:
     snapshot.save(folder, 1, {"model": model, "optim": optimizer})
 
     model, optimizer = built(way, changed=True)
-    its = {"model": model, "optim": optimizer}
+    objects = {"model": model, "optim": optimizer}
     before = {key: elements(value).clone() for key, value in state_of(model, optimizer).items()}
     with pytest.raises(SnapshotError) as caught:
-        snapshot.load(folder, its)
+        snapshot.load(folder, objects)
     for key, value in state_of(model, optimizer).items():
         assert torch.equal(elements(value), before[key]), f"{key} is changed"
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        snapshot.load(folder, its, strict=False)
-    told = [str(warning.message) for warning in seen if warning.category is UserWarning]
-    assert len(told) == (dist.get_rank() == 0), told
-    expected = {"model.first.weight": 0.5, "model.first.bias": 0.5}
+        snapshot.load(folder, objects, strict=False)
+    warned = [str(warning.message) for warning in seen if warning.category is UserWarning]
+    assert len(warned) == (dist.get_rank() == 0), warned
+    loaded = {"model.first.weight": 0.5, "model.first.bias": 0.5}
+    momenta = dict.fromkeys(("optim.first.weight.momentum_buffer", "optim.first.bias.momentum_buffer"), 1.0)
     if way != "flat":  # There one state is that of all parameters, not all of which fit.
-        expected |= dict.fromkeys(("optim.first.weight.momentum_buffer", "optim.first.bias.momentum_buffer"), 1.0)
+        loaded |= momenta
     state = state_of(model, optimizer)
     for key, value in state.items():
-        assert (elements(value) == expected.get(key, 9.0)).all(), f"{key}: {value}"
-    if way != "pipe":  # There other ranks have some.
-        assert expected.keys() <= state.keys() | of_others(way), expected.keys() - state.keys()
+        assert (elements(value) == loaded.get(key, 9.0)).all(), f"{key}: {value}"
+    if way != "pipe":  # Of a pipeline other ranks have some, and of OSS another rank has all of a momentum.
+        assert loaded.keys() <= state.keys() | (momenta.keys() if way == "oss" else set())
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    return [str(caught.value), *told]
+    return [str(caught.value), *warned]
 
 
-def of_others(way: str) -> set[str]:
-    """What another rank may have all the state of."""
-    return {f"optim.first.{name}.momentum_buffer" for name in ("weight", "bias")} if way == "oss" else set()
-
-
-def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in sharded_state_dict(model, optimizer).items() if isinstance(value, Tensor)}
-
-
-def check_all(folder: Path) -> list[list[str]]:
-    return [check(folder / way, way) for way in WAYS]
-
-
-def test_all_that_has_changed_is_one_error_or_one_warning_however_the_model_is_sharded(tmp_path: Path) -> None:
-    first, second = run_ranks(check_all, 2, tmp_path)
-    for way, (refused, warned), (also, *nothing) in zip(WAYS, first, second, strict=True):
-        assert refused == also and not nothing, way
-        for text in (refused, warned):
-            for key in ("model.new.weight", "model.new.bias"):
-                assert key in text.partition("missing in it: ")[2].partition(";")[0], (way, text)
-            unexpected = text.partition("unexpected in it: ")[2].partition(";")[0]
-            for key in ("model.old.weight", "model.old.bias", "optim.old.weight.momentum_buffer"):
-                assert key in unexpected, (way, text)
-            assert "model.head.weight: the saved shape is (4, 8), expected (6, 8)" in text, (way, text)
-            assert "optim.head.weight.momentum_buffer: the saved shape is (4, 8), expected (6, 8)" in text, (way, text)
-            assert "model.seen.mean: the saved dtype is torch.float32, expected torch.float64" in text, (way, text)
-        assert refused.count("strict=False") == 1
+@pytest.mark.parametrize("way", ["fully_shard", "flat", "oss", "pipe", "tp"])
+def test_all_that_has_changed_is_one_error_or_one_warning(way: str, tmp_path: Path) -> None:
+    (refused, warned), (also, *nothing) = run_ranks(load_into_a_changed_model, 2, way, tmp_path)
+    assert refused == also and not nothing
+    assert refused.count("strict=False") == 1
+    for text in (refused, warned):
+        missing = text.partition("missing in it: ")[2].partition(";")[0]
+        unexpected = text.partition("unexpected in it: ")[2].partition(";")[0]
+        assert all(key in missing for key in ("model.new.weight", "model.new.bias")), text
+        old = ("model.old.weight", "model.old.bias", "optim.old.weight.momentum_buffer")
+        assert all(key in unexpected for key in old), text
+        assert "model.head.weight: the saved shape is (4, 8), expected (6, 8)" in text
+        assert "optim.head.weight.momentum_buffer: the saved shape is (4, 8), expected (6, 8)" in text
+        assert "model.seen.mean: the saved dtype is torch.float32, expected torch.float64" in text
 
 
 # ------------------------------------------------------------------------------------------------------- extra state
@@ -188,7 +179,7 @@ def load_extra_state(folder: Path) -> None:
     assert [layer.amax for layer in layers.values()] == [{"of": dist.get_rank()}] * 3
 
 
-def test_the_extra_state_of_modules_is_saved_by_name_and_loads_into_any_wrapping(tmp_path: Path) -> None:
+def test_extra_state_is_saved_by_name_and_loads_into_any_wrapping(tmp_path: Path) -> None:
     run_ranks(save_extra_state, 2, tmp_path)
     run_ranks(load_extra_state, 2, tmp_path)
     model = nn.Sequential(*(Scaled(4, 4) for _ in range(3)))

@@ -6,22 +6,22 @@ layers, times two that divide sequences. Three clipped steps equal one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from trainings import assert_parity, recorded, train
 
 import scale_fsdp
 import scale_tp
+from scale_check.recording import Recording
 from scale_checkpoint import apply_checkpointing
 from scale_core import clip_grad_norm_
-from scale_core.comm.group import group_of
 from scale_core.testing import preload, run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
-from scale_tp.comm import all_reduce_sum
 
 transformers = pytest.importorskip("transformers")
 preload("transformers.models.llama.modeling_llama")
@@ -29,11 +29,11 @@ preload("transformers.models.llama.modeling_llama")
 WORDS, LENGTH, LR, CLIP = 19, 8, 0.5, 0.5
 
 
-def llama() -> nn.Module:
+def llama() -> Any:
     torch.manual_seed(3)
     sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
 
 
 def batch_of(rows: slice) -> dict[str, Tensor]:
@@ -44,30 +44,8 @@ def batch_of(rows: slice) -> dict[str, Tensor]:
     return {"input_ids": ids[rows], "labels": labels[rows]}
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, one: Callable[[], Tensor]) -> list[Tensor]:
-    losses = []
-    for _ in range(3):
-        losses.append(one().detach())
-        clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def one_process() -> tuple[list[Tensor], dict[str, Tensor]]:
-    model = llama()
-
-    def one() -> Tensor:
-        loss: Tensor = model(**batch_of(slice(4))).loss
-        loss.backward()
-        return loss
-
-    losses = steps(model, torch.optim.SGD(model.parameters(), LR), one)
-    return losses, model.state_dict()
-
-
-def spread(kind: str, attention: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    world, size = group_of(), 2 if kind == "layers" else 1
+def spread(kind: str, attention: Any) -> Recording:
+    size = 2 if kind == "layers" else 1
     scale_tp.initialize_model_parallel(size, context_parallel_size=2)
     replicas = scale_tp.get_data_context_parallel_group()
     model = called = llama()
@@ -85,32 +63,34 @@ def spread(kind: str, attention: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     rank, number = scale_tp.get_data_parallel_rank(), scale_tp.get_data_parallel_world_size()
     part = scale_tp.get_batch_on_this_cp_rank(batch_of(slice(rank * 4 // number, (rank + 1) * 4 // number)))
 
-    def one() -> Tensor:
+    def loss_of(model: Any, step: int) -> Tensor:
         with scale_tp.context_parallel(attention=attention):
             loss: Tensor = called(**part).loss
             loss.backward()
-        return all_reduce_sum(loss.detach(), world) / world.size
+        return loss.detach()
 
-    losses = steps(model, optimizer, one)
+    trained = train(model, optimizer, loss_of, range(3), clip=partial(clip_grad_norm_, list(model.parameters()), CLIP))
     if isinstance(optimizer, OSS):
         optimizer.wait()
-    whole = {"sharded": scale_fsdp.full_state_dict, "layers": scale_tp.full_state_dict}.get(kind, nn.Module.state_dict)
-    state = {name: value.clone() for name, value in whole(model).items()}
+    full = {"sharded": scale_fsdp.full_state_dict, "layers": scale_tp.full_state_dict}.get(kind, nn.Module.state_dict)
+    trained.tensors |= recorded([0.0] * 3, full(model)).tensors
     scale_tp.destroy_model_parallel()
-    return losses, state
-
-
-def all_ways() -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
-    ways = (("sharded", "ring"), ("replicated", "ulysses"), ("layers", "ring"), ("layers", "ulysses"))
-    return {f"{kind}, {attention}": spread(kind, attention) for kind, attention in ways}
+    return trained
 
 
 @pytest.mark.composition("context parallel", "scale-fsdp")
 @pytest.mark.composition("context parallel", "ShardedDataParallel")
 @pytest.mark.composition("scale-tp", "context parallel", "scale-fsdp")
 @pytest.mark.soak  # test_train_transparency.py goes through the same axes with scale-train's own model
-def test_a_llama_with_divided_sequences_trains_as_one_process() -> None:
-    losses, state = one_process()
-    for name, (found, weights) in run_ranks(all_ways, 4)[0].items():
-        for mine, its in zip([*found, *weights.values()], [*losses, *state.values()], strict=True):
-            torch.testing.assert_close(mine, its, rtol=2e-6, atol=1e-6, msg=lambda text, name=name: f"{name}\n{text}")
+@pytest.mark.parametrize(
+    "kind, attention", [("sharded", "ring"), ("replicated", "ulysses"), ("layers", "ring"), ("layers", "ulysses")]
+)
+def test_a_llama_with_divided_sequences_trains_as_one_process(kind: str, attention: str) -> None:
+    model: Any = llama()
+    clip = partial(clip_grad_norm_, list(model.parameters()), CLIP)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    batch = batch_of(slice(4))
+    expected = train(
+        model, optimizer, lambda each, step: each(**batch).loss, range(3), clip=clip, state=model.state_dict
+    )
+    assert_parity(expected, run_ranks(spread, 4, kind, attention), rel=1e-6)

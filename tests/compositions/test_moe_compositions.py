@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from trainings import assert_parity, drawn, recorded, train
 
+from scale_check.recording import Recording
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import clip_grad_norm_, shard_of
 from scale_core.comm.group import Group, GroupLike
@@ -35,6 +37,20 @@ from scale_pipe import DistributedPipe
 
 DIM, EXPERTS, STEPS = 6, 3, 4
 Around = Callable[[nn.Module], nn.Module]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, module: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.norm, self.moe = module.norm, module.moe
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: x + self.moe(self.norm(x)), x, use_reentrant=self.use_reentrant)
+
+
+def checkpointed(module: nn.Module, use_reentrant: bool) -> nn.Module:
+    return Checkpointed(module, use_reentrant)
 
 
 class Block(nn.Module):
@@ -56,6 +72,7 @@ class Net(nn.Module):
         self.head = nn.Linear(DIM, 3)
         if around is not None:
             self.blocks = nn.ModuleList(map(around, self.blocks))
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -64,115 +81,117 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, 5, DIM, generator=generator) for _ in range(STEPS)]
+def net_on(mesh: DeviceMesh, around: Around | None = None) -> Net:
+    return Net(around, process_group=mesh["expert"], batch_process_group=dist.group.WORLD)
+
+
+def plain_net() -> Net:
+    return Net(process_group=Group(), batch_process_group=Group())
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """Of all ranks' tokens on one process, and of its own on a rank."""
+    (tokens,) = drawn(step, (4, 5, DIM))
+    x = tokens[dist.get_rank()] if dist.is_initialized() else tokens.flatten(0, 1)
+    loss: Tensor = model(x).square().mean()
+    return loss
 
 
 def optimizer_of(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.02, eps=1e-3)
 
 
-def one_process() -> tuple[list[float], list[float], Net]:
-    model = Net(process_group=Group(), batch_process_group=Group())
-    return *train(model, optimizer_of(model.parameters()), alone=True), model
-
-
-def train(
-    model: nn.Module, optimizer: Any, clip: Callable[[], Tensor] | None = None, *, alone: bool = False
-) -> tuple[list[float], list[float]]:
-    losses, norms = [], []
-    clip = clip or partial(clip_grad_norm_, list(model.parameters()), 0.5)
-    for batch in batches():
-        optimizer.zero_grad()
-        x = batch.flatten(0, 1) if alone else batch[dist.get_rank()]
-        loss = model(x).square().mean()
-        loss.backward()
-        norms.append(clip().item())
-        optimizer.step()
-        if not alone:
-            dist.all_reduce(loss := loss.detach())
-        losses.append(loss.item() / (1 if alone else 4))
-    return losses, norms
-
-
-def compare(found: tuple[list[float], list[float]], model: nn.Module, optimizer: Any, folder: str) -> None:
-    """Losses, norms, full state dicts and, through a snapshot that one process reads, weights and optimizer."""
-    losses, norms, expected = one_process()
-    assert found[0] == pytest.approx(losses, rel=1e-5)
-    assert found[1] == pytest.approx(norms, rel=1e-5)
+def train_and_save(model: nn.Module, called: nn.Module, optimizer: Any, folder: str) -> Recording:
+    """Trains with clipped gradients, and saves a snapshot."""
+    params = list(called.parameters())
+    clip = (
+        partial(optimizer.clip_grad_norm_, 0.5) if isinstance(optimizer, OSS) else partial(clip_grad_norm_, params, 0.5)
+    )
+    trained = train(called, optimizer, loss_of, range(STEPS), clip=clip)
     save_snapshot(folder, 1, sharded_state_dict(model, optimizer))
-    alone = Net(process_group=Group(), batch_process_group=Group())
-    fresh = optimizer_of(alone.parameters())
-    read = load_snapshot(folder, partial(target_state_dict, alone, fresh), Group())
-    load_sharded_state_dict(read.state, alone, fresh, copy=False)
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
+    return trained
 
 
 def mesh_of(replicas: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replica", "expert"))
 
 
-def experts_sharded_over_their_own_axis(folder: str) -> None:
-    """Two ranks with each expert; and no replicas, where one of four ranks has none of three experts."""
-    around: dict[int, Around | None] = {2: None, 1: checkpoint_wrapper}
-    for replicas, wrap in around.items():
-        mesh = mesh_of(replicas)
-        model = Net(wrap, process_group=mesh["expert"], batch_process_group=dist.group.WORLD)
-        for block in model.blocks:
-            fully_shard(block.moe.experts, mesh["replica"])
-            fully_shard(block)
-        fully_shard(model)
-        optimizer = optimizer_of(model.parameters())
-        found = train(model, optimizer)
-        shard = shard_of(model.blocks[0].moe.experts.down_proj)
-        assert shard.shape == (EXPERTS, DIM, 8)
-        assert [axis.group.size for axis in shard.axes] == [replicas, 4 // replicas]
-        assert shard.name == "blocks.0.moe.experts.down_proj"
-        compare(found, model, optimizer, f"{folder}/{replicas}")
-        state = model.state_dict()
-        expected = one_process()[2].state_dict()
-        assert state.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=key)
+def shard_experts(replicas: int, around: Around | None, folder: str) -> Recording:
+    """Experts are sharded over their own axis; without replicas one of four ranks has none of three experts."""
+    mesh = mesh_of(replicas)
+    model = net_on(mesh, around)
+    for block in model.blocks:
+        fully_shard(block.moe.experts, mesh["replica"])
+        fully_shard(block)
+    fully_shard(model)
+    trained = train_and_save(model, model, optimizer_of(model.parameters()), folder)
+    shard = shard_of(model.blocks[0].moe.experts.down_proj)
+    assert shard.shape == (EXPERTS, DIM, 8)
+    assert [axis.group.size for axis in shard.axes] == [replicas, 4 // replicas]
+    assert shard.name == "blocks.0.moe.experts.down_proj"
+    trained.tensors |= recorded([0.0] * STEPS, model.state_dict()).tensors
+    return trained
 
 
-def wrappers_that_average_over_one_group(folder: str) -> None:
+def average_with_ddp(folder: str) -> Recording:
+    mesh = mesh_of()
+    model = net_on(mesh)
+    average_replicated_gradients(model, mesh["expert"])
+    optimizer = optimizer_of(model.parameters())
+    called = DistributedDataParallel(model, process_group=mesh["replica"].get_group())
+    return train_and_save(model, called, optimizer, folder)
+
+
+def average_with_oss(folder: str) -> Recording:
     mesh = mesh_of()
     replicas = mesh["replica"].get_group()
-    options: Any = {"process_group": mesh["expert"], "batch_process_group": dist.group.WORLD}
-    model = Net(**options)
-    average_replicated_gradients(model, mesh["expert"])
-    optimizer: Any = optimizer_of(model.parameters())
-    wrapped: nn.Module = DistributedDataParallel(model, process_group=replicas)
-    compare(train(wrapped, optimizer), model, optimizer, f"{folder}/ddp")
-    model = Net(partial(checkpointed, use_reentrant=True), **options)
+    model = net_on(mesh, partial(Checkpointed, use_reentrant=True))
     average_replicated_gradients(model, mesh["expert"])
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.02, eps=1e-3, process_group=replicas)
-    wrapped = ShardedDataParallel(model, optimizer, process_group=replicas)
-    found = train(wrapped, optimizer, lambda: optimizer.clip_grad_norm_(0.5))
-    compare(found, model, optimizer, f"{folder}/oss")
-    for wrap in (DistributedDataParallel, lambda each: fully_shard(each)):
-        with pytest.raises(ValueError, match=r"blocks.0.moe.experts.gate_up_proj' is a shard .* its layer divides"):
-            wrap(Net(**options))
+    return train_and_save(model, ShardedDataParallel(model, optimizer, process_group=replicas), optimizer, folder)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, module: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.norm, self.moe = module.norm, module.moe
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: x + self.moe(self.norm(x)), x, use_reentrant=self.use_reentrant)
+WAYS: dict[str, Callable[[str], Recording]] = {
+    "fsdp": partial(shard_experts, 2, None),
+    "fsdp, a rank without experts": partial(shard_experts, 1, checkpoint_wrapper),
+    "ddp": average_with_ddp,
+    "oss": average_with_oss,
+}
 
 
-def checkpointed(module: nn.Module, use_reentrant: bool) -> nn.Module:
-    return Checkpointed(module, use_reentrant)
+@pytest.mark.composition("scale-moe", "scale-fsdp")
+@pytest.mark.composition("scale-moe", "DistributedDataParallel")
+@pytest.mark.composition("scale-moe", "ShardedDataParallel")
+@pytest.mark.composition("scale-checkpoint", "scale-moe")
+@pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_beside_replicas_train_as_one_process(way: str, tmp_path: Path) -> None:
+    """Losses, norms, full state dicts and, through a snapshot that one process reads, weights and optimizer."""
+    model = plain_net()
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
+    expected = train(model, optimizer_of(model.parameters()), loss_of, range(STEPS), clip=clip)
+    weights = recorded([0.0] * STEPS, model.state_dict())
+    expected.tensors |= weights.tensors if "fsdp" in way else {}
+    assert_parity(expected, run_ranks(WAYS[way], 4, str(tmp_path)), rel=1e-6)
+
+    alone = plain_net()
+    fresh = optimizer_of(alone.parameters())
+    read = load_snapshot(tmp_path, partial(target_state_dict, alone, fresh), Group())
+    load_sharded_state_dict(read.state, alone, fresh, copy=False)
+    assert_parity(weights, [recorded([0.0] * STEPS, alone.state_dict())], rel=1e-6)
 
 
-def noise_is_replayed() -> None:
+def wrap_over_all_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"blocks.0.moe.experts.gate_up_proj' is a shard .* its layer divides"):
+        wrap(net_on(mesh_of()))
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_divided_experts_are_not_averaged_over_all_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    run_ranks(wrap_over_all_ranks, 4, wrap)
+
+
+def replay_noise() -> None:
     """A recomputed forward draws the same noise, and so sends the same rows; loads count once."""
     rule = TokenChoice(1, normalize=False, jitter=0.3, noisy=True)
     x = torch.randn(7, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -196,21 +215,27 @@ def noise_is_replayed() -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.composition("scale-checkpoint", "scale-moe")
+@pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
+def test_a_recomputed_layer_draws_the_same_noise() -> None:
+    run_ranks(replay_noise, 4)
+
+
 def stage_layers(group: GroupLike) -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [Block(process_group=group, batch_process_group=group) for _ in range(2)]
     for block in blocks:
         block.moe.aux_loss_scale = 1 / 2  # The loss of two micro-batches is their mean.
-    return nn.Sequential(blocks[0], nn.Linear(DIM, DIM), blocks[1], nn.Linear(DIM, 3))
+    return nn.Sequential(blocks[0], nn.Linear(DIM, DIM), blocks[1], nn.Linear(DIM, 3)).double()
 
 
-def inside_stages() -> None:
+def train_stages() -> None:
     """Two stages, the layers of each on two ranks that divide its experts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "expert"))
     options: Any = {"balance": [2, 2], "chunks": 2, "process_group": mesh["stage"]}
     pipe = DistributedPipe(stage_layers(mesh["expert"]), "1f1b", **options)
     plain = stage_layers(Group())
-    parts = batches()[0][:2]
+    parts = drawn(0, (4, 5, DIM))[0][:2]
     mine = parts[mesh["expert"].get_local_rank()][:4]
     pipe.step(mine, target=mine[:, :3], loss_fn=F.mse_loss)
     for first in (0, 2):
@@ -224,22 +249,27 @@ def inside_stages() -> None:
             assert shard is not None
             start = shard.start // whole[0].numel()
             part = local_tensor(param.grad)
-            torch.testing.assert_close(part, whole[start : start + len(part)], rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(part, whole[start : start + len(part)], rtol=1e-5, atol=1e-7, msg=name)
         else:
             dist.all_reduce(param.grad, group=mesh["expert"].get_group())
-            torch.testing.assert_close(param.grad / 2, whole, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(param.grad / 2, whole, rtol=1e-5, atol=1e-7, msg=name)
         compared += 1
     assert compared >= 7
 
 
-def optimizer_state_where_ranks_have_no_expert() -> None:
+@pytest.mark.composition("scale-pipe", "scale-moe")
+def test_experts_inside_stages_have_the_gradients_of_one_process() -> None:
+    run_ranks(train_stages, 4)
+
+
+def gather_state_of_no_expert() -> None:
     """One expert on an axis of two ranks: those of the second have empty pieces of empty pieces."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
     torch.manual_seed(0)
     model = MoE(DIM, 8, 1, TokenChoice(1), process_group=mesh["expert"])
     fully_shard(model.experts, mesh["replica"])
     optimizer = optimizer_of(fully_shard(model).parameters())
-    model(batches()[0][dist.get_rank()]).square().sum().backward()
+    model(drawn(0, (4, 5, DIM))[0][dist.get_rank()].float()).square().sum().backward()
     optimizer.step()
     whole: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
     for name, param in model.named_parameters():
@@ -249,19 +279,5 @@ def optimizer_state_where_ranks_have_no_expert() -> None:
         torch.testing.assert_close(whole[name]["exp_avg"].square().sum(), own)
 
 
-def four_ranks(folder: str) -> None:
-    optimizer_state_where_ranks_have_no_expert()
-    experts_sharded_over_their_own_axis(f"{folder}/fsdp")
-    wrappers_that_average_over_one_group(f"{folder}/ddp")
-    noise_is_replayed()
-    inside_stages()
-
-
-@pytest.mark.composition("scale-moe", "scale-fsdp")
-@pytest.mark.composition("scale-moe", "DistributedDataParallel")
-@pytest.mark.composition("scale-moe", "ShardedDataParallel")
-@pytest.mark.composition("scale-checkpoint", "scale-moe")
-@pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
-@pytest.mark.composition("scale-pipe", "scale-moe")
-def test_experts_beside_replicas_train_as_one_process_does(tmp_path: Path) -> None:
-    run_ranks(four_ranks, 4, str(tmp_path))
+def test_the_optimizer_state_of_a_rank_without_experts_is_gathered() -> None:
+    run_ranks(gather_state_of_no_expert, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils._pytree import tree_flatten_with_path
+from trainings import Loss, mean_gradients, outcomes, train_beside
 
 from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
@@ -39,7 +41,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 OPTIMIZERS = {name: kwargs for name, kwargs in OPTIMIZERS.items() if hasattr(torch.optim, name)}
 BY_MATRIX: type[torch.optim.Optimizer] = getattr(torch.optim, "Muon", torch.optim.Adafactor)  # torch has it from 2.9 on
-STEPS = 3
 
 
 class Block(nn.Module):
@@ -82,100 +83,95 @@ def shard(model: Net, mesh: Any = None, **kwargs: Any) -> Net:
     return fully_shard(model, mesh, **kwargs)
 
 
-def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     tokens = torch.randint(11, (3, 4), generator=torch.Generator().manual_seed(10 * step + rank))
-    total: Tensor = model(tokens, skip=step == 1).square().mean()
-    return total
+    loss: Tensor = model(tokens, skip=step == 1).square().mean()
+    return loss
 
 
-def give_mean_gradients(plain: nn.Module, step: int, copies: int = 1) -> None:
-    """Each rank's gradient alone, summed in rank order, divided by their number; the mean of the copies' means."""
-    world = group_of().size // copies
-    means: list[list[Tensor | None]] = []
-    for copy_number in range(copies):
-        summed: list[Tensor | None] = [None for _ in plain.parameters()]
-        for rank in range(world):
-            plain.zero_grad()
-            loss(plain, step, copy_number * world + rank).backward()
-            for index, param in enumerate(plain.parameters()):
-                if param.grad is not None:
-                    before = summed[index]
-                    summed[index] = param.grad if before is None else before + param.grad
-        means.append([None if total is None else total / world for total in summed])
-    for param, *parts in zip(plain.parameters(), *means, strict=True):
-        param.grad = None if parts[0] is None else sum(parts[1:], parts[0]) / copies
+def trained_by(optimizer: str, model: nn.Module) -> list[nn.Parameter]:
+    """Muon takes matrices only; of the others, all are trained."""
+    return [param for param in model.parameters() if optimizer != "Muon" or param.ndim == 2]
 
 
-def differing(mine: Any, theirs: Any, where: str) -> list[str]:
-    if isinstance(theirs, Tensor):
-        return [] if torch.equal(mine, theirs) else [f"{where}: off by {(mine - theirs).abs().max().item():.3g}"]
-    if isinstance(theirs, dict):
-        if mine.keys() != theirs.keys():
-            return [f"{where}: {list(mine)} instead of {list(theirs)}"]
-        return [line for key in theirs for line in differing(mine[key], theirs[key], f"{where}.{key}")]
-    if isinstance(theirs, list):
-        pairs = enumerate(zip(mine, theirs, strict=True))
-        return [line for place, (a, b) in pairs for line in differing(a, b, f"{where}.{place}")]
-    return [] if mine == theirs else [f"{where}: {mine} instead of {theirs}"]
-
-
-def in_order(plain: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    return [plain.get_parameter(name) for name in names]
-
-
-def beside_plain(name: str, mesh: Any = None, copies: int = 1, **kwargs: Any) -> list[str]:
+def step_beside_plain(name: str, copies: int) -> None:
     """Trains the sharded model by OSS and the plain one by the plain optimizer, to the bit; then compares states."""
     cls: type[Optimizer] = getattr(torch.optim, name)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard")) if copies > 1 else None
     plain = Net()
-    model = shard(copy.deepcopy(plain), mesh, **kwargs)
-    # Muon takes matrices only; of the others, all are trained.
-    wanted = [n for n, p in plain.named_parameters() if name != "Muon" or p.ndim == 2]
-    ours = OSS(in_order(model, wanted), cls, bucket_numel=60, **OPTIMIZERS[name])
-    theirs = cls(in_order(plain, wanted), **OPTIMIZERS[name])
+    model = shard(copy.deepcopy(plain), mesh)
+    trained = trained_by(name, model)
+    ours = OSS(trained, cls, bucket_numel=60, **OPTIMIZERS[name])
+    theirs = cls(trained_by(name, plain), **OPTIMIZERS[name])
     # Both ways are gone: tensors that travel, and shards that are stepped on where they are.
     assert bool(ours.full_param_buckets) == (name in ("Adafactor", "Muon") and group_of().size > 1)
     schedules = [ExponentialLR(optimizer, 0.9) for optimizer in (ours, theirs)]
-    wrong: list[str] = []
-    for step in range(STEPS):
-        loss(model, step, group_of().rank).backward()
-        give_mean_gradients(plain, step, copies)
+
+    def measure(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         norms = [model.clip_grad_norm_(1e6), ours.clip_grad_norm_(1e6)]
-        if len(wanted) == len(list(plain.parameters())):
-            assert torch.equal(*norms)
-        for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        for each in (model, plain):
-            each.zero_grad()
-        wrong += differing(dict(model.state_dict()), dict(plain.state_dict()), f"{name}, step {step}")
-    wrong += differing(ours.state_dict(all_ranks=True), theirs.state_dict(), f"{name}, state")
-    return wrong
+        assert len(trained) < len(list(plain.parameters())) or torch.equal(*norms)
+
+    def change_rates(each: nn.Module, step: int) -> None:
+        if step and each is model:
+            for schedule in schedules:
+                schedule.step()
+
+    ours.register_step_pre_hook(measure)
+    mean = mean_of_copies if copies > 1 else mean_gradients
+    train_beside(plain, model, loss_of, (theirs, ours), before=change_rates, mean=mean)
+    assert_equal_trees(ours.state_dict(all_ranks=True), theirs.state_dict())
 
 
-def these_optimizers(names: list[str]) -> list[str]:
-    return [line for name in names for line in beside_plain(name)]
+def mean_of_copies(plain: nn.Module, loss_of: Loss, step: int, num_ranks: int) -> list[float]:
+    """As hybrid sharding adds up: the mean of the means of two copies."""
+    half, means = num_ranks // 2, []
+    for first in (0, half):
+        losses = mean_gradients(
+            plain, lambda each, rank, step, first=first: loss_of(each, first + rank, step), step, half
+        )
+        means.append((losses, [param.grad for param in plain.parameters()]))
+    for param, one, other in zip(plain.parameters(), means[0][1], means[1][1], strict=True):
+        param.grad = None if one is None or other is None else (one + other) / 2
+    return means[0][0] + means[1][0]
 
 
-def in_a_hybrid_mesh() -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
-    return [line for name in ("Adafactor", "AdamW") for line in beside_plain(name, mesh, copies=2)]
+def assert_equal_trees(ours: Any, theirs: Any) -> None:
+    """Compares nested dicts and lists of tensors and numbers, to the bit."""
+    leaves, expected = (dict(tree_flatten_with_path(tree)[0]) for tree in (ours, theirs))
+    assert leaves.keys() == expected.keys()
+    for path, leaf in expected.items():
+        assert torch.equal(leaves[path], leaf) if isinstance(leaf, Tensor) else leaves[path] == leaf, path
 
 
+def step_on_one_mesh(name: str, folder: Path) -> None:
+    step_beside_plain(name, copies=1)
+
+
+on_two_ranks = outcomes(step_on_one_mesh, OPTIMIZERS, 2)
 A_FEW = [name for name in ("Adafactor", "Muon", "AdamW") if name in OPTIMIZERS]
 
 
 @pytest.mark.composition("OSS", "scale-fsdp")
-def test_every_optimizer_of_torch_is_the_plain_one_to_the_bit() -> None:
-    assert run_ranks(these_optimizers, 2, list(OPTIMIZERS)) == [[], []]
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_of_torch_is_the_plain_one_to_the_bit(
+    name: str, on_two_ranks: Callable[[str], Sequence[None]]
+) -> None:
+    on_two_ranks(name)
 
 
-def test_so_it_is_where_shards_are_uneven_and_in_a_world_of_one() -> None:
-    assert run_ranks(these_optimizers, 3, A_FEW) == [[]] * 3
-    assert these_optimizers(A_FEW) == []
+@pytest.mark.parametrize("name", A_FEW)
+def test_so_it_is_where_shards_are_uneven(name: str) -> None:
+    run_ranks(step_beside_plain, 3, name, 1)
 
 
-def test_in_a_hybrid_mesh_each_copy_does_the_same() -> None:
-    assert run_ranks(in_a_hybrid_mesh, 4) == [[]] * 4
+@pytest.mark.parametrize("name", A_FEW)
+def test_so_it_is_in_a_world_of_one(name: str) -> None:
+    step_beside_plain(name, copies=1)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "AdamW"])
+def test_in_a_hybrid_mesh_each_copy_does_the_same(name: str) -> None:
+    run_ranks(step_beside_plain, 4, name, 2)
 
 
 class SmallWeightsOnly(torch.optim.SGD):
@@ -196,7 +192,7 @@ class SmallWeightsOnly(torch.optim.SGD):
                     param.sub_(group["lr"] * param.grad * state["small"] / (1 + state["norm"]))
 
 
-def values_are_read_when_an_optimizer_is_built() -> list[str]:
+def read_values_when_built() -> None:
     plain = Net()
     model = shard(copy.deepcopy(plain))
     oss = OSS(list(model.parameters())[:3], SmallWeightsOnly, elementwise=False, bucket_numel=60, lr=0.1)
@@ -205,17 +201,11 @@ def values_are_read_when_an_optimizer_is_built() -> list[str]:
         optimizer.add_param_group({"params": list(net.parameters())[3:]})
     full_params = [param for bucket in oss.full_param_buckets for param in bucket.optimizer_params]
     assert not any(param.untyped_storage().nbytes() for param in full_params)
-    for step in range(2):
-        loss(model, step, group_of().rank).backward()
-        give_mean_gradients(plain, step)
-        for optimizer in (oss, reference):
-            optimizer.step()
-            optimizer.zero_grad()
-    return differing(dict(model.state_dict()), dict(plain.state_dict()), "after two steps")
+    train_beside(plain, model, loss_of, (reference, oss), steps=2)
 
 
 def test_an_optimizer_may_read_values_when_it_is_built() -> None:
-    assert run_ranks(values_are_read_when_an_optimizer_is_built, 2) == [[], []]
+    run_ranks(read_values_when_built, 2)
 
 
 # What a training loop does with it.
@@ -230,86 +220,72 @@ def built(recipe: str) -> tuple[Net, Any]:
 
 def train(model: Net, optimizer: Any, steps: Iterable[int]) -> None:
     for step in steps:
-        loss(model, 10 * step, 0).backward()  # The same batch on every rank, so that the world's size is no matter.
+        loss_of(model, 0, 10 * step).backward()  # The same batch on every rank, so that the world's size is no matter.
         optimizer.step()
         optimizer.zero_grad()
 
 
-def straight_and_saved(folder: Path) -> None:
-    for recipe in ("adafactor", "split"):
-        model, optimizer = built(recipe)
-        train(model, optimizer, range(2))
-        save_snapshot(folder / recipe, 2, sharded_state_dict(model, optimizer))
+def train_and_save(recipe: str, folder: Path) -> None:
+    model, optimizer = built(recipe)
+    train(model, optimizer, range(2))
+    save_snapshot(folder, 2, sharded_state_dict(model, optimizer))
 
 
-def gone_on(folder: Path) -> list[str]:
-    wrong = []
-    for recipe in ("adafactor", "split"):
-        straight, its = built(recipe)
-        train(straight, its, range(4))
-        model, optimizer = built(recipe)
-        read = load_snapshot(folder / recipe, lambda saved, m=model, o=optimizer: target_state_dict(m, o, saved))
-        load_sharded_state_dict(read.state, model, optimizer, copy=False)
-        train(model, optimizer, range(2, 4))
-        distance = max(
-            (mine - theirs).abs().max().item()
-            for mine, theirs in zip(model.state_dict().values(), straight.state_dict().values(), strict=True)
-        )
-        if distance > 1e-6:  # The mean of three equal gradients is rounded, that of two is not.
-            wrong.append(f"{recipe}: off by {distance}")
-    return wrong
+def train_on(recipe: str, folder: Path) -> None:
+    straight, its = built(recipe)
+    train(straight, its, range(4))
+    model, optimizer = built(recipe)
+    read = load_snapshot(folder, lambda saved: target_state_dict(model, optimizer, saved))
+    load_sharded_state_dict(read.state, model, optimizer, copy=False)
+    train(model, optimizer, range(2, 4))
+    for mine, theirs in zip(model.state_dict().values(), straight.state_dict().values(), strict=True):
+        # The mean of three equal gradients is rounded, that of two is not.
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
-def test_it_is_saved_in_pieces_and_trains_on_at_another_world_size(tmp_path: Path) -> None:
-    run_ranks(straight_and_saved, 3, tmp_path)
-    assert run_ranks(gone_on, 2, tmp_path) == [[], []]
+@pytest.mark.parametrize("recipe", ["adafactor", "split"])
+def test_it_is_saved_in_pieces_and_trains_on_in_another_world(recipe: str, tmp_path: Path) -> None:
+    run_ranks(train_and_save, 3, recipe, tmp_path)
+    run_ranks(train_on, 2, recipe, tmp_path)
 
 
-def loaded_after_steps() -> list[str]:
-    """The full state, into the optimizer that has given it, and into a fresh one: both train on alike."""
-    wrong = []
-    for cls in (torch.optim.AdamW, torch.optim.Adafactor):
-        model = shard(Net())
-        optimizer = OSS(model.parameters(), cls, lr=0.01)
-        train(model, optimizer, range(2))
-        state = copy.deepcopy(optimizer.state_dict(all_ranks=True))
-        fresh = OSS(model.parameters(), cls, lr=0.01)
-        for by in (optimizer, fresh):
-            by.load_state_dict(state)
-            wrong += differing(by.state_dict(all_ranks=True), state, cls.__name__)
-    return wrong
+def load_after_steps(cls: type[Optimizer]) -> None:
+    """The full state, into the optimizer that has given it, and into a fresh one."""
+    model = shard(Net())
+    optimizer = OSS(model.parameters(), cls, lr=0.01)
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict(all_ranks=True))
+    for each in (optimizer, OSS(model.parameters(), cls, lr=0.01)):
+        each.load_state_dict(state)
+        assert_equal_trees(each.state_dict(all_ranks=True), state)
 
 
-def test_the_whole_state_loads_before_and_after_steps() -> None:
-    assert run_ranks(loaded_after_steps, 2) == [[], []]
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_the_whole_state_loads_before_and_after_steps(cls: type[Optimizer]) -> None:
+    run_ranks(load_after_steps, 2, cls)
 
 
-def split_beside_plain() -> list[str]:
+def split_matrices_from_others() -> None:
     """Matrices to one optimizer, all else to the other, by the shapes that they have as wholes; clipped by one norm."""
     plain = Net()
     model = shard(copy.deepcopy(plain))
     ours = split_by(model, (BY_MATRIX, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01}))
     others = [name for name, _ in plain.named_parameters() if name not in HIDDEN]
     assert [group["param_names"] for group in ours.param_groups] == [HIDDEN, others]
-    theirs = [
-        BY_MATRIX(in_order(plain, HIDDEN), lr=0.02),
-        torch.optim.AdamW(in_order(plain, others), lr=0.01),
-    ]
-    wrong = []
-    for step in range(STEPS):
-        loss(model, step, group_of().rank).backward()
-        give_mean_gradients(plain, step)
-        expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
-        assert torch.allclose(ours.clip_grad_norm_(1e6), expected, rtol=1e-6)
-        for optimizer in (ours, *theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-        wrong += differing(dict(model.state_dict()), dict(plain.state_dict()), f"step {step}")
-    return wrong
+    matrices = BY_MATRIX([plain.get_parameter(name) for name in HIDDEN], lr=0.02)
+    rest = torch.optim.AdamW([plain.get_parameter(name) for name in others], lr=0.01)
+
+    def step_both(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        expected = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        torch.testing.assert_close(ours.clip_grad_norm_(1e6), expected, rtol=1e-6, atol=0)
+        rest.step()
+
+    matrices.register_step_pre_hook(step_both)
+    train_beside(plain, model, loss_of, (matrices, ours))
 
 
-def test_matrices_and_others_train_by_their_own_optimizers_to_the_bit() -> None:
-    assert run_ranks(split_beside_plain, 3) == [[]] * 3
+def test_matrices_and_others_train_by_their_own_optimizers() -> None:
+    run_ranks(split_matrices_from_others, 3)
 
 
 def flat_parameters() -> None:

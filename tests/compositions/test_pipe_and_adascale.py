@@ -5,8 +5,9 @@ Models are of fp64, so that what is compared to 1e-6 is the method and not the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from trainings import assert_same_gains, drawn, gains_of, gains_of_one_process, outcomes
 
 from scale_adascale import AdaScale
 from scale_core import ShardedGradScaler
@@ -61,6 +63,13 @@ class Case:
     chunks: int = CHUNKS
     how: str = ""
 
+    def __str__(self) -> str:
+        changed = [f"{each.name}={getattr(self, each.name)}" for each in fields(self)[1:] if self.differs(each)]
+        return ", ".join([self.schedule, *changed])
+
+    def differs(self, field: Field[Any]) -> bool:
+        return bool(getattr(self, field.name) != field.default)
+
 
 def layers(case: Case) -> nn.Sequential:
     """Eight layers: the first four have other layers than the last four, and each of four stages has two."""
@@ -77,9 +86,8 @@ def layers(case: Case) -> nn.Sequential:
     return model
 
 
-def batch_of(step: int, replica: int, chunks: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + replica)
-    x, target = (torch.randn(2 * chunks, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+def batch_of(step: int, replica: int, chunks: int = CHUNKS) -> tuple[Tensor, Tensor]:
+    x, target = drawn(100 * step + replica, *[(2 * chunks, WIDTH)] * 2)
     return x, target - 1.5
 
 
@@ -91,24 +99,23 @@ def inner_of(case: Case, model: nn.Module) -> Any:
     return kind, groups
 
 
-def plain(case: Case, replicas: int) -> list[list[float]]:
-    """One process, which computes the gradient of each micro-batch by a backward pass of its own."""
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def expected_gains(case: Case, replicas: int) -> list[list[float]]:
+    """On one process each micro-batch of each replica is a sample."""
     model = layers(case)
     kind, groups = inner_of(case, model)
-    samples = replicas * case.chunks * case.steps_each
-    optimizer = AdaScale(kind(groups, lr=LR), scale=2.0 * samples, num_gradients_to_accumulate=samples)
-    found = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for number in range(case.steps_each):
-            for replica in range(replicas):
-                x, target = batch_of(step * case.steps_each + number, replica, case.chunks)
-                for part, to in zip(x.chunk(case.chunks), target.chunk(case.chunks), strict=True):
-                    (nn.functional.mse_loss(model(part), to) / samples).backward()
-        found.append([optimizer.gain(), optimizer.gain(0), optimizer.gain(1)])
-        optimizer.step()
-    optimizer.unhook()
-    return found
+    num_samples = replicas * case.chunks * case.steps_each
+
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        step, rest = divmod(number, replicas * case.chunks)
+        batch = batch_of(step, rest // case.chunks, case.chunks)
+        x, target = (whole.chunk(case.chunks)[rest % case.chunks] for whole in batch)
+        return mse(model(x), target)
+
+    return gains_of_one_process(model, kind(groups, lr=LR), loss_of, num_samples, STEPS, scale=2.0 * num_samples)
 
 
 def built(case: Case, ranks: Any, replicas: Any) -> tuple[DistributedPipe, Any]:
@@ -132,8 +139,11 @@ def built(case: Case, ranks: Any, replicas: Any) -> tuple[DistributedPipe, Any]:
     return pipe, optimizer
 
 
-def gains(case: Case, ranks: Any, replicas: Any) -> list[list[float]]:
-    """What the ranks of a pipeline find, each with its stages."""
+def check_gains(case: Case) -> None:
+    """Each rank of a pipeline, which has stages of its own, finds the gains of one process."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replica", "pipe"))
+    ranks, replicas = mesh.get_group("pipe"), mesh.get_group("replica")
     pipe, inner = built(case, ranks, replicas)
     groups: dict[str, Any] = {"process_group": replicas, "model_parallel_group": ranks}
     if case.how == "told little":  # The ranks of the pipeline are known, and if these are all, so is the other group.
@@ -142,40 +152,37 @@ def gains(case: Case, ranks: Any, replicas: Any) -> list[list[float]]:
     optimizer = AdaScale(
         inner,
         grad_scaler=scaler,
-        scale=2.0 * dist.get_world_size(replicas) * case.chunks * case.steps_each,
+        scale=float(world * case.chunks * case.steps_each),
         num_gradients_to_accumulate=case.chunks * case.steps_each,
         **groups,
     )
-    replica, found = dist.get_rank(replicas), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = mse(output, target) / case.steps_each
+        return loss if scaler is None else scaler.scale(loss)
+
+    gains = []
     for step in range(STEPS):
         optimizer.zero_grad()
         for number in range(case.steps_each):
-            x, target = batch_of(step * case.steps_each + number, replica, case.chunks)
-
-            def loss_fn(output: Tensor, to: Tensor) -> Tensor:
-                loss = nn.functional.mse_loss(output, to) / case.steps_each
-                return loss if scaler is None else scaler.scale(loss)
-
+            x, target = batch_of(step * case.steps_each + number, dist.get_rank(replicas), case.chunks)
             if case.how == "failed":
                 fails_once(pipe, x, target)
-            if case.how == "stepped":
-                pipe.step(x, target=target, loss_fn=loss_fn, optimizer=optimizer)
-            else:
-                pipe.step(x, target=target, loss_fn=loss_fn)
+            stepped = {"optimizer": optimizer} if case.how == "stepped" else {}
+            pipe.step(x, target=target, loss_fn=loss_fn, **stepped)
             if case.how == "evaluated":
                 pipe.evaluate(x, target=target, loss_fn=loss_fn)
         if case.how == "clipped":
             pipe.clip_grad_norm_(1e3)
-        found.append([optimizer.gain(), optimizer.gain(0), optimizer.gain(1)])
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
-            found[-1] = [optimizer.gain(), optimizer.gain(0), optimizer.gain(1)]
         elif case.how != "stepped":
             optimizer.step()
+        gains.append(gains_of(optimizer))
     optimizer.unhook()
     assert not microbatch_steps_wanted()
-    return found
+    assert_same_gains(expected_gains(case, world // 2), gains, GAIN)
 
 
 def fails_once(pipe: DistributedPipe, x: Tensor, target: Tensor) -> None:
@@ -186,10 +193,60 @@ def fails_once(pipe: DistributedPipe, x: Tensor, target: Tensor) -> None:
         calls.append(0)
         if len(calls) == 3:
             raise ArithmeticError("the third")
-        return nn.functional.mse_loss(output, to)
+        return mse(output, to)
 
     with pytest.raises(StageError, match="ArithmeticError"):
         pipe.step(x, target=target, loss_fn=loss_fn)
+
+
+CASES: list[Case] = [
+    *(Case(schedule, adam, tied=not adam) for schedule in SCHEDULES for adam in (False, True)),
+    Case("zb_v", adam=True, tied=True, steps_each=2),
+    Case("1f1b", adam=True, tied=True),
+    Case("zb_h1", frozen=4),
+    Case("zb_v", adam=True, frozen=2, steps_each=2),
+    Case("1f1b", chunks=1),
+    Case("interleaved_1f1b", tied=True, chunks=1),
+    *(Case(schedule, tied=True, how=how) for schedule in ("1f1b", "zb_v") for how in ("failed", "stepped")),
+    *(Case("zb_h1", how=how) for how in ("scaled", "evaluated", "clipped", "checkpointed", "told little")),
+    Case("zb_h1", how="failed", steps_each=2),
+]
+REPLICATED: list[Case] = [
+    *(
+        Case(schedule, adam, tied, wrap=wrap)
+        for wrap in ("ddp", "fsdp", "sdp", "ddp and oss")
+        for schedule, adam, tied in (("1f1b", True, True), ("zb_h1", False, False), ("zb_v", True, False))
+        if wrap != "sdp" or schedule not in TWO_STAGES  # Each OSS has one wrapper, and so one stage.
+    ),
+    Case("zb_v", tied=True, wrap="ddp", how="failed"),
+    Case("1f1b", frozen=4, wrap="fsdp", steps_each=2),
+    Case("interleaved_1f1b", tied=True, wrap="ddp", steps_each=2),
+    Case("zb_v", wrap="fsdp", how="scaled"),
+    Case("zb_v", wrap="ddp", how="told little"),
+]
+BY_NAME = {str(case): case for case in (*CASES, *REPLICATED)}
+
+
+def run_case(name: str, folder: Path) -> None:
+    check_gains(BY_NAME[name])
+
+
+on_two_ranks, on_four_ranks = (outcomes(run_case, map(str, cases), 2 * n) for n, cases in ((1, CASES), (2, REPLICATED)))
+Results = Callable[[str], Sequence[None]]
+
+
+@pytest.mark.composition("scale-adascale", "scale-pipe")
+@pytest.mark.parametrize("case", map(str, CASES))
+def test_the_gain_of_a_pipeline_is_that_of_one_process(case: str, on_two_ranks: Results) -> None:
+    on_two_ranks(case)
+
+
+@pytest.mark.composition("scale-adascale", "scale-pipe", "scale-fsdp")
+@pytest.mark.composition("scale-adascale", "scale-pipe", "ShardedDataParallel")
+@pytest.mark.composition("scale-adascale", "scale-pipe", "DistributedDataParallel")
+@pytest.mark.parametrize("case", map(str, REPLICATED))
+def test_the_gain_of_stages_with_replicas_is_that_of_one_process(case: str, on_four_ranks: Results) -> None:
+    on_four_ranks(case)
 
 
 def words(group: Any = None) -> nn.Sequential:
@@ -207,90 +264,184 @@ def words(group: Any = None) -> nn.Sequential:
     return model
 
 
-def words_of(step: int) -> tuple[Tensor, Tensor]:
-    pairs = torch.randint(7, (2 * CHUNKS, 2), generator=torch.Generator().manual_seed(step))
-    return pairs[:, 0], pairs[:, 1]
+def words_of(step: int) -> Tensor:
+    """Words and their targets, [2 * CHUNKS, 2]."""
+    return torch.randint(7, (2 * CHUNKS, 2), generator=torch.Generator().manual_seed(step))
 
 
-def gains_of_divided_layers(ranks: Any, partners: Any) -> list[float]:
+def words_loss(model: nn.Module, number: int) -> Tensor:
+    """Of one micro-batch of all steps."""
+    pairs = words_of(number // CHUNKS).chunk(CHUNKS)[number % CHUNKS]
+    return nn.functional.cross_entropy(model(pairs[:, 0]), pairs[:, 1])
+
+
+def train_divided_layers() -> None:
     """Each stage is computed by two ranks together, which have the same data."""
-    pipe = DistributedPipe(words(partners), "zb_v", balance=[2, 1, 1, 2], chunks=CHUNKS, process_group=ranks)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("partner", "pipe"))
+    model = words(mesh.get_group("partner"))
+    pipe = DistributedPipe(model, "zb_v", balance=[2, 1, 1, 2], chunks=CHUNKS, process_group=mesh.get_group("pipe"))
     inner = torch.optim.Adam(pipe.parameters(), lr=LR)
     with pytest.raises(ValueError, match=r"of which some have other stages of the pipeline over.*process_group="):
         AdaScale(inner, num_gradients_to_accumulate=CHUNKS)
-    optimizer = AdaScale(
-        inner,
-        num_gradients_to_accumulate=CHUNKS,
-        process_group=by_itself(),
-        model_parallel_group=dist.group.WORLD,
-    )
-    found = []
+    groups = {"process_group": by_itself(), "model_parallel_group": dist.group.WORLD}
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=CHUNKS, **groups)
+    gains = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        x, target = words_of(step)
-        pipe.step(x, target=target, loss_fn=nn.functional.cross_entropy)
-        found.append(optimizer.gain())
+        pairs = words_of(step)
+        pipe.step(pairs[:, 0], target=pairs[:, 1], loss_fn=nn.functional.cross_entropy)
         optimizer.step()
+        gains.append(gains_of(optimizer))
     optimizer.unhook()
-    return found
+    plain = words(by_itself())
+    expected = gains_of_one_process(plain, torch.optim.Adam(plain.parameters(), lr=LR), words_loss, CHUNKS, STEPS)
+    assert_same_gains(expected, gains, GAIN)
 
 
-def plain_gains_of_words() -> list[float]:
-    model, found = words(), []
-    optimizer = AdaScale(torch.optim.Adam(model.parameters(), lr=LR), num_gradients_to_accumulate=CHUNKS)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for x, target in zip(*(each.chunk(CHUNKS) for each in words_of(step)), strict=True):
-            (nn.functional.cross_entropy(model(x), target) / CHUNKS).backward()
-        found.append(optimizer.gain())
-        optimizer.step()
-    optimizer.unhook()
-    return found
+def test_the_gain_of_divided_stages_is_that_of_one_process() -> None:
+    run_ranks(train_divided_layers, 4)
 
 
-def measured_on_one_rank_alone(ranks: Any) -> str:
-    """The first stage and the last have one weight; the ranks of both are told."""
-    pipe = DistributedPipe(layers(Case(tied=True)), balance=[4, 4], chunks=CHUNKS, process_group=ranks)
-    x, target = batch_of(0, 0, CHUNKS)
-    if dist.get_rank(ranks) == 0:
-        optimizer = AdaScale(
-            torch.optim.SGD(pipe.parameters(), lr=LR),
-            num_gradients_to_accumulate=CHUNKS,
-            process_group=by_itself(),
-            model_parallel_group=ranks,
-        )
-    with pytest.raises(RuntimeError) as error:
-        pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+def by_itself() -> Any:
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def measure_on_one_rank() -> None:
+    """The first stage and the last have one weight; the ranks of both raise."""
+    pipe = DistributedPipe(layers(Case(tied=True)), balance=[4, 4], chunks=CHUNKS)
+    x, target = batch_of(0, 0)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=LR)
+    if dist.get_rank() == 0:
+        groups = {"process_group": by_itself(), "model_parallel_group": dist.group.WORLD}
+        optimizer = AdaScale(optimizer, num_gradients_to_accumulate=CHUNKS, **groups)
+    with pytest.raises(RuntimeError, match=r"on the ranks \[0\] of the pipeline and not on \[1\], which hold 0.weight"):
+        pipe.step(x, target=target, loss_fn=mse)
     assert all(param.grad is None for param in pipe.parameters())
-    if dist.get_rank(ranks) == 0:
+    if isinstance(optimizer, AdaScale):
         optimizer.unhook()
-    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-    return str(error.value)
+    pipe.step(x, target=target, loss_fn=mse)
 
 
-def on_other_terms(ranks: Any) -> list[str]:
+def test_a_tied_weight_that_one_rank_measures_is_refused_on_all() -> None:
+    run_ranks(measure_on_one_rank, 2)
+
+
+def measure_on_other_terms(how: str, words: str) -> None:
     """No parameter is shared: the ranks would wait for each other in the sum that is theirs alone."""
-    found, rank = [], dist.get_rank(ranks)
-    pipe = DistributedPipe(layers(Case()), "zb_h1", balance=[4, 4], chunks=CHUNKS, process_group=ranks)
-    x, target = batch_of(0, 0, CHUNKS)
+    rank = dist.get_rank()
+    pipe = DistributedPipe(layers(Case()), "zb_h1", balance=[4, 4], chunks=CHUNKS)
+    x, target = batch_of(0, 0)
     params = list(pipe.parameters())
-    halves = [{"params": params[:1]}, {"params": params[1:]}]
-    for alone, groups, number in (
-        (True, [{"params": params}], CHUNKS),
-        (False, [{"params": params}], CHUNKS * (1 + rank)),
-        (False, halves if rank else [{"params": params}], CHUNKS),
-    ):
-        optimizer = torch.optim.SGD(groups, lr=LR)
-        if rank == 0 or not alone:
-            optimizer = AdaScale(optimizer, num_gradients_to_accumulate=number, process_group=by_itself())
-        for _ in range(2):
-            with pytest.raises(RuntimeError) as error:
-                pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-            assert all(param.grad is None for param in pipe.parameters())
-        found.append(str(error.value))
-        if isinstance(optimizer, AdaScale):
-            optimizer.unhook()
-    return found
+    in_two_groups = how == "groups" and rank
+    groups = [{"params": params[:1]}, {"params": params[1:]}] if in_two_groups else [{"params": params}]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=LR)
+    if rank == 0 or how != "alone":
+        number = CHUNKS * (1 + rank) if how == "passes" else CHUNKS
+        optimizer = AdaScale(optimizer, num_gradients_to_accumulate=number, process_group=by_itself())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"rank 0 has 1 parameter group after 0 of 4 passes, and rank 1 {words}"):
+            pipe.step(x, target=target, loss_fn=mse)
+        assert all(param.grad is None for param in pipe.parameters())
+    if isinstance(optimizer, AdaScale):
+        optimizer.unhook()
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("alone", "nothing"),
+        ("passes", "1 parameter group after 0 of 8"),
+        ("groups", "2 parameter groups after"),
+    ],
+)
+def test_ranks_that_measure_on_other_terms_are_refused(how: str, words: str) -> None:
+    run_ranks(measure_on_other_terms, 2, how, words)
+
+
+def measure_unequal_micro_batches() -> None:
+    """The gain of seven samples in micro-batches of 2, 2, 2 and 1 is that of their expectations."""
+    sizes = [2, 2, 2, 1]
+    x, target = (whole[:7] for whole in batch_of(0, 0))
+    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS)
+    inner = torch.optim.SGD(pipe.parameters(), lr=LR)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=CHUNKS, process_group=by_itself())
+    pipe.step(x, target=target, loss_fn=mse)
+    rows, model = [], layers(Case())
+    for part, to in zip(x.split(sizes), target.split(sizes), strict=True):
+        grads = torch.autograd.grad(mse(model(part), to) * len(part) / 7, list(model.parameters()))
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
+    local, total = sum(float(row @ row) for row in rows), float(sum(rows) @ sum(rows))
+    square = (total - local) / (1 - sum((size / 7) ** 2 for size in sizes))
+    expected = ((total - square) * 4 + square) / total
+    assert 1.01 < expected < 3.99
+    assert optimizer.gain() == pytest.approx(expected, rel=GAIN)
+    optimizer.step()
+    optimizer.unhook()
+
+
+def test_unequal_micro_batches_count_by_their_size() -> None:
+    run_ranks(measure_unequal_micro_batches, 2)
+
+
+def step_with_another_number_of_micro_batches() -> None:
+    """More micro-batches than AdaScale expects, and two steps of the pipeline for one of the optimizer."""
+    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS)
+    groups = {"process_group": by_itself(), "model_parallel_group": dist.group.WORLD}
+    inner = torch.optim.SGD(pipe.parameters(), lr=LR)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=CHUNKS - 1, **groups)
+    x, target = batch_of(0, 0)
+    with pytest.raises(RuntimeError, match="expected 3 backward passes between two steps, but 4 came") as caught:
+        pipe.step(x, target=target, loss_fn=mse)
+    assert "num_gradients_to_accumulate=4" in str(caught.value)
+    assert all(param.grad is None for param in pipe.parameters())
+    optimizer.set_num_gradients_to_accumulate(CHUNKS)
+    pipe.step(x, target=target, loss_fn=mse)
+    before = [param.grad.clone() for param in pipe.parameters() if param.grad is not None]
+    gain = optimizer.gain()
+    words = "expected 4 backward passes between two steps, but another step of the pipeline began"
+    with pytest.raises(StageError, match=words):
+        pipe.step(x, target=target, loss_fn=mse)
+    assert all(map(torch.equal, before, [param.grad for param in pipe.parameters() if param.grad is not None]))
+    assert optimizer.gain() == gain > 1
+    optimizer.unhook()
+
+
+def test_another_number_of_micro_batches_is_refused() -> None:
+    run_ranks(step_with_another_number_of_micro_batches, 2)
+
+
+def thin() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def thin_loss(model: nn.Module, number: int) -> Tensor:
+    x, target = (whole.chunk(CHUNKS)[number % CHUNKS] for whole in batch_of(number // CHUNKS, 0))
+    return mse(model(x), target)
+
+
+def train_beside_a_stage_without_parameters() -> None:
+    """Of three ranks, the second of which has nothing to measure and no optimizer."""
+    pipe, gains = DistributedPipe(thin(), "1f1b", balance=[1, 2, 1], chunks=CHUNKS), []
+    params = list(pipe.parameters())
+    optimizer = AdaScale(torch.optim.Adam(params, lr=LR), num_gradients_to_accumulate=CHUNKS) if params else None
+    for step in range(STEPS):
+        x, target = batch_of(step, 0)
+        pipe.step(x, target=target, loss_fn=mse)
+        if optimizer is not None:
+            optimizer.step()
+            gains.append(gains_of(optimizer))
+            optimizer.zero_grad()
+    assert (optimizer is None) == (dist.get_rank() == 1)
+    if optimizer is not None:
+        optimizer.unhook()
+        plain = thin()
+        expected = gains_of_one_process(plain, torch.optim.Adam(plain.parameters(), lr=LR), thin_loss, CHUNKS, STEPS)
+        assert_same_gains(expected, gains, GAIN)
+
+
+def test_a_stage_without_parameters_is_not_waited_for() -> None:
+    run_ranks(train_beside_a_stage_without_parameters, 3)
 
 
 class AttentionOfParts(nn.Module):
@@ -306,8 +457,10 @@ class AttentionOfParts(nn.Module):
             return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
 
 
-def parts_of_sequences(ranks: Any, partners: Any) -> str:
-    """The first stage alone enters the block, in its forward; returns what the step raises."""
+def measure_parts_of_sequences() -> None:
+    """The first stage alone enters the block, in its forward."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "pipe"))
+    ranks, partners = mesh.get_group("pipe"), mesh.get_group("context")
     torch.manual_seed(0)
     model = nn.Sequential(AttentionOfParts(partners), nn.Linear(4, 4))
     pipe = DistributedPipe(model, balance=[1, 1], chunks=2, process_group=ranks)
@@ -320,195 +473,13 @@ def parts_of_sequences(ranks: Any, partners: Any) -> str:
         model_parallel_group=ranks,
     )
     x = split_sequence(torch.randn(4, 8, 4), partners)
-    try:
-        pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
-    except (RuntimeError, StageError) as error:
-        optimizer.zero_grad()
-        optimizer.unhook()
-        return str(error)
-    return f"gain {optimizer.gain()}"
-
-
-def by_itself() -> Any:
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
-def of_unequal_micro_batches(ranks: Any) -> float:
-    """How far the gain of seven samples in micro-batches of 2, 2, 2 and 1 is from that of their expectations."""
-    sizes = [2, 2, 2, 1]
-    x, target = (each[:7] for each in batch_of(0, 0, CHUNKS))
-    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, process_group=ranks)
-    optimizer = AdaScale(
-        torch.optim.SGD(pipe.parameters(), lr=LR), num_gradients_to_accumulate=CHUNKS, process_group=by_itself()
-    )
-    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-    rows, model = [], layers(Case())
-    for part, to in zip(x.split(sizes), target.split(sizes), strict=True):
-        grads = torch.autograd.grad(nn.functional.mse_loss(model(part), to) * len(part) / 7, list(model.parameters()))
-        rows.append(torch.cat([grad.flatten() for grad in grads]))
-    local, total = sum(float(row @ row) for row in rows), float(sum(rows) @ sum(rows))
-    square = (total - local) / (1 - sum((size / 7) ** 2 for size in sizes))
-    expected = ((total - square) * 4 + square) / total
-    error = optimizer.gain() / expected - 1
-    assert 1.01 < expected < 3.99
-    optimizer.step()
+    with pytest.raises((RuntimeError, StageError), match="AdaScale measures gradients of whole samples") as caught:
+        pipe.step(x, target=x, loss_fn=mse)
+    assert "parts of the same sequences" in str(caught.value)
+    optimizer.zero_grad()
     optimizer.unhook()
-    return abs(error)
-
-
-def another_number_of_micro_batches(ranks: Any) -> list[str]:
-    """Of a pipeline with more micro-batches than were said, and of one that steps twice."""
-    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, process_group=ranks)
-    optimizer = AdaScale(
-        torch.optim.SGD(pipe.parameters(), lr=LR),
-        num_gradients_to_accumulate=CHUNKS - 1,
-        process_group=by_itself(),
-        model_parallel_group=ranks,
-    )
-    x, target = batch_of(0, 0, CHUNKS)
-    found = []
-    with pytest.raises(RuntimeError) as error:
-        pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-    assert all(param.grad is None for param in pipe.parameters())
-    found.append(str(error.value))
-    optimizer.set_num_gradients_to_accumulate(CHUNKS)
-    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-    before = [param.grad.clone() for param in pipe.parameters() if param.grad is not None]
-    gain = optimizer.gain()
-    with pytest.raises(StageError) as error:
-        pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-    found.append(str(error.value))
-    assert all(map(torch.equal, before, [param.grad for param in pipe.parameters() if param.grad is not None]))
-    assert optimizer.gain() == gain > 1
-    optimizer.unhook()
-    return found
-
-
-def gains_beside_a_stage_without_parameters() -> list[float]:
-    """Of three ranks, the second of which has nothing to measure and no optimizer."""
-    pipe = DistributedPipe(thin(), "1f1b", balance=[1, 2, 1], chunks=CHUNKS)
-    params = list(pipe.parameters())
-    if not params:
-        for step in range(STEPS):
-            x, target = batch_of(step, 0, CHUNKS)
-            pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-        return []
-    return gains_of_thin(pipe, AdaScale(torch.optim.Adam(params, lr=LR), num_gradients_to_accumulate=CHUNKS))
-
-
-def thin() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).double()
-
-
-def gains_of_thin(pipe: DistributedPipe | nn.Sequential, optimizer: AdaScale) -> list[float]:
-    found = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, target = batch_of(step, 0, CHUNKS)
-        if isinstance(pipe, DistributedPipe):
-            pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-        else:
-            for part, to in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
-                (nn.functional.mse_loss(pipe(part), to) / CHUNKS).backward()
-        found.append(optimizer.gain())
-        optimizer.step()
-    optimizer.unhook()
-    return found
-
-
-def of_several(cases: Sequence[Case], num_replicas: int) -> tuple[dict[Case, list[list[float]]], list[Any]]:
-    shape = (num_replicas, dist.get_world_size() // num_replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "pipe"))
-    ranks, replicas = mesh.get_group("pipe"), mesh.get_group("replica")
-    if num_replicas > 1:
-        more = gains_of_divided_layers(ranks, replicas)
-    else:
-        assert of_unequal_micro_batches(ranks) < GAIN
-        more = [measured_on_one_rank_alone(ranks), *on_other_terms(ranks), *another_number_of_micro_batches(ranks)]
-    return {case: gains(case, ranks, replicas) for case in cases}, more
-
-
-def check(cases: Sequence[Case], num_replicas: int) -> list[list[Any]]:
-    """Compares the gains of pipelines of two ranks with those of one process; returns what else ranks have found."""
-    references: dict[Case, list[list[float]]] = {}
-    wrong: dict[tuple[int, Case], float] = {}
-    results = run_ranks(of_several, 2 * num_replicas, cases, num_replicas)
-    for rank, (found, _) in enumerate(results):
-        for case, numbers in found.items():
-            same = replace(case, schedule="1f1b", wrap="", how="")
-            expected = references.get(same) or references.setdefault(same, plain(same, num_replicas))
-            assert all(1.001 < row[0] < 2 * num_replicas * case.chunks * case.steps_each for row in expected[1:])
-            pairs = [pair for mine, its in zip(numbers, expected, strict=True) for pair in zip(mine, its, strict=True)]
-            worst = max(abs(mine / its - 1) for mine, its in pairs)
-            if not worst < GAIN:
-                wrong[rank, case] = worst
-    assert wrong == {}
-    return [more for _, more in results]
-
-
-@pytest.mark.composition("scale-adascale", "scale-pipe")
-def test_the_gain_is_that_of_one_process_with_every_schedule_and_whatever_happens_in_a_step() -> None:
-    cases = [Case(schedule, adam, tied=not adam) for schedule in SCHEDULES for adam in (False, True)]
-    cases += [
-        Case("zb_v", adam=True, tied=True, steps_each=2),
-        Case("1f1b", adam=True, tied=True),
-        Case("zb_h1", frozen=4),
-        Case("zb_v", adam=True, frozen=2, steps_each=2),
-        Case("1f1b", chunks=1),
-        Case("interleaved_1f1b", tied=True, chunks=1),
-        *(Case(schedule, tied=True, how=how) for schedule in ("1f1b", "zb_v") for how in ("failed", "stepped")),
-        *(Case("zb_h1", how=how) for how in ("scaled", "evaluated", "clipped", "checkpointed", "told little")),
-        Case("zb_h1", how="failed", steps_each=2),
-    ]
-    for one_alone, untied, numbers, groups, too_many, twice in check(cases, 1):
-        assert "rank 0 has 1 parameter group after 0 of 4 passes, and rank 1 nothing" in untied
-        assert "rank 0 has 1 parameter group after 0 of 4 passes, and rank 1 1 parameter group after 0 of 8" in numbers
-        assert "rank 0 has 1 parameter group after 0 of 4 passes, and rank 1 2 parameter groups after" in groups
-        assert "on the ranks [0] of the pipeline and not on [1], which hold 0.weight" in one_alone
-        assert "expected 3 backward passes between two steps, but 4 came" in too_many
-        assert "num_gradients_to_accumulate=4" in too_many
-        assert "expected 4 backward passes between two steps, but another step of the pipeline began" in twice
-
-
-@pytest.mark.composition("scale-adascale", "scale-pipe", "scale-fsdp")
-@pytest.mark.composition("scale-adascale", "scale-pipe", "ShardedDataParallel")
-@pytest.mark.composition("scale-adascale", "scale-pipe", "DistributedDataParallel")
-def test_so_it_is_where_stages_have_replicas_or_are_divided() -> None:
-    cases = [
-        Case(schedule, adam, tied, wrap=wrap)
-        for wrap in ("ddp", "fsdp", "sdp", "ddp and oss")
-        for schedule, adam, tied in (("1f1b", True, True), ("zb_h1", False, False), ("zb_v", True, False))
-        if wrap != "sdp" or schedule not in TWO_STAGES  # Each OSS has one wrapper, and so one stage.
-    ]
-    cases += [
-        Case("zb_v", tied=True, wrap="ddp", how="failed"),
-        Case("1f1b", frozen=4, wrap="fsdp", steps_each=2),
-        Case("interleaved_1f1b", tied=True, wrap="ddp", steps_each=2),
-        Case("zb_v", wrap="fsdp", how="scaled"),
-        Case("zb_v", wrap="ddp", how="told little"),
-    ]
-    expected = plain_gains_of_words()
-    assert all(gain > 1.001 for gain in expected)
-    for found in check(cases, 2):
-        assert found == pytest.approx(expected, rel=GAIN)
-
-
-def test_a_stage_without_parameters_is_not_waited_for() -> None:
-    model = thin()
-    optimizer = AdaScale(torch.optim.Adam(model.parameters(), lr=LR), num_gradients_to_accumulate=CHUNKS)
-    expected = gains_of_thin(model, optimizer)
-    assert all(gain > 1.001 for gain in expected)
-    first, none, last = run_ranks(gains_beside_a_stage_without_parameters, 3)
-    assert none == [] and first == last == pytest.approx(expected, rel=GAIN)
-
-
-def refused_parts() -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "pipe"))
-    return parts_of_sequences(mesh.get_group("pipe"), mesh.get_group("context"))
 
 
 @pytest.mark.composition("scale-adascale", "scale-pipe", "context parallel", refused=True)
-def test_stages_that_compute_parts_of_sequences_are_refused_on_all_ranks() -> None:
-    for message in run_ranks(refused_parts, 4):
-        assert "AdaScale measures gradients of whole samples" in message and "parts of the same sequences" in message
+def test_stages_that_compute_parts_of_sequences_are_refused() -> None:
+    run_ranks(measure_parts_of_sequences, 4)

@@ -14,73 +14,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from trainings import Block, Net, assert_parity, drawn, recorded
 
+from scale_check.recording import Recording
+from scale_checkpoint import checkpoint_wrapper
 from scale_core import ShardedGradScaler
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_state_dict, fully_shard
 from scale_oss import OSS, ShardedDataParallel
-
-pytest.importorskip("scale_pipe")
-from scale_checkpoint import checkpoint_wrapper
 from scale_pipe import DistributedPipe, StageError, split
 
-CHUNKS = 4
-TOLD = {
-    "ways": "is one parameter in stages 0 and 1, and their wrappers do not reduce its gradient at the same time",
-    "hidden": "a wrapper around it hides it, or reduces its gradient in a way of its own. Use fully_shard",
-}
-LR = 0.5
-MAX_NORM = 0.5
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return y
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.blocks = nn.Linear(3, 6), nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.head(x)
-        return y
-
-
-class Back(nn.Module):
-    """What comes last in a model whose first and last weight are one."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-class TiedNet(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head: nn.Module = Back(self.embed.weight)
+CHUNKS, WORDS = 4, 7
+LR, MAX_NORM = 0.5, 0.1
 
 
 def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
+    x, target = drawn(10 * step + replica, (8, 3), (8, 2))
+    return x, target
+
+
+def words_of(step: int, replica: int) -> Tensor:
+    """Words and their targets, [8, 2]."""
+    return torch.randint(WORDS, (8, 2), generator=torch.Generator().manual_seed(10 * step + replica))
 
 
 Kind = Literal["SGD", "AdamW"]
@@ -144,180 +102,83 @@ WAYS: Mapping[str, Wrap] = {
     "oss": with_oss,
     "checkpoints": with_checkpoints_in_ddp,
 }
-
-
-def with_flat_parameters(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> None:
-    for stage in pipe.stages.values():
-        fully_shard(stage, replicas, flatten_parameters=True)
-
-
 TIED_WAYS: Mapping[str, Wrap] = {
-    "tied, ddp": with_ddp,
-    "tied, fsdp": with_fsdp,
-    "tied, units": with_tied_units,
-    "tied, ddp and fsdp": with_ddp_and_fsdp,
-    "tied, oss": with_oss,
+    "ddp": with_ddp,
+    "fsdp": with_fsdp,
+    "units": with_tied_units,
+    "ddp and fsdp": with_ddp_and_fsdp,
+    "oss": with_oss,
 }
+SCHEDULES = {"1f1b": ["blocks.2"], "zb_v": ["blocks.1", "blocks.2", "blocks.3"]}
 
 
-def whole(pipe: DistributedPipe) -> dict[str, Tensor]:
-    """This rank's parameters, whole, by the names of the model."""
-    found: dict[str, Tensor] = {}
+def mesh_of_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
+
+
+def full_weights(pipe: DistributedPipe) -> dict[str, Tensor]:
+    """The full parameters of this rank's stages, by the names of the model."""
+    state: dict[str, Tensor] = {}
     for stage in pipe.stages.values():
         plain = stage.module if isinstance(stage, DistributedDataParallel | ShardedDataParallel) else stage
-        assert isinstance(plain, nn.Module)
-        found |= {name: tensor.clone() for name, tensor in full_state_dict(plain).items()}
-    return found
+        state |= full_state_dict(plain)
+    return state
 
 
-def train_replicas() -> dict[str, dict[str, Any]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
-    replicas, replica = mesh.get_group("replica"), mesh.get_local_rank("replica")
-    results: dict[str, dict[str, Any]] = {}
-    for schedule, cuts in (("1f1b", ["blocks.2"]), ("zb_v", ["blocks.1", "blocks.2", "blocks.3"])):
-        for name, wrap in WAYS.items():
-            pipe = DistributedPipe(split(Net(), cuts), schedule, chunks=CHUNKS, process_group=mesh["pipe"])
-            optimizers = wrap(pipe, replicas, "SGD")
-            losses = []
-            for step in range(2):
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                x, target = batch_of(step, replica)
-                losses.append(pipe.step(x, target=target, loss_fn=nn.functional.mse_loss).item())
-                fail(pipe, x, target)
-                for optimizer in optimizers:
-                    optimizer.step()
-            x, target = batch_of(2, replica)
-            judged = pipe.eval().evaluate(x, target=target, loss_fn=nn.functional.mse_loss).item()
-            results[f"{name} {schedule}"] = {"losses": losses, "judged": judged, "parameters": whole(pipe)}
-    results["scaler"] = {"steps": scaled(mesh, replicas, replica)}
-    for name, wrap in TIED_WAYS.items():
-        pipe = DistributedPipe(
-            split(TiedNet().double(), ["blocks.2"]), "1f1b", chunks=CHUNKS, process_group=mesh["pipe"]
-        )
-        optimizers = wrap(pipe, replicas, "AdamW")
-        norms = []
-        for step in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for part in batch_of(step, replica)[0].double().chunk(2):
-                pipe.step(part, target=part, loss_fn=nn.functional.mse_loss)
-                fail(pipe, part, part)
-            if wrap is with_oss:  # An optimizer of one stage measures all stages, too.
-                (optimizer,) = optimizers
-                assert optimizer.clip_grad_norm_(math.inf) == pipe.clip_grad_norm_(math.inf)
-                norms.append(optimizer.clip_grad_norm_(MAX_NORM).item())
-            else:
-                norms.append(pipe.clip_grad_norm_(MAX_NORM).item())
-            for optimizer in optimizers:
-                optimizer.step()
-        results[name] = {"norms": norms, "parameters": whole(pipe)}
-    results["failures"] = failures(mesh, replicas, replica)
-    return results
-
-
-def fail(pipe: DistributedPipe, x: Tensor, target: Tensor) -> None:
+def fail(pipe: DistributedPipe, x: Tensor, target: Tensor, loss_of: Any) -> None:
     """A step that fails with the last micro-batch: whatever wraps the stages, what was accumulated stays as it is."""
     computed: list[Tensor] = []
 
-    def loss_of(output: Tensor, to: Tensor) -> Tensor:
+    def failing(output: Tensor, to: Tensor) -> Tensor:
         computed.append(output)
         if len(computed) == CHUNKS:
             raise OSError("no loss")
-        return nn.functional.mse_loss(output, to)
+        loss: Tensor = loss_of(output, to)
+        return loss
 
     with pytest.raises(StageError, match="no loss"):
-        pipe.step(x, target=target, loss_fn=loss_of)
+        pipe.step(x, target=target, loss_fn=failing)
 
 
-def scaled(mesh: Any, replicas: dist.ProcessGroup, replica: int) -> list[bool]:
-    """Whether steps were taken, where the gradients of one rank overflow in the first: all ranks skip it."""
-    pipe = DistributedPipe(split(Net(), ["blocks.2"]), chunks=CHUNKS, process_group=mesh["pipe"])
-    (optimizer,) = with_fsdp(pipe, replicas)
-    scaler = ShardedGradScaler(init_scale=8.0, process_group=group_of(), device="cpu")
-    scaler.scale(torch.ones(()))  # Ranks without a loss know the scale, too.
-    steps = []
+def train_replicas(way: str, schedule: str) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Losses of two steps, that of an evaluation, and weights."""
+    mesh, mse = mesh_of_two(), nn.functional.mse_loss
+    replica = mesh.get_local_rank("replica")
+    pipe = DistributedPipe(split(Net(), SCHEDULES[schedule]), schedule, chunks=CHUNKS, process_group=mesh["pipe"])
+    optimizers, losses = WAYS[way](pipe, mesh.get_group("replica"), "SGD"), []
     for step in range(2):
-        before = [param.detach().clone() for param in pipe.parameters()]
-        optimizer.zero_grad()
         x, target = batch_of(step, replica)
-        factor = math.inf if step == 0 and replica == 0 else 1.0
-        pipe.step(
-            x,
-            target=target,
-            loss_fn=lambda output, to, factor=factor: scaler.scale(nn.functional.mse_loss(output, to)) * factor,
-        )
-        scaler.step(optimizer)
-        scaler.update()
-        steps.append(not all(map(torch.equal, before, pipe.parameters())))
-    return steps
+        losses.append(pipe.step(x, target=target, loss_fn=mse).item())
+        fail(pipe, x, target, mse)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    x, target = batch_of(2, replica)
+    return losses, pipe.eval().evaluate(x, target=target, loss_fn=mse).item(), full_weights(pipe)
 
 
-def failures(mesh: Any, replicas: dist.ProcessGroup, replica: int) -> dict[str, str]:
-    """What is told where replicas of stages with a tied weight do not go together, by what was wrong."""
-    told = {}
-
-    def oss_and_ddp(pipe: DistributedPipe, group: dist.ProcessGroup) -> object:
-        return (with_oss if 0 in pipe.stages else with_ddp)(pipe, group)
-
-    ways = {"ways": oss_and_ddp, "hidden": with_flat_parameters, "replica": with_oss}
-    ways |= {"frozen": with_oss, "frozen shard": with_fsdp}
-    for name, wrap in ways.items():
-        pipe = DistributedPipe(split(TiedNet(), ["blocks.2"]), "1f1b", chunks=CHUNKS, process_group=mesh["pipe"])
-        wrap(pipe, replicas)
-        x, _ = batch_of(0, replica)
-        fails = name == "replica" and replica == 1
-        if name == "frozen shard":  # Units compare what trains when they first run.
-            pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
-        if "frozen" in name and replica == 1 and 0 in pipe.stages:  # Found once all backward passes have run.
-            pipe.get_parameter("embed.weight").requires_grad_(False)
-
-        def loss_of(output: Tensor, target: Tensor, fails: bool = fails) -> Tensor:
-            if fails:
-                raise OSError("no loss")
-            return nn.functional.mse_loss(output, target)
-
-        with pytest.raises(StageError) as raised:
-            pipe.step(x, target=x, loss_fn=loss_of)
-        told[name] = str(raised.value)
-    return told
-
-
-def tied_steps() -> tuple[list[float], dict[str, Tensor]]:
-    """The norms of three steps of plain PyTorch over the samples of both replicas, and the parameters after them."""
-    model, norms = TiedNet().double(), []
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS["AdamW"])
-    for step in range(3):
-        optimizer.zero_grad()
-        x = torch.cat([batch_of(step, replica)[0].double() for replica in range(2)])
-        (2 * nn.functional.mse_loss(model(x), x)).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-    return norms, {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
-def plain_steps() -> tuple[list[list[float]], dict[str, Tensor]]:
-    """The losses of each replica, and the parameters after two steps of plain PyTorch."""
-    model, losses = Net(), [[0.0, 0.0], [0.0, 0.0]]
+def train_plainly() -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
+    """Losses of each replica, those of the evaluation, and weights."""
+    model, losses, mse = Net(), [[0.0, 0.0], [0.0, 0.0]], nn.functional.mse_loss
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(2):
         grads = []
         for replica in range(2):
             model.zero_grad()
-            x, target = batch_of(step, replica)
-            for part, to in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
-                loss = nn.functional.mse_loss(model(part), to) / CHUNKS
+            for x, target in zip(*(whole.chunk(CHUNKS) for whole in batch_of(step, replica)), strict=True):
+                loss = mse(model(x), target) / CHUNKS
                 loss.backward()
                 losses[replica][step] += loss.item()
             grads.append([param.grad for param in model.parameters()])
-        for param, *both in zip(model.parameters(), *grads, strict=True):
-            param.grad = (both[0] + both[1]) / 2
+        for param, one, other in zip(model.parameters(), *grads, strict=True):
+            param.grad = (one + other) / 2
         optimizer.step()
-    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    judged = [mse(model(x), target).item() for x, target in (batch_of(2, replica) for replica in range(2))]
+    return losses, judged, model.state_dict()
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """Ranks compute with one thread, and some kernels sum in another order with more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -329,47 +190,151 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.composition("scale-pipe", "ShardedDataParallel")
 @pytest.mark.composition("scale-pipe", "DistributedDataParallel")
 @pytest.mark.composition("scale-checkpoint", "scale-pipe")
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_with_replicas_train_as_one_process(way: str, schedule: str) -> None:
+    by_rank = run_ranks(train_replicas, 4, way, schedule)
+    losses, judged, weights = train_plainly()
+    for replica in range(2):
+        expected = recorded([0.0, 0.0], None, loss=losses[replica], judged=[judged[replica]])
+        of_replica = by_rank[2 * replica : 2 * replica + 2]
+        assert_parity(expected, [recorded([0.0, 0.0], None, loss=each[0], judged=[each[1]]) for each in of_replica])
+        # Micro-batches in the order 0, 1, ...: the very sums of the plain loop; in another order, its rounding.
+        states = [recorded([0.0], state) for _, _, state in of_replica]
+        assert_parity(recorded([0.0], weights), states, rel=0.0 if schedule == "1f1b" else 1e-9, in_parts=True)
+
+
+def words_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def train_tied(way: str) -> Recording:
+    """Norms and weights of three steps of two passes, where embedding and head are one weight in two stages."""
+    mesh = mesh_of_two()
+    stages = split(Net(words=WORDS, tied=True), ["blocks.2"])
+    pipe = DistributedPipe(stages, "1f1b", chunks=CHUNKS, process_group=mesh["pipe"])
+    optimizers, norms = TIED_WAYS[way](pipe, mesh.get_group("replica"), "AdamW"), []
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for pairs in words_of(step, mesh.get_local_rank("replica")).chunk(2):
+            pipe.step(pairs[:, 0], target=pairs[:, 1], loss_fn=words_loss)
+            fail(pipe, pairs[:, 0], pairs[:, 1], words_loss)
+        measures: Any = pipe
+        if way == "oss":  # An optimizer of one stage measures all stages, too.
+            (measures,) = optimizers
+            assert measures.clip_grad_norm_(math.inf) == pipe.clip_grad_norm_(math.inf)
+        norms.append(measures.clip_grad_norm_(MAX_NORM).item())
+        for optimizer in optimizers:
+            optimizer.step()
+    return recorded([0.0] * 3, full_weights(pipe), norm=norms)
+
+
+@pytest.mark.composition("scale-pipe", "scale-fsdp")
+@pytest.mark.composition("scale-pipe", "ShardedDataParallel")
+@pytest.mark.composition("scale-pipe", "DistributedDataParallel")
+@pytest.mark.parametrize("way", TIED_WAYS)
+def test_a_weight_of_two_stages_with_replicas_trains_as_one(way: str) -> None:
+    model, norms = Net(words=WORDS, tied=True), []
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS["AdamW"])
+    for step in range(3):
+        optimizer.zero_grad()
+        pairs = torch.cat([words_of(step, replica) for replica in range(2)])
+        (2 * words_loss(model(pairs[:, 0]), pairs[:, 1])).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+    assert min(norms) > MAX_NORM
+    by_rank = run_ranks(train_tied, 4, way)
+    assert_parity(recorded([0.0] * 3, model.state_dict(), norm=norms), by_rank, in_parts=True)
+    # On every replica and every stage the same to the bit: so they stay one parameter.
+    copies = [
+        tensor
+        for each in by_rank
+        for key, tensor in each.tensors.items()
+        if key.name in ("embed.weight", "head.weight")
+    ]
+    assert len(copies) == 4 and all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def scale_losses() -> list[bool]:
+    """Whether steps were taken, where the gradients of one rank overflow in the first: all ranks skip it."""
+    mesh = mesh_of_two()
+    replica = mesh.get_local_rank("replica")
+    pipe = DistributedPipe(split(Net(), ["blocks.2"]), chunks=CHUNKS, process_group=mesh["pipe"])
+    (optimizer,) = with_fsdp(pipe, mesh.get_group("replica"))
+    scaler = ShardedGradScaler(init_scale=8.0, process_group=group_of(), device="cpu")
+    scaler.scale(torch.ones(()))  # Ranks without a loss know the scale, too.
+    steps = []
+    for step in range(2):
+        before = [param.detach().clone() for param in pipe.parameters()]
+        optimizer.zero_grad()
+        x, target = batch_of(step, replica)
+        factor = math.inf if step == 0 and replica == 0 else 1.0
+
+        def loss_fn(output: Tensor, to: Tensor, factor: float = factor) -> Tensor:
+            return scaler.scale(nn.functional.mse_loss(output, to)) * factor
+
+        pipe.step(x, target=target, loss_fn=loss_fn)
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append(not all(map(torch.equal, before, pipe.parameters())))
+    return steps
+
+
 @pytest.mark.composition("scale-pipe", "ShardedGradScaler")
-@pytest.mark.usefixtures("one_thread")
-def test_stages_with_replicas_train_as_one_process() -> None:
-    by_rank = run_ranks(train_replicas, 4)
-    losses, parameters = plain_steps()
-    norms, tied_parameters = tied_steps()
-    model = Net()
-    model.load_state_dict(parameters)
-    with torch.no_grad():
-        judged = [nn.functional.mse_loss(model(x), to).item() for x, to in (batch_of(2, replica) for replica in (0, 1))]
-    for rank, results in enumerate(by_rank):
-        told = results.pop("failures")
-        assert ("no loss" if rank // 2 == 1 else "replicas of this stage failed: ranks [1]") in told["replica"]
-        assert all(words in told[name] for name, words in TOLD.items()), told
-        assert ("frozen in [0] alone" if rank // 2 == 1 else "replicas of this stage failed") in told["frozen"]
-        assert "the ranks train different parameters" in told["frozen shard"], told  # Their units say so first.
-    for way in TIED_WAYS:
-        copies: list[Tensor] = []
-        for results in by_rank:
-            assert results[way]["norms"] == pytest.approx(norms, rel=1e-12) and min(norms) > MAX_NORM, way
-            found = results.pop(way)["parameters"]
-            for name, tensor in found.items():
-                torch.testing.assert_close(tensor, tied_parameters[name], rtol=1e-12, atol=1e-12, msg=f"{way}: {name}")
-            copies += [tensor for name, tensor in found.items() if name in ("embed.weight", "head.weight")]
-        # On every replica and every stage the same to the bit: so they stay one parameter.
-        assert len(copies) == 4 and all(torch.equal(copy, copies[0]) for copy in copies), way
-    for way in by_rank[0]:
-        if way == "scaler":
-            assert [results[way]["steps"] for results in by_rank] == [[False, True]] * 4
-            continue
-        seen: set[str] = set()
-        for rank, results in enumerate(by_rank):
-            assert results[way]["losses"] == pytest.approx(losses[rank // 2], rel=1e-6), way
-            assert results[way]["judged"] == pytest.approx(judged[rank // 2], rel=1e-5), way
-            for name, tensor in results[way]["parameters"].items():
-                # Micro-batches in the order 0, 1, ...: the very sums of the plain loop; in another order, its rounding.
-                if "1f1b" in way:
-                    assert torch.equal(tensor, parameters[name]), (way, name)
-                torch.testing.assert_close(tensor, parameters[name], rtol=1e-5, atol=1e-7, msg=f"{way}: {name}")
-                seen.add(name)
-        assert seen == set(parameters), way
+def test_all_ranks_of_a_pipeline_skip_a_step_together() -> None:
+    assert run_ranks(scale_losses, 4) == [[False, True]] * 4
+
+
+def with_oss_and_ddp(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> object:
+    return (with_oss if 0 in pipe.stages else with_ddp)(pipe, replicas)
+
+
+def with_flat_parameters(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> None:
+    for stage in pipe.stages.values():
+        fully_shard(stage, replicas, flatten_parameters=True)
+
+
+# Of a wrapping what each replica says, the first and the second.
+HIDDEN = "a wrapper around it hides it, or reduces its gradient in a way of its own. Use fully_shard"
+AT_OTHER_TIMES = "is one parameter in stages 0 and 1, and their wrappers do not reduce its gradient at the same time"
+DIFFERENT = "the ranks train different parameters"  # Their units say so first.
+FAILURES: Mapping[str, tuple[Any, str, str]] = {
+    "two ways": (with_oss_and_ddp, AT_OTHER_TIMES, AT_OTHER_TIMES),
+    "hidden": (with_flat_parameters, HIDDEN, HIDDEN),
+    "a replica fails": (with_oss, "replicas of this stage failed: ranks [1]", "no loss"),
+    "frozen": (with_oss, "replicas of this stage failed", "frozen in [0] alone"),
+    "frozen shard": (with_fsdp, DIFFERENT, DIFFERENT),
+}
+
+
+def wrap_wrongly(name: str) -> None:
+    wrap, *words = FAILURES[name]
+    mesh = mesh_of_two()
+    replica = mesh.get_local_rank("replica")
+    stages = split(Net(words=WORDS, tied=True), ["blocks.2"])
+    pipe = DistributedPipe(stages, "1f1b", chunks=CHUNKS, process_group=mesh["pipe"])
+    wrap(pipe, mesh.get_group("replica"))
+    pairs = words_of(0, replica)
+    if name == "frozen shard":  # Units compare what trains when they first run.
+        pipe.step(pairs[:, 0], target=pairs[:, 1], loss_fn=words_loss)
+    if "frozen" in name and replica == 1 and 0 in pipe.stages:  # Found once all backward passes have run.
+        pipe.get_parameter("embed.weight").requires_grad_(False)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if name == "a replica fails" and replica == 1:
+            raise OSError("no loss")
+        return words_loss(output, target)
+
+    with pytest.raises(StageError) as raised:
+        pipe.step(pairs[:, 0], target=pairs[:, 1], loss_fn=loss_fn)
+    assert words[replica] in str(raised.value)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_replicas_of_a_tied_weight_that_do_not_go_together_are_refused(name: str) -> None:
+    run_ranks(wrap_wrongly, 4, name)
 
 
 def group_left_out() -> list[str]:
@@ -404,6 +369,6 @@ def group_left_out() -> list[str]:
     return told
 
 
-def test_a_stage_with_the_group_left_out_is_refused_by_all_that_would_take_others_for_replicas() -> None:
+def test_a_stage_with_the_group_left_out_is_refused() -> None:
     named = ["OSS", "fully_shard", "fully_shard", "DistributedDataParallel", "OSS"]
     assert run_ranks(group_left_out, 2) == [named, named]

@@ -7,8 +7,8 @@ process, with the whole batch.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from trainings import assert_parity, recorded, train
 
 import scale_tp
+from scale_check.recording import Recording
 from scale_core import grad_norm, shard_of
 from scale_core.comm.group import Group
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
@@ -75,6 +77,12 @@ def plain_model() -> Net:
     with torch.no_grad():
         for param in model.parameters():
             param.uniform_(-0.7, 0.7)
+    return model.double()
+
+
+def divided_model(sequence_parallel: bool) -> Net:
+    model = Net(divided=True, sequence_parallel=sequence_parallel).double()
+    model.load_state_dict(plain_model().state_dict())
     return model
 
 
@@ -92,78 +100,82 @@ def optimizer_of(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.05, eps=1e-3)
 
 
-def train_plain() -> tuple[list[float], list[float], dict[str, Tensor]]:
+def train_plain() -> Recording:
     model = plain_model()
-    optimizer = optimizer_of(model.parameters())
-    losses, norms = [], []
-    for ids in batches():
-        optimizer.zero_grad()
-        loss = loss_of(model, ids)
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms, dict(model.state_dict())
+    clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()], 0.5)
+
+    def of_step(model: nn.Module, step: int) -> Tensor:
+        return loss_of(model, batches()[step])
+
+    return train(model, optimizer_of(model.parameters()), of_step, range(STEPS), clip=clip, state=model.state_dict)
 
 
-def divided_model(sequence_parallel: bool) -> Net:
-    model = Net(divided=True, sequence_parallel=sequence_parallel)
-    model.load_state_dict(plain_model().state_dict())
-    return model
+def train_divided(model: nn.Module, optimizer: Any, clip: Callable[[], Tensor]) -> Recording:
+    def of_step(model: nn.Module, step: int) -> Tensor:
+        return loss_of(model, batches()[step].split(2)[scale_tp.get_data_parallel_rank()])
+
+    return train(model, optimizer, of_step, range(STEPS), clip=clip)
 
 
-def train(model: nn.Module, optimizer: Any, clip: Callable[[], Tensor]) -> tuple[list[float], list[float]]:
-    rank = scale_tp.get_data_parallel_rank()
-    losses, norms = [], []
-    for ids in batches():
-        optimizer.zero_grad()
-        loss = loss_of(model, ids.split(2)[rank])
-        loss.backward()
-        norms.append(clip().item())
-        optimizer.step()
-        dist.all_reduce(loss.detach(), group=scale_tp.get_data_parallel_group())
-        losses.append(loss.item() / 2)
-    return losses, norms
-
-
-def compare(found: tuple[list[float], list[float]], model: nn.Module, optimizer: Any, folder: str) -> None:
-    """Losses, norms and, through a checkpoint that a plain model reads, the weights."""
-    losses, norms, weights = train_plain()
-    assert found[0] == pytest.approx(losses, rel=1e-5)
-    assert found[1] == pytest.approx(norms, rel=1e-5)
+def read_by_a_plain_model(model: nn.Module, optimizer: Any, folder: str) -> dict[str, Tensor]:
+    """The weights that a plain model reads from a checkpoint of this one, which has all states of an optimizer."""
     dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=folder)
     alone = plain_model()
     fresh = optimizer_of(alone.parameters())
     target = dcp_target(folder, alone, fresh)
     dcp.load(target, checkpoint_id=folder)
     load_sharded_state_dict(target, alone, fresh, copy=False)
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
     assert len(fresh.state) == len(list(alone.parameters()))
     assert all(state["exp_avg"].shape == param.shape for param, state in fresh.state.items())
+    return alone.state_dict()
 
 
-def fully_sharded(folder: str) -> None:
+def in_units(by_block: bool, sequence_parallel: bool, folder: str) -> Recording:
     scale_tp.initialize_model_parallel(2)
-    for number, (by_block, sequence_parallel) in enumerate(((False, False), (True, True))):
-        model = divided_model(sequence_parallel)
-        group = scale_tp.get_data_parallel_group()
-        for block in model.blocks if by_block else ():
-            fully_shard(block, mesh=group)
-        fully_shard(model, mesh=group)
-        optimizer = optimizer_of(model.parameters())
-        found = train(model, optimizer, lambda model=model: model.clip_grad_norm_(0.5))
-        shard = shard_of(model.get_parameter("blocks.0.down.weight"))
-        assert shard.shape == (DIM, HIDDEN)
-        assert [axis.group.size for axis in shard.axes] == [2, 2]
-        compare(found, model, optimizer, f"{folder}/{number}")
-        whole_over_both_axes(model, f"{folder}/{number}")
-    built_on_meta()
-    with pytest.raises(ValueError, match=r"is divided between ranks by its layer.*leave flatten_parameters out"):
-        fully_shard(divided_model(False), mesh=group, flatten_parameters=True)
+    model = divided_model(sequence_parallel)
+    group = scale_tp.get_data_parallel_group()
+    for block in model.blocks if by_block else ():
+        fully_shard(block, mesh=group)
+    fully_shard(model, mesh=group)
+    optimizer = optimizer_of(model.parameters())
+    trained = train_divided(model, optimizer, lambda: model.clip_grad_norm_(0.5))
+    shard = shard_of(model.get_parameter("blocks.0.down.weight"))
+    assert shard.shape == (DIM, HIDDEN)
+    assert [axis.group.size for axis in shard.axes] == [2, 2]
+    trained.tensors |= recorded([0.0] * STEPS, read_by_a_plain_model(model, optimizer, folder)).tensors
+    compare_whole_over_both_axes(model, folder)
+    return trained
 
 
-def whole_over_both_axes(model: nn.Module, folder: str) -> None:
+def in_sharded_ddp(sequence_parallel: bool, folder: str) -> Recording:
+    scale_tp.initialize_model_parallel(2)
+    model = divided_model(sequence_parallel)
+    group = scale_tp.get_data_parallel_group()
+    optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, process_group=group)
+    wrapped = ShardedDataParallel(model, optimizer, process_group=group)
+    trained = train_divided(wrapped, optimizer, lambda: optimizer.clip_grad_norm_(0.5))
+    trained.tensors |= recorded([0.0] * STEPS, read_by_a_plain_model(model, optimizer, folder)).tensors
+    return trained
+
+
+WAYS: dict[str, Callable[[str], Recording]] = {
+    "fsdp": partial(in_units, False, False),
+    "fsdp of blocks, sequence parallel": partial(in_units, True, True),
+    "sharded ddp": partial(in_sharded_ddp, False),
+    "sharded ddp, sequence parallel": partial(in_sharded_ddp, True),
+}
+
+
+@pytest.mark.composition("scale-tp", "scale-fsdp")
+@pytest.mark.composition("scale-tp", "ShardedDataParallel")
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_divided_along_one_axis_train_sharded_along_the_other(way: str, tmp_path: Path) -> None:
+    expected, by_rank = train_plain(), run_ranks(WAYS[way], 4, str(tmp_path))
+    # Both pairs of ranks divide a model, and have one batch each: losses of ranks are those of two of four.
+    assert_parity(expected, by_rank, rel=1e-6)
+
+
+def compare_whole_over_both_axes(model: nn.Module, folder: str) -> None:
     """`state_dict()` is that of the plain model, and each rank takes its piece of it again."""
     expected = plain_model()
     target = dcp_target(folder, expected)
@@ -183,8 +195,9 @@ def whole_over_both_axes(model: nn.Module, folder: str) -> None:
         scale_tp.load_full_state_dict(model, expected.state_dict())
 
 
-def built_on_meta() -> None:
+def build_on_meta() -> None:
     """Unit by unit, each layer gets its part of what it has when it is built as a whole from the same seed."""
+    scale_tp.initialize_model_parallel(2)
     torch.manual_seed(3)
     expected = Block(True, False)
     torch.manual_seed(3)
@@ -194,6 +207,20 @@ def built_on_meta() -> None:
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert len(shard_of(model.up.weight).axes) == 2
+
+
+def test_a_divided_layer_is_built_on_meta_as_it_is_built_whole() -> None:
+    run_ranks(build_on_meta, 4)
+
+
+def shard_flat() -> None:
+    scale_tp.initialize_model_parallel(2)
+    with pytest.raises(ValueError, match=r"is divided between ranks by its layer.*leave flatten_parameters out"):
+        fully_shard(divided_model(False), mesh=scale_tp.get_data_parallel_group(), flatten_parameters=True)
+
+
+def test_flat_parameters_of_divided_layers_are_refused() -> None:
+    run_ranks(shard_flat, 4)
 
 
 class Attending(nn.Module):
@@ -236,25 +263,6 @@ def with_a_context_axis() -> None:
             optimizer.zero_grad()
 
 
-def in_other_axes() -> None:
-    with_torchs_own()
-    scale_tp.destroy_model_parallel()
-    over_the_ranks_of_a_layer()
-    scale_tp.destroy_model_parallel()
-    with_a_context_axis()
-
-
-def sharded_gradients(folder: str) -> None:
-    scale_tp.initialize_model_parallel(2)
-    for number, sequence_parallel in enumerate((False, True)):
-        model = divided_model(sequence_parallel)
-        group = scale_tp.get_data_parallel_group()
-        optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, process_group=group)
-        wrapped = ShardedDataParallel(model, optimizer, process_group=group)
-        found = train(wrapped, optimizer, lambda optimizer=optimizer: optimizer.clip_grad_norm_(0.5))
-        compare(found, model, optimizer, f"{folder}/{number}")
-
-
 def with_torchs_own() -> None:
     """DistributedDataParallel along the data axis; the norm is scale-core's."""
     scale_tp.initialize_model_parallel(2)
@@ -266,7 +274,7 @@ def with_torchs_own() -> None:
     loss_of(plain, batches()[0]).backward()
     grads = [param.grad for param in plain.parameters()]
     expected = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
-    torch.testing.assert_close(grad_norm(model.parameters()), expected)
+    torch.testing.assert_close(grad_norm(model.parameters()), expected, rtol=1e-6, atol=0, check_dtype=False)
 
 
 def over_the_ranks_of_a_layer() -> None:
@@ -287,15 +295,6 @@ def over_the_ranks_of_a_layer() -> None:
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
-@pytest.mark.composition("scale-tp", "scale-fsdp")
-@pytest.mark.composition("scale-tp", "ShardedDataParallel")
-@pytest.mark.parametrize("way", [fully_sharded, sharded_gradients], ids=["fsdp", "oss"])
-def test_layers_divided_along_one_axis_train_sharded_along_the_other(way: Callable[[str], None]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(2):
-            (Path(folder) / str(number)).mkdir()
-        run_ranks(way, 4, folder)
-
-
-def test_torchs_own_data_parallel_and_a_context_axis_count_each_element_once() -> None:
-    run_ranks(in_other_axes, 4)
+@pytest.mark.parametrize("use", [with_torchs_own, over_the_ranks_of_a_layer, with_a_context_axis])
+def test_each_element_counts_once_in_other_axes(use: Callable[[], None]) -> None:
+    run_ranks(use, 4)

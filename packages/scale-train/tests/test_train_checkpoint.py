@@ -1,20 +1,19 @@
 import errno
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from lm_trainings import changed, options_for, start, train_to
 
 import scale_core.snapshot.snapshot
-from scale_core.comm.group import Group, group_of
+from scale_core.comm.group import Group
 from scale_core.snapshot import NewerSnapshotError
 from scale_core.testing import run_ranks
-from scale_train.data import read_text
 from scale_train.errors import InputError
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.options import Options, RunOptions
 from scale_train.training import checkpoint
 from scale_train.training.checkpoint import (
     CHECKPOINTS,
@@ -27,52 +26,25 @@ from scale_train.training.checkpoint import (
     save,
     torchrun_run,
 )
-from scale_train.training.reporters import Reporter, StepRecord
-from scale_train.training.state import TrainState, build_state
+from scale_train.training.state import TrainState
 from scale_train.training.trainer import evaluate, train, train_step
 
 
-class Losses(Reporter):
-    def __init__(self) -> None:
-        self.values: dict[int, float] = {}
-
-    def step(self, record: StepRecord) -> None:
-        self.values[record.step] = record.loss
-
-
-def options_for(text: Path, parallel: str = "none", *, context: int = 1, **model) -> Options:
-    return Options(
-        data=DataOptions(text=(text,), sequence=16, batch=12),
-        model=ModelOptions(**{"layers": 1, "width": 16, "heads": 2, **model}),
-        parallel=ParallelOptions(parallel=parallel, device="cpu", context_parallel=context),
-        optimizer=OptimizerOptions(steps=6, warmup=2),
-        run=RunOptions(log_every=1),
-    )
-
-
-def start(options: Options, group: Group) -> TrainState:
-    return build_state(options, read_text(options.data.text), group)
-
-
-def losses_until_the_end(training: TrainState) -> dict[int, float]:
-    training.reporter = losses = Losses()
-    while training.step < training.options.optimizer.steps:
-        train_step(training)
-    return losses.values
+def alone(options: Options) -> TrainState:
+    return start(options, Group())
 
 
 def save_half_way(options: Options, folder: Path) -> dict[int, float]:
-    training = start(options, group_of())
-    for _ in range(3):
-        train_step(training)
+    training = start(options)
+    train_to(training, 3)
     save(training, folder)
-    return losses_until_the_end(training)
+    return train_to(training).loss_by_step()
 
 
 def go_on(options: Options, point: Path) -> dict[int, float]:
-    training = start(options, group_of())
+    training = start(options)
     load(training, point)
-    return losses_until_the_end(training)
+    return train_to(training).loss_by_step()
 
 
 def go_on_in_several_ways(several: list[Options], point: Path) -> list[dict[int, float]]:
@@ -84,20 +56,22 @@ def save_in_several_ways(several: list[Options], folder: Path) -> list[dict[int,
 
 
 @pytest.fixture
-def text(tmp_path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(torch.randint(97, 123, (5_000,), generator=torch.Generator().manual_seed(0)).tolist()))
-    return path
-
-
-@pytest.fixture
-def point(text, tmp_path) -> Path:
+def point(text: Path, tmp_path: Path) -> Path:
     save_half_way(options_for(text), tmp_path / "run" / CHECKPOINTS)
     return tmp_path / "run" / CHECKPOINTS / "step-00000003"
 
 
+def save_at(training: TrainState, step: int, folder: Path) -> Path:
+    training.step = step
+    return save(training, folder)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.fault(63)
-def test_a_resumed_training_has_the_losses_of_one_that_never_stopped(text, tmp_path):
+def test_a_resumed_training_has_the_losses_of_one_that_never_stops(text, tmp_path):
     options = options_for(text, "fsdp", dropout=0.2)
     uninterrupted = run_ranks(save_half_way, 2, options, tmp_path)[0]
     assert run_ranks(go_on, 2, options, tmp_path / "step-00000003")[0] == uninterrupted
@@ -116,32 +90,31 @@ def test_another_number_of_ranks_goes_on_to_the_same_curve(text, tmp_path):
 
 
 def evaluated(training: TrainState) -> tuple[dict[int, float], float]:
-    return losses_until_the_end(training), evaluate(training)
+    return train_to(training).loss_by_step(), evaluate(training)
 
 
 def divide_and_go_on(text: Path, folder: Path) -> list[tuple[dict[int, float], float]]:
     """Three steps on two ranks that divide sequences, and the rest on as many and on ranks that do not."""
-    save_half_way(options_for(text, "fsdp", context=2), folder)
+    save_half_way(options_for(text, "fsdp", context_parallel=2), folder)
     found = []
     for context in (2, 1):
-        training = start(options_for(text, "fsdp", context=context), group_of())
+        training = start(options_for(text, "fsdp", context_parallel=context))
         load(training, folder / "step-00000003")
         found.append(evaluated(training))
     return found
 
 
-def test_a_training_of_divided_sequences_goes_on_with_another_number_of_ranks_for_each(text, tmp_path):
-    plain, bits = evaluated(start(options_for(text), Group()))
+def test_divided_sequences_go_on_with_another_number_of_ranks(text, tmp_path):
+    plain, bits = evaluated(alone(options_for(text)))
     for losses, held_out in run_ranks(divide_and_go_on, 2, text, tmp_path)[0]:
         assert losses == pytest.approx({step: plain[step] for step in (4, 5, 6)}, rel=1e-5)
         assert held_out == pytest.approx(bits, rel=1e-5)
 
 
-def test_each_way_to_spread_goes_on_from_every_other_at_any_number_of_ranks(text, tmp_path):
+def test_each_way_to_spread_goes_on_from_every_other(text, tmp_path):
     # A fused kernel, and a norm of parts, may differ from those of full tensors in the last place.
-    exact = OptimizerOptions(steps=6, warmup=2, clip=0.0, optimizer_kernel="plain")
-    each = [options_for(text, parallel, dropout=0.2) for parallel in ("oss", "sharded-ddp", "ddp")]
-    ways = [replace(options, optimizer=exact) for options in each]
+    exact = {"clip": 0.0, "optimizer_kernel": "plain", "dropout": 0.2}
+    ways = [options_for(text, parallel, **exact) for parallel in ("oss", "sharded-ddp", "ddp")]
     uninterrupted = run_ranks(save_in_several_ways, 2, ways, tmp_path)[0]
     assert uninterrupted == [uninterrupted[0]] * 3
     resumed = run_ranks(go_on_in_several_ways, 2, ways, tmp_path / "sharded-ddp" / "step-00000003")[0]
@@ -154,7 +127,7 @@ def test_each_way_to_spread_goes_on_from_every_other_at_any_number_of_ranks(text
 
 
 def test_a_checkpoint_says_what_it_is_in_plain_json(text):
-    training = start(options_for(text), Group())
+    training = alone(options_for(text))
     document = json.loads(json.dumps(checkpoint_metadata(training)))
     assert document["data"]["drawn"] == 0 and document["model"]["width"] == 16
     assert document["parameters"]["embedding.weight"] == [256, 16]
@@ -169,13 +142,13 @@ def test_a_checkpoint_says_what_it_is_in_plain_json(text):
         ({"untied_embeddings": True}, r"it has no head.weight, which is \[256, 16\] here"),
     ],
 )
-def test_a_checkpoint_of_another_model_names_the_first_parameter_that_differs(text, point, changes, message):
+def test_a_checkpoint_of_another_model_names_what_differs(text, point, changes, message):
     with pytest.raises(InputError, match=f"a checkpoint of another model: {message}"):
-        load(start(options_for(text, **changes), Group()), point)
+        load(alone(options_for(text, **changes)), point)
 
 
 def test_what_does_not_make_another_model_may_differ(text, point):
-    training = start(options_for(text, dropout=0.1, loss_chunk=7), Group())
+    training = alone(options_for(text, dropout=0.1, loss_chunk=7))
     load(training, point)
     assert training.step == 3
 
@@ -194,13 +167,13 @@ def test_a_checkpoint_of_another_text_is_refused(text, point, tmp_path):
     other = tmp_path / "other"
     other.write_bytes(text.read_bytes()[::-1])
     with pytest.raises(InputError, match="it was trained on another text"):
-        load(start(options_for(other), Group()), point)
+        load(alone(options_for(other)), point)
 
 
 @pytest.mark.fault(113)
 @pytest.mark.parametrize("where", ["weight", "moment"])
-def test_a_checkpoint_with_a_nan_is_refused_and_the_last_finite_one_is_named(text, tmp_path, where):
-    training = start(options_for(text), Group())
+def test_a_checkpoint_with_a_nan_is_refused(text, tmp_path, where):
+    training = alone(options_for(text))
     folder = tmp_path / "run" / CHECKPOINTS
     for training.step in (1, 2, 3):
         if training.step == 3:
@@ -217,15 +190,14 @@ def test_a_checkpoint_with_a_nan_is_refused_and_the_last_finite_one_is_named(tex
         rf"--resume {folder}/step-00000002 --out a new folder"
     )
     with pytest.raises(InputError, match=message):
-        load(start(options_for(text), Group()), point)
-    later = start(options_for(text), Group())
+        load(alone(options_for(text)), point)
+    later = alone(options_for(text))
     load(later, folder / "step-00000002")
     assert later.step == 2
 
 
 def test_the_command_line_decides_about_the_optimizer(text, point):
-    options = options_for(text)
-    training = start(replace(options, optimizer=replace(options.optimizer, weight_decay=0.5)), Group())
+    training = alone(options_for(text, weight_decay=0.5))
     load(training, point)
     assert training.optimizer.param_groups[0]["weight_decay"] == 0.5
     assert training.step == training.saved_step == 3
@@ -234,7 +206,7 @@ def test_the_command_line_decides_about_the_optimizer(text, point):
 def test_a_damaged_checkpoint_is_refused_in_one_line(text, point):
     (point / "manifest.json").write_text("{")
     with pytest.raises(InputError, match=r"--resume .*step-00000003") as caught:
-        load(start(options_for(text), Group()), point)
+        load(alone(options_for(text)), point)
     assert "\n" not in str(caught.value)
 
 
@@ -244,19 +216,15 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused_and_an_older_whole_one_named(text, point):
-    training = start(options_for(text), Group())
-    training.step = 5
-    save(training, point.parent)
+def test_a_damaged_checkpoint_names_an_older_whole_one(text, point):
+    save_at(alone(options_for(text)), 5, point.parent)
     flip_last_bit(point.parent / "step-00000005" / "rank-00000.safetensors")
     with pytest.raises(InputError, match=r"the checksum of .* differs .*complete snapshot is .*step-00000003"):
-        load(training, point.parent / "step-00000005")
+        load(alone(options_for(text)), point.parent / "step-00000005")
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_is_resumed_from_the_one_before(text, point):
-    training = start(options_for(text), Group())
-    training.step = 5
-    save(training, point.parent)
+def test_a_run_is_resumed_from_its_last_whole_checkpoint(text, point):
+    save_at(alone(options_for(text)), 5, point.parent)
     flip_last_bit(point.parent / "step-00000005" / "rank-00000.safetensors")
     run = point.parent.parent
     for named in (run, point):
@@ -274,15 +242,11 @@ def test_a_run_of_a_newer_version_is_refused_in_one_line(text, point, monkeypatc
             resolve_paths(RunOptions(resume=named))
 
 
-def test_a_full_disk_says_so_and_names_the_checkpoint_that_stays(text, tmp_path, monkeypatch):
-    training = start(options_for(text), Group())
+def test_a_full_disk_names_the_checkpoint_that_stays(text, tmp_path, monkeypatch):
+    training = alone(options_for(text))
     first = save(training, tmp_path)
     train_step(training)
-
-    def full(point, directory):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full)
+    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full_disk)
     told = r"cannot save step 1 in .*: the disk is full; the last complete .*step-00000000"
     with pytest.raises(InputError, match=told):
         save(training, tmp_path)
@@ -290,10 +254,8 @@ def test_a_full_disk_says_so_and_names_the_checkpoint_that_stays(text, tmp_path,
 
 
 def test_what_is_saved_in_the_background_is_the_same(text, tmp_path):
-    options = options_for(text)
     for name, in_background in (("waited", False), ("background", True)):
-        run = replace(options.run, async_save=in_background, save_every=2, evaluate_every=0)
-        training = start(replace(options, run=run), Group())
+        training = alone(options_for(text, async_save=in_background, save_every=2, evaluate_every=0))
         train(training, lambda state, name=name: save(state, tmp_path / name))
         assert training.checkpoint == tmp_path / name / "step-00000006" and training.saving is None
         assert sorted(path.name[-1] for path in (tmp_path / name).iterdir()) == ["2", "4", "6"]
@@ -303,18 +265,12 @@ def test_what_is_saved_in_the_background_is_the_same(text, tmp_path):
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_a_save_in_the_background_that_fails_ends_the_training_with_the_checkpoint_before(text, tmp_path, monkeypatch):
-    options = options_for(text)
-    run = replace(options.run, async_save=True, save_every=1, evaluate_every=0)
-    training = start(replace(options, run=run), Group())
+def test_a_save_in_the_background_that_fails_ends_the_training(text, tmp_path, monkeypatch):
+    training = alone(options_for(text, async_save=True, save_every=1, evaluate_every=0))
     train_step(training)
     save(training, tmp_path)
     training.finish_save()
-
-    def full(point, directory):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full)
+    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full_disk)
     told = r"cannot save step 2 in .*: the disk is full; the last complete .*step-00000001"
     with pytest.raises(InputError, match=told), checkpoint.refusing_lost_saves(training, tmp_path):
         train(training, lambda state: save(state, tmp_path))
@@ -334,7 +290,7 @@ def test_a_run_never_writes_into_a_folder_that_holds_something(tmp_path, point):
         resolve_paths(RunOptions(out=tmp_path, resume=tmp_path / "run"))
 
 
-def test_resuming_goes_on_in_the_run_from_its_last_whole_checkpoint(tmp_path, point):
+def test_resuming_goes_on_in_the_same_run(tmp_path, point):
     run = tmp_path / "run"
     assert resolve_paths(RunOptions(resume=run)) == RunPaths(run, point)
     assert resolve_paths(RunOptions(resume=point)) == RunPaths(run, point)
@@ -349,9 +305,7 @@ def test_resuming_into_another_folder_takes_the_curve_along(tmp_path, point):
 
 
 def test_an_older_checkpoint_needs_a_folder_of_its_own(text, tmp_path, point):
-    training = start(options_for(text), Group())
-    training.step = 5
-    save(training, point.parent)
+    save_at(alone(options_for(text)), 5, point.parent)
     with pytest.raises(InputError, match="step-00000005 is newer and stays; name a new folder with --out"):
         resolve_paths(RunOptions(resume=point))
     assert resolve_paths(RunOptions(resume=point, out=tmp_path / "new")).resume_from == point
@@ -371,18 +325,16 @@ def test_what_cannot_be_resumed_is_said(tmp_path):
 
 
 @pytest.mark.fault(16)
-def test_ranks_that_torchrun_starts_again_go_on_in_their_folder_and_in_no_other(text, tmp_path, point, monkeypatch):
+def test_ranks_that_torchrun_restarts_go_on_in_their_folder(text, tmp_path, point, monkeypatch):
     new = tmp_path / "new"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    options = replace(options_for(text), run=RunOptions(out=new, resume=point))
+    options = options_for(text, out=new, resume=point)
     ours = torchrun_run(options)
     for _ in range(2):  # The second time no checkpoint is in it yet.
         assert resolve_paths(options.run, ours) == RunPaths(new, point)
-    training = start(options_for(text), Group())
-    training.step = 5
-    newest = save(training, new / CHECKPOINTS)
+    newest = save_at(alone(options_for(text)), 5, new / CHECKPOINTS)
     assert resolve_paths(options.run, ours) == RunPaths(new, newest)
-    other = torchrun_run(replace(options, optimizer=OptimizerOptions(steps=7, warmup=2)))
+    other = torchrun_run(changed(options, steps=7))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # Ranks that have ended by this error are started again.
     for whose in ("", torchrun_run(options), other):
@@ -390,13 +342,11 @@ def test_ranks_that_torchrun_starts_again_go_on_in_their_folder_and_in_no_other(
             resolve_paths(options.run, whose)
 
 
-def test_a_checkpoint_that_was_resumed_in_its_own_folder_is_not_gone_back_to_after_a_restart(text, point, monkeypatch):
+def test_a_restart_does_not_go_back_to_what_was_resumed(text, point, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # What torchrun says where it was given none.
-    options = replace(options_for(text), run=RunOptions(resume=point))
+    options = options_for(text, resume=point)
     assert resolve_paths(options.run, torchrun_run(options)) == RunPaths(point.parent.parent, point)
-    training = start(options_for(text), Group())
-    training.step = 5
-    newest = save(training, point.parent)
+    newest = save_at(alone(options_for(text)), 5, point.parent)
     assert resolve_paths(options.run, torchrun_run(options)) == RunPaths(point.parent.parent, newest)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with pytest.raises(InputError, match="is newer and stays"):

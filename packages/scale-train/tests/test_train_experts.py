@@ -4,97 +4,74 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from lm_trainings import changed, options_for, start, train_to
 
 from scale_checkpoint import is_checkpointed
-from scale_core.comm.group import Group, group_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
-from scale_train.data import read_text, windows_at
+from scale_train.data import windows_at
 from scale_train.errors import InputError
 from scale_train.memory import count_active_parameters, count_parameters
 from scale_train.model import GPT
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.options import ModelOptions, OptimizerOptions, Options, ParallelOptions
 from scale_train.resolve import check_options, model_config
 from scale_train.training.checkpoint import CHECKPOINTS, load, save
 from scale_train.training.experts import balance_of
-from scale_train.training.reporters import Reporter, StepRecord
-from scale_train.training.state import build_state
-from scale_train.training.trainer import evaluate, forward_backward, train_step
+from scale_train.training.trainer import evaluate, forward_backward
 
 STEPS = 4
 
 
-class Found(NamedTuple):
-    """Of each step: loss, norm, imbalance, part of the choices that was dropped; and the loss of held-out text."""
+@dataclass
+class Trained:
+    """Of each step loss, norm, imbalance and part of the choices that was dropped; and the loss of held-out text."""
 
-    numbers: list[float]
+    numbers: list[list[float]]
     held_out: float
 
 
-class Recorder(Reporter):
-    def __init__(self) -> None:
-        self.numbers: list[float] = []
-
-    def step(self, record: StepRecord) -> None:
-        assert record.gradient_norm is not None and record.expert_imbalance is not None
-        assert record.dropped_tokens is not None
-        self.numbers += [record.loss, record.gradient_norm, record.expert_imbalance, record.dropped_tokens]
-
-
-def options_for(
-    text: Path, parallel: str, expert_parallel: int = 1, *, aux_loss_coef: float = 0.05, layers: int = 2, **more
+def mixture(
+    text: Path, parallel: str, expert_parallel: int = 1, *, aux_loss_coef: float = 0.05, **more: Any
 ) -> Options:
-    model: Any = {"layers": layers, "width": 16, "heads": 2, "experts": 4, "shared_experts": 1, "capacity_factor": 0.9}
-    if not aux_loss_coef:  # What looks at a batch looks at a micro-batch.
-        model["capacity_factor"] = 0.0
-    return Options(
-        DataOptions(text=(text,), sequence=8, batch=8),
-        ModelOptions(aux_loss_coef=aux_loss_coef, **model),
-        ParallelOptions(parallel=parallel, device="cpu", expert_parallel=expert_parallel, **more),
-        OptimizerOptions(steps=STEPS, clip=0.5, warmup=2),
-        RunOptions(log_every=1, seed=1),
-    )
+    sizes = {"sequence": 8, "batch": 8, "layers": 2, "experts": 4, "shared_experts": 1, "steps": STEPS, "clip": 0.5}
+    # What looks at a batch looks at a micro-batch.
+    balance = {"aux_loss_coef": aux_loss_coef, "capacity_factor": 0.9 if aux_loss_coef else 0.0}
+    return options_for(text, parallel, **{"expert_parallel": expert_parallel, "seed": 1, **sizes, **balance, **more})
 
 
-def trained(options: Options, group: Group, folder: Path | None = None, *, resumes: bool = False) -> Found:
+def trained(options: Options, folder: Path | None = None, *, resumes: bool = False) -> Trained:
     """Trains, and saves at half; or goes on from there."""
-    training = build_state(options, read_text(options.data.text), group)
-    training.reporter = recorder = Recorder()
+    training = start(options)
     if folder is not None and resumes:
         load(training, folder / f"step-0000000{STEPS // 2}")
-    while training.step < STEPS:
-        train_step(training)
-        if folder is not None and not resumes and training.step == STEPS // 2:
-            save(training, folder)
-    return Found(recorder.numbers, evaluate(training))
+    steps = [] if resumes else train_to(training, STEPS // 2).steps
+    if folder is not None and not resumes:
+        save(training, folder)
+    steps += train_to(training).steps
+    names = ("loss", "gradient_norm", "expert_imbalance", "dropped_tokens")
+    return Trained([[getattr(record, name) for name in names] for record in steps], evaluate(training))
 
 
-def compare(found: Found, expected: Found) -> None:
-    assert found.numbers == pytest.approx(expected.numbers[-len(found.numbers) :], rel=1e-4)
+def compare(found: Trained, expected: Trained) -> None:
+    for numbers, others in zip(found.numbers, expected.numbers[-len(found.numbers) :], strict=True):
+        assert numbers == pytest.approx(others, rel=1e-4)
     assert found.held_out == pytest.approx(expected.held_out, rel=1e-5)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(torch.randint(97, 123, (2_000,), generator=torch.Generator().manual_seed(0)).tolist()))
-    return path
-
-
-def two_ranks(text: Path, alone: Found, folder: Path) -> None:
+def two_ranks(text: Path, alone: Trained, folder: Path) -> None:
     """Divided experts, whose checkpoint goes on with whole ones, and with such that are divided in themselves."""
     save_dir = folder / CHECKPOINTS
-    compare(trained(options_for(text, "fsdp", 2, checkpoint_activations="all"), group_of(), save_dir), alone)
-    for options in (options_for(text, "oss"), options_for(text, "fsdp", tensor_parallel=2)):
-        compare(trained(options, group_of(), save_dir, resumes=True), alone)
+    compare(trained(mixture(text, "fsdp", 2, checkpoint_activations="all"), save_dir), alone)
+    for options in (mixture(text, "oss"), mixture(text, "fsdp", tensor_parallel=2)):
+        compare(trained(options, save_dir, resumes=True), alone)
 
 
 @pytest.mark.composition("scale-moe", "OSS")
@@ -103,84 +80,83 @@ def two_ranks(text: Path, alone: Found, folder: Path) -> None:
 def test_experts_on_two_ranks_train_and_resume_as_on_one_process(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = trained(options_for(text, "none"), Group())
-    assert alone.numbers[2] > 1 and 0 < alone.numbers[3] < 1
+    alone = trained(mixture(text, "none"))
+    assert alone.numbers[0][2] > 1 and 0 < alone.numbers[0][3] < 1
     run_ranks(two_ranks, 2, text, alone, tmp_path / "run")
-    compare(trained(options_for(text, "none"), Group(), tmp_path / "run" / CHECKPOINTS, resumes=True), alone)
+    compare(trained(mixture(text, "none"), tmp_path / "run" / CHECKPOINTS, resumes=True), alone)
     assert main(["ppl", str(tmp_path / "run"), "--text", str(text)]) == 0
     assert "bits per byte" in capsys.readouterr().out
 
 
-def four_ranks(text: Path, alone: Found, by_two: Found, folder: Path) -> None:
+def four_ranks(text: Path, alone: Trained, by_two: Trained, folder: Path) -> None:
     """Experts beside divided layers, and in stages of two pipelines; each goes on from the checkpoint of another."""
-    divided = options_for(text, "fsdp", 2, tensor_parallel=2)
-    compare(trained(divided, group_of(), folder / "divided"), alone)
+    divided = mixture(text, "fsdp", 2, tensor_parallel=2)
+    compare(trained(divided, folder / "divided"), alone)
     ways = [
-        options_for(text, "pipe", 2, stages=2, chunks=2, data_parallel="fsdp", checkpoint_activations="all"),
-        options_for(text, "pipe", 2, stages=2, chunks=2),
+        mixture(text, "pipe", 2, stages=2, chunks=2, data_parallel="fsdp", checkpoint_activations="all"),
+        mixture(text, "pipe", 2, stages=2, chunks=2),
     ]
     for way, other in zip(ways, reversed(ways), strict=True):
         place = folder / way.parallel.data_parallel
-        compare(trained(way, group_of(), place), by_two)
-        compare(trained(other, group_of(), place, resumes=True), by_two)
+        compare(trained(way, place), by_two)
+        compare(trained(other, place, resumes=True), by_two)
 
 
 @pytest.mark.composition("scale-moe", "scale-tp", "scale-fsdp")
 @pytest.mark.composition("scale-pipe", "scale-moe", "scale-fsdp")
 @pytest.mark.composition("scale-pipe", "scale-moe", "DistributedDataParallel")
-def test_experts_beside_divided_layers_and_in_stages_train_as_on_one_process(
+def test_experts_in_stages_and_divided_layers_train_as_one_process(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = trained(options_for(text, "none"), Group())
-    by_two = trained(options_for(text, "none", accumulate=2), Group())
-    assert abs(by_two.numbers[1] / alone.numbers[1] - 1) > 1e-3  # Losses for balance look at a micro-batch.
+    alone = trained(mixture(text, "none"))
+    by_two = trained(mixture(text, "none", accumulate=2))
+    assert abs(by_two.numbers[0][1] / alone.numbers[0][1] - 1) > 1e-3  # Losses for balance look at a micro-batch.
     run_ranks(four_ranks, 4, text, alone, by_two, tmp_path / CHECKPOINTS)
     for place in ("fsdp", "ddp"):
-        again = options_for(text, "none", accumulate=2)
-        compare(trained(again, Group(), tmp_path / CHECKPOINTS / place, resumes=True), by_two)
+        again = mixture(text, "none", accumulate=2)
+        compare(trained(again, tmp_path / CHECKPOINTS / place, resumes=True), by_two)
         point = next((tmp_path / CHECKPOINTS / place).glob("step-*"))
         assert main(["ppl", str(point), "--text", str(text), "--json"]) == 0
     first, second = (json.loads(line)["loss"] for line in capsys.readouterr().out.splitlines())
     assert first == pytest.approx(second, rel=1e-5)
 
 
-def planned_together(text: Path, alone: Found) -> list[bool]:
+def planned_together(text: Path, alone: Trained) -> list[bool]:
     """The smallest budget, for which blocks are recomputed: ranks that planned differently would hang."""
 
     def asked(budget: str) -> Options:
-        return options_for(text, "sharded-ddp", 2, checkpoint_activations=budget)
+        return mixture(text, "sharded-ddp", 2, checkpoint_activations=budget)
 
     with pytest.raises(InputError, match="no plan fits") as refused:
-        build_state(asked("budget:1KB"), read_text((text,)), group_of())
+        start(asked("budget:1KB"))
     least = int(re.findall(r"write --checkpoint-activations budget:(\d+)B", str(refused.value))[0])
-    compare(trained(asked(f"budget:{least}B"), group_of()), alone)
-    model = build_state(asked(f"budget:{least}B"), read_text((text,)), group_of()).engine.raw_model
+    compare(trained(asked(f"budget:{least}B")), alone)
+    model = start(asked(f"budget:{least}B")).engine.raw_model
     return [is_checkpointed(block) for block in model.blocks]
 
 
 @pytest.mark.soak
 @pytest.mark.composition("scale-checkpoint", "scale-moe", "ShardedDataParallel")
-def test_a_memory_budget_is_measured_by_all_ranks_of_experts_together(text: Path) -> None:
-    alone = trained(options_for(text, "none"), Group())
+def test_a_memory_budget_is_measured_by_all_ranks_together(text: Path) -> None:
+    alone = trained(mixture(text, "none"))
     first, second = run_ranks(planned_together, 2, text, alone)
     assert first == second and any(first)
 
 
 def planned_unevenly(text: Path) -> int:
-    options = options_for(text, "sharded-ddp", 2, layers=2, checkpoint_activations="budget:1GB")
-    options = replace(options, model=replace(options.model, experts=5))
-    layers = build_state(options, read_text((text,)), group_of()).engine.expert_layers()
+    asked = mixture(text, "sharded-ddp", 2, experts=5, checkpoint_activations="budget:1GB")
+    layers = start(asked).engine.expert_layers()
     return sum(local_tensor(param).numel() for layer in layers.values() for param in layer.experts.parameters())
 
 
-def test_a_memory_budget_is_planned_for_experts_that_do_not_divide_evenly(text: Path) -> None:
+def test_a_memory_budget_is_planned_for_uneven_experts(text: Path) -> None:
     first, second = run_ranks(planned_unevenly, 2, text)
     assert first * 2 == second * 3
 
 
 @pytest.mark.parametrize("how", [{}, {"schedule": "interleaved_1f1b", "stages": 2}], ids=["one stage", "two stages"])
-def test_a_smaller_micro_batch_of_a_pipeline_counts_less_in_the_load_balancing_loss(text: Path, how: Any) -> None:
-    training = build_state(options_for(text, "pipe", chunks=3, **how), read_text(text_of := (text,)), Group())
+def test_a_smaller_micro_batch_counts_less_in_the_balancing_loss(text: Path, how: Any) -> None:
+    training = start(mixture(text, "pipe", chunks=3, **how))
     plain = GPT(model_config(training.options))
     plain.load_state_dict({name: value.clone() for name, value in training.engine.raw_model.pipe.state_dict().items()})
     starts = replace(training.sampler).starts(8)
@@ -188,7 +164,7 @@ def test_a_smaller_micro_batch_of_a_pipeline_counts_less_in_the_load_balancing_l
     for part in starts.split(3):  # Three, three and two of eight sequences.
         for block in plain.blocks:
             block.moe.aux_loss_scale = len(part) / 8
-        (plain(*windows_at(read_text(text_of).train, part, 8)) * len(part) / 8).backward()
+        (plain(*windows_at(training.text.train, part, 8)) * len(part) / 8).backward()
     for name, param in training.engine.raw_model.named_parameters():
         expected = plain.get_parameter(name).grad
         torch.testing.assert_close(param.grad, expected, rtol=1e-5, atol=1e-7, msg=name)
@@ -196,7 +172,7 @@ def test_a_smaller_micro_batch_of_a_pipeline_counts_less_in_the_load_balancing_l
     assert training.balance._counts is not None and int(training.balance._counts[:, :-1].sum()) == 2 * tokens
 
 
-def all_ways(text: Path, found: dict[str, Found], ranks: int, folder: Path) -> None:
+def all_ways(text: Path, found: dict[str, Trained], ranks: int, folder: Path) -> None:
     halves = {"expert_parallel": max(1, ranks // 2)}
     divided = sorted({1, halves["expert_parallel"], ranks})
     ways: list[tuple[str, dict[str, Any]]] = [
@@ -211,11 +187,11 @@ def all_ways(text: Path, found: dict[str, Found], ranks: int, folder: Path) -> N
         ways += [(way, divided) for way in ("fsdp", "ddp", "oss", "sharded-ddp")]
         ways += [("fsdp", {**divided, "context_parallel": ranks // 2, "checkpoint_activations": "all"})]
     for number, (parallel, more) in enumerate(ways):
-        compare(trained(options_for(text, parallel, **more), group_of(), folder / f"{number}"), found["whole"])
-        compare(trained(options_for(text, "fsdp"), group_of(), folder / f"{number}", resumes=True), found["whole"])
+        compare(trained(mixture(text, parallel, **more), folder / f"{number}"), found["whole"])
+        compare(trained(mixture(text, "fsdp"), folder / f"{number}", resumes=True), found["whole"])
     for parallel in ("fsdp", "ddp", "sharded-ddp"):
         more = {**halves, "accumulate": 2, "sync_each_micro_batch": parallel == "ddp"}
-        compare(trained(options_for(text, parallel, **more), group_of()), found["two micro-batches"])
+        compare(trained(mixture(text, parallel, **more)), found["two micro-batches"])
     pipelines: list[dict[str, Any]] = [{}]
     if ranks > 1:
         two = {"stages": 2, "expert_parallel": ranks // 2}
@@ -224,10 +200,10 @@ def all_ways(text: Path, found: dict[str, Found], ranks: int, folder: Path) -> N
         pipelines += [{"schedule": name} for name in schedules]
         pipelines += [{"tensor_parallel": 2, "checkpoint_activations": "selective"}]
     for number, more in enumerate(pipelines):
-        options = options_for(text, "pipe", layers=4, chunks=2, **more)
-        compare(trained(options, group_of(), folder / f"pipe-{number}"), found["four blocks"])
-        other = options_for(text, "fsdp", layers=4, accumulate=2)
-        compare(trained(other, group_of(), folder / f"pipe-{number}", resumes=True), found["four blocks"])
+        options = mixture(text, "pipe", layers=4, chunks=2, **more)
+        compare(trained(options, folder / f"pipe-{number}"), found["four blocks"])
+        other = mixture(text, "fsdp", layers=4, accumulate=2)
+        compare(trained(other, folder / f"pipe-{number}", resumes=True), found["four blocks"])
 
 
 @pytest.mark.soak
@@ -235,105 +211,93 @@ def all_ways(text: Path, found: dict[str, Found], ranks: int, folder: Path) -> N
 @pytest.mark.composition("scale-moe", "context parallel", "scale-fsdp")
 @pytest.mark.composition("scale-moe", "context parallel", "DistributedDataParallel")
 @pytest.mark.composition("scale-checkpoint", "scale-moe", "ShardedDataParallel")
-def test_every_way_of_training_experts_is_that_of_one_process(text: Path, tmp_path: Path, ranks: int) -> None:
+def test_every_way_of_training_experts_is_one_process(text: Path, tmp_path: Path, ranks: int) -> None:
     run_ranks(all_ways, ranks, text, on_one_process(text), ranks, tmp_path / "run", limit_seconds=3600)
 
 
-def on_one_process(text: Path) -> dict[str, Found]:
+def on_one_process(text: Path) -> dict[str, Trained]:
     return {
-        "whole": trained(options_for(text, "none"), Group()),
-        "two micro-batches": trained(options_for(text, "none", accumulate=2), Group()),
-        "four blocks": trained(options_for(text, "none", accumulate=2, layers=4), Group()),
+        "whole": trained(mixture(text, "none")),
+        "two micro-batches": trained(mixture(text, "none", accumulate=2)),
+        "four blocks": trained(mixture(text, "none", accumulate=2, layers=4)),
     }
 
 
-def eight_ranks(text: Path, expected: Found, folder: Path) -> None:
+def eight_ranks(text: Path, expected: Trained, folder: Path) -> None:
     three: dict[str, Any] = {"tensor_parallel": 2, "stages": 2, "expert_parallel": 2, "chunks": 2, "layers": 4}
     for kind in ("ddp", "fsdp"):
-        options = options_for(text, "pipe", data_parallel=kind, checkpoint_activations="all", **three)
-        compare(trained(options, group_of(), folder / kind), expected)
-    four = options_for(text, "fsdp", 4, tensor_parallel=2, accumulate=2, layers=4)
-    compare(trained(four, group_of(), folder / "fsdp", resumes=True), expected)
+        options = mixture(text, "pipe", data_parallel=kind, checkpoint_activations="all", **three)
+        compare(trained(options, folder / kind), expected)
+    four = mixture(text, "fsdp", 4, tensor_parallel=2, accumulate=2, layers=4)
+    compare(trained(four, folder / "fsdp", resumes=True), expected)
 
 
 @pytest.mark.soak
 @pytest.mark.composition("scale-pipe", "scale-moe", "scale-tp")
 @pytest.mark.composition("scale-checkpoint", "scale-pipe", "scale-moe")
-def test_experts_in_stages_whose_layers_are_divided_train_as_on_one_process(text: Path, tmp_path: Path) -> None:
-    expected = trained(options_for(text, "none", accumulate=2, layers=4), Group())
+def test_experts_in_divided_stages_train_as_on_one_process(text: Path, tmp_path: Path) -> None:
+    expected = trained(mixture(text, "none", accumulate=2, layers=4))
     run_ranks(eight_ranks, 8, text, expected, tmp_path, limit_seconds=3600)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_experts_in_half_precision_follow_fp32_from_afar(text: Path, precision: str) -> None:
-    exact = trained(options_for(text, "none", aux_loss_coef=0.0), Group())
+    exact = trained(mixture(text, "none", aux_loss_coef=0.0))
     for parallel in ("fsdp", "sharded-ddp"):
-        rounded = trained(options_for(text, parallel, precision=precision, aux_loss_coef=0.0), Group())
+        rounded = trained(mixture(text, parallel, precision=precision, aux_loss_coef=0.0))
         assert rounded.numbers != exact.numbers
-        assert rounded.numbers[0::4] == pytest.approx(exact.numbers[0::4], rel=1e-2)
-        assert rounded.numbers[1::4] == pytest.approx(exact.numbers[1::4], rel=5e-2)
+        for place, rel in ((0, 1e-2), (1, 5e-2)):
+            of_exact = [numbers[place] for numbers in exact.numbers]
+            assert [numbers[place] for numbers in rounded.numbers] == pytest.approx(of_exact, rel=rel)
 
 
-class Gains(Reporter):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def step(self, record: StepRecord) -> None:
-        assert record.gain is not None
-        self.values.append(record.gain)
+def gains_of_all(several: list[Options]) -> list[list[float | None]]:
+    return [train_to(start(options), STEPS).gains for options in several]
 
 
-def gains_of(options: Options) -> list[float]:
-    training = build_state(options, read_text(options.data.text), group_of())
-    training.reporter = gains = Gains()
-    for _ in range(STEPS):
-        train_step(training)
-    return gains.values
-
-
-def gains_of_all(several: list[Options]) -> list[list[float]]:
-    return [gains_of(options) for options in several]
+MEASURED: dict[str, Any] = {"aux_loss_coef": 0.0, "adascale": True, "steps": 100}
 
 
 @pytest.mark.soak
-def test_adascale_measures_experts_that_ranks_have_or_divide(text: Path) -> None:
-    adascale = OptimizerOptions(steps=100, clip=0.5, warmup=2, adascale=True)
-    alone = replace(options_for(text, "none", accumulate=2, aux_loss_coef=0.0), optimizer=adascale)
-    expected = gains_of(alone)
+@pytest.mark.parametrize(
+    "ranks, ways",
+    [
+        (
+            2,
+            [
+                *((way, {}) for way in ("ddp", "fsdp", "sharded-ddp")),
+                *((way, {"expert_parallel": 2}) for way in ("ddp", "fsdp")),
+            ],
+        ),
+        (
+            4,
+            [
+                ("pipe", {"expert_parallel": 2, "stages": 2, "chunks": 1, "data_parallel": "fsdp"}),
+                ("pipe", {"stages": 2, "chunks": 1, "data_parallel": "ddp"}),
+                ("ddp", {"tensor_parallel": 2}),
+            ],
+        ),
+    ],
+)
+def test_adascale_measures_experts_wherever_they_are(text: Path, ranks: int, ways: list[tuple[str, Any]]) -> None:
+    (expected,) = gains_of_all([mixture(text, "none", accumulate=2, **MEASURED)])
     assert len({round(gain, 4) for gain in expected}) == STEPS and min(expected) > 1
-    ways = ("ddp", "fsdp", "sharded-ddp")
-    spread = [replace(options_for(text, parallel, aux_loss_coef=0.0), optimizer=adascale) for parallel in ways]
-    spread += [
-        replace(options_for(text, parallel, 2, aux_loss_coef=0.0), optimizer=adascale) for parallel in ("ddp", "fsdp")
-    ]
-    for gains in run_ranks(gains_of_all, 2, spread)[0]:
-        assert gains == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.soak
-def test_adascale_measures_experts_in_stages_and_beside_divided_layers(text: Path) -> None:
-    adascale = OptimizerOptions(steps=100, clip=0.5, warmup=2, adascale=True)
-    expected = gains_of(replace(options_for(text, "none", accumulate=2, aux_loss_coef=0.0), optimizer=adascale))
-    several = [
-        options_for(text, "pipe", 2, aux_loss_coef=0.0, stages=2, chunks=1, data_parallel="fsdp"),
-        options_for(text, "pipe", aux_loss_coef=0.0, stages=2, chunks=1, data_parallel="ddp"),
-        options_for(text, "ddp", aux_loss_coef=0.0, tensor_parallel=2),
-    ]
-    for gains in run_ranks(gains_of_all, 4, [replace(options, optimizer=adascale) for options in several])[0]:
+    spread = [mixture(text, parallel, **MEASURED, **more) for parallel, more in ways]
+    for gains in run_ranks(gains_of_all, ranks, spread)[0]:
         assert gains == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_token_passes_a_part_of_the_parameters(text: Path) -> None:
-    options = options_for(text, "none")
-    config = model_config(options)
+    alone = mixture(text, "none")
+    config = model_config(alone)
     model = GPT(config)
     experts = sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
     assert config.expert_parameters == experts
-    assert count_parameters(options) == sum(param.numel() for param in model.parameters())
-    assert count_parameters(options) - count_active_parameters(options) == experts // 2
-    more = replace(options, model=replace(options.model, experts=8))
-    assert count_active_parameters(more) - count_active_parameters(options) == 2 * 4 * 16  # rows of two routers
+    assert count_parameters(alone) == sum(param.numel() for param in model.parameters())
+    assert count_parameters(alone) - count_active_parameters(alone) == experts // 2
+    more = changed(alone, experts=8)
+    assert count_active_parameters(more) - count_active_parameters(alone) == 2 * 4 * 16  # rows of two routers
 
 
 def test_the_busiest_expert_and_dropped_choices_are_parts_of_all() -> None:
@@ -395,8 +359,6 @@ def test_models_of_transformers_have_experts_of_their_own(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_of_other_experts_is_refused(text: Path, tmp_path: Path) -> None:
-    options = options_for(text, "none")
-    trained(options, Group(), tmp_path)
-    other = replace(options, model=replace(options.model, top_k=1))
+    trained(mixture(text, "none"), tmp_path)
     with pytest.raises(InputError, match="a checkpoint of another model: top_k is 2 there, 1 here"):
-        trained(other, Group(), tmp_path, resumes=True)
+        trained(mixture(text, "none", top_k=1), tmp_path, resumes=True)

@@ -1,59 +1,30 @@
 """`--precision fp16` and `--cpu-offload`: the same training as a plain loop with torch's own scaler."""
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lm_trainings import options_for, start, train_to
 from torch.optim import AdamW
 
-from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_train.configuration.checks import option_problems
 from scale_train.data import Sampler, read_text, windows_at
 from scale_train.model import GPT
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.options import Options, ParallelOptions
 from scale_train.resolve import model_config
 from scale_train.training.checkpoint import load, save
-from scale_train.training.reporters import Reporter, StepRecord
-from scale_train.training.state import LRSchedule, TrainState, build_state
+from scale_train.training.state import LRSchedule
 from scale_train.training.trainer import train_step
 
 STEPS = 3
 FIRST_SCALE = 2.0**16
 
 
-class Recorder(Reporter):
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def step(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-
-def options_for(text: Path, parallel: str, precision: str = "fp16", *, adascale: bool = False, **more) -> Options:
-    return Options(
-        data=DataOptions(text=(text,), sequence=16, batch=8),
-        model=ModelOptions(layers=2, width=32, heads=2),
-        parallel=ParallelOptions(parallel=parallel, device="cpu", precision=precision, **more),
-        optimizer=OptimizerOptions(steps=STEPS, clip=0.5, warmup=2, optimizer_kernel="plain", adascale=adascale),
-        run=RunOptions(log_every=1, seed=1),
-    )
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(torch.randint(97, 123, (3_000,), generator=torch.Generator().manual_seed(0)).tolist()))
-    return path
-
-
-def trained(options: Options, group: Group, steps: int = STEPS) -> tuple[list[float], TrainState]:
-    training = build_state(options, read_text(options.data.text), group)
-    training.reporter = recorder = Recorder()
-    while training.step < steps and not training.is_over:
-        train_step(training)
-    return [record.loss for record in recorder.records], training
+def options(text: Path, parallel: str, precision: str = "fp16", **more: Any) -> Options:
+    sizes = {"batch": 8, "layers": 2, "width": 32, "steps": STEPS, "clip": 0.5, "optimizer_kernel": "plain", "seed": 1}
+    return options_for(text, parallel, precision=precision, **sizes, **more)
 
 
 def plain_training(options: Options, first_scale: float = FIRST_SCALE) -> tuple[list[float], GPT, float]:
@@ -83,52 +54,50 @@ def plain_training(options: Options, first_scale: float = FIRST_SCALE) -> tuple[
     return losses, model, scaler.get_scale()
 
 
-def test_fp16_on_one_process_is_torchs_own_scaler_to_the_bit(text):
-    options = options_for(text, "none")
-    expected, plain, scale = plain_training(options)
-    losses, training = trained(options, Group())
+def test_fp16_on_one_process_is_torchs_own_scaler_to_the_bit(text: Path) -> None:
+    expected, plain, scale = plain_training(options(text, "none"))
+    training = start(options(text, "none"))
+    losses = train_to(training).losses
     assert losses == expected and len(set(losses)) == STEPS
     assert training.scaler.get_scale() == scale
-    own = dict(training.engine.raw_model.named_parameters())
-    assert all(torch.equal(param, own[name]) for name, param in plain.named_parameters())
-    assert trained(replace(options, parallel=replace(options.parallel, precision="fp32")), Group())[0] != expected
+    params = dict(training.engine.raw_model.named_parameters())
+    assert all(torch.equal(param, params[name]) for name, param in plain.named_parameters())
+    assert train_to(start(options(text, "none", "fp32"))).losses != expected
 
 
-def test_a_step_of_infinite_gradients_is_skipped_as_by_torchs_scaler_and_survives_a_checkpoint(text, tmp_path):
-    options, too_large = options_for(text, "none"), 2.0**30
-    expected, plain, scale = plain_training(options, too_large)
-    training = build_state(options, read_text(options.data.text), Group())
+def test_a_step_of_infinite_gradients_is_skipped_and_saved(text: Path, tmp_path: Path) -> None:
+    too_large = 2.0**30
+    expected, plain, scale = plain_training(options(text, "none"), too_large)
+    training = start(options(text, "none"))
     training.scaler = type(training.scaler)(init_scale=too_large)
-    training.reporter = recorder = Recorder()
     before = [param.clone() for param in training.engine.params()]
     train_step(training)
     assert training.norm is None and training.skipped_steps == 1
     assert all(map(torch.equal, before, training.engine.params()))
     save(training, tmp_path / "checkpoints")
-    resumed = build_state(options, training.text, Group())
-    resumed.reporter = recorder
+    resumed = start(options(text, "none"))
     load(resumed, training.checkpoint)
-    while not resumed.is_over:
-        train_step(resumed)
-    assert [record.loss for record in recorder.records] == expected
-    assert (resumed.scaler.get_scale(), recorder.records[-1].loss_scale) == (scale, scale) and scale < too_large
-    assert recorder.records[0].skipped_steps == 1
+    records = [*training.reporter.steps, *train_to(resumed).steps]
+    assert [record.loss for record in records] == expected
+    assert (resumed.scaler.get_scale(), records[-1].loss_scale) == (scale, scale) and scale < too_large
+    assert records[0].skipped_steps == 1
     assert all(map(torch.equal, plain.parameters(), resumed.engine.params()))
 
 
-def several(*asked: Options) -> list[tuple[list[float], float, int]]:
-    found = []
-    for options in asked:
-        losses, training = trained(options, group_of())
-        found.append((losses, training.scaler.get_scale(), training.skipped_steps))
-    return found
+def several(*ways: Options) -> list[tuple[list[float], float, int]]:
+    trained = []
+    for way in ways:
+        training = start(way)
+        losses = train_to(training).losses
+        trained.append((losses, training.scaler.get_scale(), training.skipped_steps))
+    return trained
 
 
-def test_two_ranks_train_in_fp16_as_one_and_on_the_host_as_on_the_device(text):
-    expected = plain_training(options_for(text, "none"))[0]
-    ways = [options_for(text, way) for way in ("fsdp", "ddp", "sharded-ddp")]
-    ways += [options_for(text, "pipe", chunks=2), options_for(text, "fsdp", cpu_offload=True)]
-    ways += [options_for(text, "ddp", precision, adascale=True) for precision in ("fp16", "fp32")]
+def test_two_ranks_train_in_fp16_as_one_and_on_the_host_as_on_the_device(text: Path) -> None:
+    expected = plain_training(options(text, "none"))[0]
+    ways = [options(text, way) for way in ("fsdp", "ddp", "sharded-ddp")]
+    ways += [options(text, "pipe", chunks=2), options(text, "fsdp", cpu_offload=True)]
+    ways += [options(text, "ddp", precision, adascale=True) for precision in ("fp16", "fp32")]
     for fsdp, ddp, sharded, pipe, offloaded, adascale, exact in run_ranks(several, 2, *ways):
         assert fsdp == offloaded and fsdp != ddp  # fsdp casts the weights, and autocast each operation.
         for losses, scale, skipped in (fsdp, ddp, sharded, pipe):

@@ -3,37 +3,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lm_trainings import options_for, start
 
-from scale_core.comm.group import Group
-from scale_train.data import read_text
-from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
 from scale_train.training import state
-from scale_train.training.state import MicrobatchTimer, StepTimer, build_state
+from scale_train.training.state import MicrobatchTimer, StepTimer
 
 
-def test_the_same_seed_builds_the_same_weights(tmp_path: Path):
-    text = tmp_path / "text"
-    text.write_bytes(b"some text " * 100)
-    options = Options(
-        data=DataOptions(text=(text,), sequence=16),
-        model=ModelOptions(layers=1, width=16, heads=2),
-        parallel=ParallelOptions(parallel="none", device="cpu"),
-    )
-    first, second = (build_state(options, read_text((text,)), Group()) for _ in range(2))
+def test_the_same_seed_builds_the_same_weights(text: Path) -> None:
+    first, second = (start(options_for(text)) for _ in range(2))
     for one, other in zip(first.engine.raw_model.parameters(), second.engine.raw_model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert first.step == 0 and first.saved_step == -1 and first.sampler.num_bytes == len(first.text.train)
 
 
 @pytest.mark.parametrize(("parallel", "shown"), [("none", False), ("fsdp", True)])
-def test_a_bar_is_shown_where_units_get_their_values_one_by_one(tmp_path: Path, monkeypatch, parallel, shown):
-    text, plain, asked = tmp_path / "text", state.initialization_bar, []
-    text.write_bytes(b"some text " * 100)
-    options = Options(
-        data=DataOptions(text=(text,), sequence=16),
-        model=ModelOptions(layers=1, width=16, heads=2),
-        parallel=ParallelOptions(parallel=parallel, device="cpu"),
-    )
+def test_a_bar_is_shown_where_units_get_their_values_one_by_one(text: Path, monkeypatch, parallel, shown):
+    plain, asked = state.initialization_bar, []
 
     def bar(*, shown: bool):
         asked.append(shown)
@@ -41,7 +26,7 @@ def test_a_bar_is_shown_where_units_get_their_values_one_by_one(tmp_path: Path, 
 
     monkeypatch.setattr(state, "uses_progress_bar", lambda _: True)
     monkeypatch.setattr(state, "initialization_bar", bar)
-    build_state(options, read_text((text,)), Group())
+    start(options_for(text, parallel))
     assert asked == [shown]
 
 
@@ -69,7 +54,7 @@ def test_a_pass_is_timed_without_the_last_one_of_a_step(monkeypatch):
     assert timer.step_seconds_by_batch(11.0, 32) == pytest.approx({32: 11.0, 8: 5.0})
 
 
-def test_a_step_of_one_pass_or_one_that_was_faster_than_its_passes_tells_nothing(monkeypatch):
+def test_a_step_without_a_pass_to_time_tells_nothing(monkeypatch):
     times = iter([0.0, 5.0, 10.0])
     monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: next(times)))
     timer = MicrobatchTimer(torch.device("cpu"))

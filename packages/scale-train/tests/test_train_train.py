@@ -1,48 +1,33 @@
 import errno
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lm_trainings import options_for
 
-from scale_core.comm.group import Group, group_of
+from scale_core.comm.group import group_of
 from scale_core.errors import ScaleDistributedError
 from scale_core.testing import run_ranks
 from scale_train.errors import InputError, RanksLost
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.training import train as run
 from scale_train.training.state import TrainState
 from scale_train.training.train import RunSummary, train_language_model
 
 
-def options_for(folder: Path, text: Path, parallel: str) -> Options:
-    return Options(
-        data=DataOptions(text=(text,), sequence=16, batch=4),
-        model=ModelOptions(layers=1, width=16, heads=2),
-        parallel=ParallelOptions(parallel=parallel, device="cpu"),
-        optimizer=OptimizerOptions(steps=2, warmup=1),
-        run=RunOptions(out=folder, log_format="plain", sample_length=4, prompt="the"),
-    )
-
-
-def run_here(folder: Path, text: Path) -> RunSummary:
-    return train_language_model(options_for(folder, text, "fsdp"), group_of())
+def run_here(folder: Path, text: Path, parallel: str = "fsdp", **more: Any) -> RunSummary:
+    run = {"out": folder, "log_format": "plain", "log_every": 10, "sample_length": 4, "prompt": "the"}
+    return train_language_model(options_for(text, parallel, batch=4, steps=2, warmup=1, **run, **more), group_of())
 
 
 def run_in_part(folder: Path, text: Path) -> list[RunSummary]:
-    summaries = []
-    for parallel in ("sharded-ddp", "oss"):
-        options = options_for(folder / parallel, text, parallel)
-        # A fused kernel rounds an element by where it lies in its tensor, and a norm of shards adds in another order.
-        exact = replace(options.optimizer, optimizer_kernel="plain", clip=0.0)
-        summaries.append(train_language_model(replace(options, optimizer=exact), group_of()))
-    return summaries
+    # A fused kernel rounds an element by where it lies in its tensor, and a norm of shards adds in another order.
+    exact: dict[str, Any] = {"optimizer_kernel": "plain", "clip": 0.0}
+    return [run_here(folder / parallel, text, parallel, **exact) for parallel in ("sharded-ddp", "oss")]
 
 
 @pytest.fixture
-def text(tmp_path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
-    return path
+def text(sentences: Path) -> Path:
+    return sentences
 
 
 def test_all_ranks_come_to_the_same_report_and_hold_half_of_what_ddp_needs(text, tmp_path, capsys):
@@ -66,18 +51,19 @@ def test_what_is_sharded_in_part_is_reported_as_what_each_rank_holds(text, tmp_p
 
 
 def test_one_process_and_two_shards_judge_the_held_out_text_alike(text, tmp_path, capsys):
-    alone = train_language_model(options_for(tmp_path / "alone", text, "none"), Group())
+    alone = run_here(tmp_path / "alone", text, "none")
     together = run_ranks(run_here, 2, tmp_path / "together", text)[0]
     assert together.held_out_bits_per_byte == pytest.approx(alone.held_out_bits_per_byte, rel=1e-4)
     assert "none on 1 rank (cpu)" in capsys.readouterr().out
 
 
-def begin_on_a_full_disk(folder: Path, text: Path) -> str:
-    def full(*_args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+def begin_on_a_full_disk(folder: Path, text: Path) -> str:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as caught:
-        patch.setattr(run, "begin_metrics", full)
+        patch.setattr(run, "begin_metrics", full_disk)
         run_here(folder, text)
     return str(caught.value)
 
@@ -89,11 +75,8 @@ def test_a_disk_that_is_full_at_the_start_is_told_to_all_ranks(text, tmp_path):
 
 
 def test_a_picture_that_cannot_be_drawn_costs_one_note(text, tmp_path, monkeypatch, capsys):
-    def full(*_args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run, "plot_loss", full)
-    report = train_language_model(options_for(tmp_path / "run", text, "none"), Group())
+    monkeypatch.setattr(run, "plot_loss", full_disk)
+    report = run_here(tmp_path / "run", text, "none")
     assert report.plot == ""
     out = capsys.readouterr().out
     assert out.count(f"cannot write {tmp_path / 'run' / 'loss.png'}: the disk is full") == 1 and "plot  " not in out
@@ -107,7 +90,7 @@ def test_a_run_that_loses_the_others_names_how_to_resume(text, tmp_path, monkeyp
     monkeypatch.setattr(run, "train", lose)
     message = r"^lost the other ranks after step 7 \(rank 1 is gone\); go on with --resume runs/a, from step-00000004$"
     with pytest.raises(RanksLost, match=message):
-        train_language_model(options_for(tmp_path / "run", text, "none"), Group())
+        run_here(tmp_path / "run", text, "none")
 
 
 def read_another_text_on_rank_1(folder: Path, text: Path) -> str:

@@ -1,24 +1,25 @@
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lm_trainings import changed, options_for, start
 
-from scale_core.comm.group import Group, group_of
+from scale_core.comm.group import group_of
 from scale_core.launch import StopSignal
 from scale_core.testing import run_ranks
-from scale_train.data import read_text
 from scale_train.errors import Interrupted, TrainingDiverged
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.options import Options
 from scale_train.training import trainer as loop
 from scale_train.training.reporters import EvaluationRecord, Reporter, StepRecord
-from scale_train.training.state import TrainState, build_state
+from scale_train.training.state import TrainState
 from scale_train.training.trainer import forward_backward, save_if_finite, seed_step, train
 
 
 class Diary(Reporter):
+    """What happens, in its order."""
+
     def __init__(self) -> None:
         self.entries: list[str] = []
 
@@ -30,27 +31,15 @@ class Diary(Reporter):
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> Options:
-    path = tmp_path / "text"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
-    return Options(
-        data=DataOptions(text=(path,), sequence=16, batch=4),
-        model=ModelOptions(layers=1, width=16, heads=2),
-        parallel=ParallelOptions(parallel="none", device="cpu"),
-        optimizer=OptimizerOptions(steps=5, warmup=1),
-        run=RunOptions(save_every=2, evaluate_every=3, log_every=2),
-    )
+def options(sentences: Path) -> Options:
+    run = {"save_every": 2, "evaluate_every": 3, "log_every": 2}
+    return options_for(sentences, batch=4, steps=5, warmup=1, **run)
 
 
-def start(options: Options) -> tuple[TrainState, list[str]]:
-    training = build_state(options, read_text(options.data.text), Group())
-    diary = Diary()
-    training.reporter = diary
-    return training, diary.entries
-
-
-def test_a_training_steps_saves_evaluates_and_ends_with_a_checkpoint_and_a_judgement(options):
-    training, entries = start(options)
+def test_a_training_steps_saves_evaluates_and_ends_with_both(options: Options) -> None:
+    training = start(options)
+    training.reporter = diary = Diary()
+    entries = diary.entries
 
     def save(now: TrainState) -> None:
         now.saved_step = now.step
@@ -64,8 +53,7 @@ def test_a_training_steps_saves_evaluates_and_ends_with_a_checkpoint_and_a_judge
 
 
 def test_micro_batches_have_the_gradient_of_the_whole_batch(options):
-    whole, _ = start(options)
-    parts, _ = start(replace(options, parallel=replace(options.parallel, accumulate=2)))
+    whole, parts = start(options), start(changed(options, accumulate=2))
     losses = [forward_backward(training) for training in (whole, parts)]
     torch.testing.assert_close(*losses)
     for one, other in zip(whole.engine.raw_model.parameters(), parts.engine.raw_model.parameters(), strict=True):
@@ -74,7 +62,7 @@ def test_micro_batches_have_the_gradient_of_the_whole_batch(options):
 
 @pytest.mark.fault(9)
 def test_a_signal_ends_the_training_after_the_step_and_its_save(options, monkeypatch):
-    training, entries = start(options)
+    training, entries = start(options), []
     monkeypatch.setattr(StopSignal, "on_any_rank", lambda self, group: 2 if training.step == 3 else 0)
     with pytest.raises(Interrupted, match="stopped after step 3, which is saved") as caught:
         train(training, lambda now: entries.append(f"save {now.step}"))
@@ -84,7 +72,7 @@ def test_a_signal_ends_the_training_after_the_step_and_its_save(options, monkeyp
 
 @pytest.mark.fault(71)
 def test_a_loss_that_is_no_number_stops_the_training(options):
-    training, _ = start(options)
+    training = start(options)
     with torch.no_grad():
         training.engine.raw_model.norm.weight.fill_(float("nan"))
     message = (
@@ -97,8 +85,7 @@ def test_a_loss_that_is_no_number_stops_the_training(options):
 @pytest.mark.fault(71)
 @pytest.mark.parametrize("where", ["loss", "weight", "moment"])
 def test_a_state_with_a_number_that_is_not_finite_is_never_saved(options, monkeypatch, where):
-    options = replace(options, run=replace(options.run, save_every=1, log_every=100, evaluate_every=0))
-    training, _ = start(options)
+    training = start(changed(options, save_every=1, log_every=100, evaluate_every=0))
     saved: list[int] = []
 
     def save(now: TrainState) -> None:

@@ -1,127 +1,84 @@
 """The promise: how a training is spread over ranks changes its memory, not its result."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
-import torch
+from lm_trainings import Records, curves, options_for
 
-from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train.data import read_text
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.training.reporters import Reporter, StepRecord
-from scale_train.training.state import build_state
-from scale_train.training.trainer import train_step
+from scale_train.options import Options
 
 STEPS = 5
 
 
-class Curve(NamedTuple):
-    losses: list[float]
-    norms: list[float | None]
+def options(text: Path, parallel: str, **more: Any) -> Options:
+    sizes: dict[str, Any] = {"layers": 2, "width": 32, "clip": 0.0, "optimizer_kernel": "plain", "steps": STEPS}
+    return options_for(text, parallel, **{**sizes, "seed": 1, **more})
 
 
-class Recorder(Reporter):
-    def __init__(self) -> None:
-        self.curve = Curve([], [])
-
-    def step(self, record: StepRecord) -> None:
-        self.curve.losses.append(record.loss)
-        self.curve.norms.append(record.gradient_norm)
+def clipped(text: Path, parallel: str, **more: Any) -> Options:
+    return options(text, parallel, clip=0.5, optimizer_kernel="fused", **more)
 
 
-def options_for(text: Path, parallel: str, *, clip: float = 0.0, kernel: str = "plain", **more) -> Options:
-    return Options(
-        data=DataOptions(text=(text,), sequence=16, batch=12),
-        model=ModelOptions(layers=2, width=32, heads=2),
-        parallel=ParallelOptions(parallel=parallel, device="cpu", **more),
-        optimizer=OptimizerOptions(steps=STEPS, clip=clip, optimizer_kernel=kernel, warmup=2),
-        run=RunOptions(log_every=1, seed=1),
-    )
-
-
-def curve_of(options: Options, group: Group) -> Curve:
-    training = build_state(options, read_text(options.data.text), group)
-    training.reporter = recorder = Recorder()
-    while training.step < options.optimizer.steps:
-        train_step(training)
-    return recorder.curve
-
-
-def curves(*several: Options) -> list[Curve]:
-    """The curves of several trainings, one after the other; on any rank."""
-    return [curve_of(options, group_of()) for options in several]
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(torch.randint(97, 123, (5_000,), generator=torch.Generator().manual_seed(0)).tolist()))
-    return path
+def assert_as_plain(text: Path, by_rank: list[list[Records]], loss_rel: float = 1e-4) -> None:
+    (plain,) = curves(clipped(text, "none"))
+    for records in (records for of_rank in by_rank for records in of_rank):
+        assert records.losses == pytest.approx(plain.losses, rel=loss_rel)
+        assert records.norms == pytest.approx(plain.norms, rel=1e-3)
 
 
 @pytest.mark.composition("scale-checkpoint", "ShardedDataParallel")
 @pytest.mark.composition("scale-checkpoint", "OSS")
-def test_two_sharded_ranks_train_as_two_replicas_bit_for_bit_whatever_saves_memory(text):
+def test_sharded_ranks_train_as_replicas_to_the_bit_however_memory_is_saved(text: Path) -> None:
     sharded, *same = run_ranks(
         curves,
         2,
-        options_for(text, "fsdp"),
-        options_for(text, "ddp"),
-        options_for(text, "fsdp", reshard_after_forward=False),
-        options_for(text, "fsdp", checkpoint_activations="all"),
-        options_for(text, "oss", checkpoint_activations="all"),
-        options_for(text, "sharded-ddp"),
-        options_for(text, "sharded-ddp", checkpoint_activations="all"),
+        options(text, "fsdp"),
+        options(text, "ddp"),
+        options(text, "fsdp", reshard_after_forward=False),
+        options(text, "fsdp", checkpoint_activations="all"),
+        options(text, "oss", checkpoint_activations="all"),
+        options(text, "sharded-ddp"),
+        options(text, "sharded-ddp", checkpoint_activations="all"),
     )[0]
     assert len(set(sharded.losses)) == STEPS
-    assert same == [sharded] * 6
+    assert [(each.losses, each.norms) for each in same] == [(sharded.losses, sharded.norms)] * 6
 
 
-def test_accumulating_without_sending_equals_replicas_that_do_so(text):
+def test_accumulating_without_sending_equals_replicas_that_do_so(text: Path) -> None:
     replicated, *sharded = run_ranks(
         curves,
         2,
-        options_for(text, "ddp", accumulate=3),
-        options_for(text, "oss", accumulate=3),
-        *(
-            options_for(text, parallel, accumulate=3, sync_each_micro_batch=False)
-            for parallel in ("fsdp", "sharded-ddp")
-        ),
+        options(text, "ddp", accumulate=3),
+        options(text, "oss", accumulate=3),
+        *(options(text, parallel, accumulate=3, sync_each_micro_batch=False) for parallel in ("fsdp", "sharded-ddp")),
     )[0]
-    assert sharded == [replicated] * 3
+    assert [each.losses for each in sharded] == [replicated.losses] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_any_number_of_ranks_trains_as_one_plain_process(text, ranks):
-    plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())
-    ways = ("fsdp", "ddp", "oss", "sharded-ddp")
-    spread = [options_for(text, parallel, clip=0.5, kernel="fused", accumulate=2) for parallel in ways]
-    for by_rank in run_ranks(curves, ranks, *spread):
-        for curve in by_rank:
-            assert curve.losses == pytest.approx(plain.losses, rel=1e-4)
-            assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
+def test_any_number_of_ranks_trains_as_one_plain_process(text: Path, ranks: int) -> None:
+    ways = [clipped(text, parallel, accumulate=2) for parallel in ("fsdp", "ddp", "oss", "sharded-ddp")]
+    assert_as_plain(text, run_ranks(curves, ranks, *ways))
 
 
 @pytest.mark.composition("scale-tp", "OSS")
 @pytest.mark.composition("scale-checkpoint", "scale-tp", "ShardedDataParallel")
 @pytest.mark.composition("scale-checkpoint", "scale-tp", "OSS")
-def test_divided_layers_train_as_one_plain_process(text):
-    plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())
-    divided = [
-        options_for(text, parallel, clip=0.5, kernel="fused", tensor_parallel=2, **more)
-        for parallel, more in (
-            ("fsdp", {"sequence_parallel": True}),
-            ("ddp", {"accumulate": 2}),
-            ("sharded-ddp", {"sequence_parallel": True, "checkpoint_activations": "all", "overlap_pieces": 2}),
-            ("oss", {"overlap_pieces": 1, "checkpoint_activations": "selective"}),
-        )
-    ]
-    for by_rank in run_ranks(curves, 4, *divided):
-        for curve in by_rank:
-            assert curve.losses == pytest.approx(plain.losses, rel=1e-4)
-            assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
+@pytest.mark.parametrize(
+    "parallel, more",
+    [
+        ("fsdp", {"sequence_parallel": True}),
+        ("ddp", {"accumulate": 2}),
+        ("sharded-ddp", {"sequence_parallel": True, "checkpoint_activations": "all", "overlap_pieces": 2}),
+        ("oss", {"overlap_pieces": 1, "checkpoint_activations": "selective"}),
+    ],
+)
+def test_divided_layers_train_as_one_plain_process(text: Path, parallel: str, more: dict[str, Any]) -> None:
+    assert_as_plain(text, run_ranks(curves, 4, clipped(text, parallel, tensor_parallel=2, **more)))
 
 
 @pytest.mark.composition("context parallel", "scale-fsdp")
@@ -132,28 +89,24 @@ def test_divided_layers_train_as_one_plain_process(text):
 @pytest.mark.composition("scale-checkpoint", "context parallel", "ShardedDataParallel")
 @pytest.mark.composition("scale-checkpoint", "context parallel", "OSS")
 @pytest.mark.composition("scale-tp", "context parallel", "DistributedDataParallel")
-def test_divided_sequences_train_as_one_plain_process(text):
-    plain = curve_of(options_for(text, "none", clip=0.5, kernel="fused"), Group())
-    divided = [
-        options_for(text, parallel, clip=0.5, kernel="fused", **more)
-        for parallel, more in (
-            ("fsdp", {"context_parallel": 2, "accumulate": 3}),
-            ("ddp", {"context_parallel": 4, "context_attention": "ulysses"}),
-            ("sharded-ddp", {"context_parallel": 4, "checkpoint_activations": "all"}),
-            ("oss", {"context_parallel": 2, "context_attention": "ulysses", "checkpoint_activations": "selective"}),
-            ("fsdp", {"context_parallel": 2, "checkpoint_activations": "selective", "offload_activations": True}),
-            ("ddp", {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
-        )
-    ]
-    for by_rank in run_ranks(curves, 4, *divided):
-        for curve in by_rank:
-            assert curve.losses == pytest.approx(plain.losses, rel=1e-5)
-            assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
+@pytest.mark.parametrize(
+    "parallel, more",
+    [
+        ("fsdp", {"context_parallel": 2, "accumulate": 3}),
+        ("ddp", {"context_parallel": 4, "context_attention": "ulysses"}),
+        ("sharded-ddp", {"context_parallel": 4, "checkpoint_activations": "all"}),
+        ("oss", {"context_parallel": 2, "context_attention": "ulysses", "checkpoint_activations": "selective"}),
+        ("fsdp", {"context_parallel": 2, "checkpoint_activations": "selective", "offload_activations": True}),
+        ("ddp", {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+    ],
+)
+def test_divided_sequences_train_as_one_plain_process(text: Path, parallel: str, more: dict[str, Any]) -> None:
+    assert_as_plain(text, run_ranks(curves, 4, clipped(text, parallel, **more)), loss_rel=1e-5)
 
 
-def test_bf16_follows_fp32_from_afar(text):
-    several = [options_for(text, parallel, precision="bf16") for parallel in ("fsdp", "ddp", "sharded-ddp")]
-    exact, *rounded = run_ranks(curves, 2, options_for(text, "fsdp"), *several)[0]
-    for curve in rounded:
-        assert curve != exact
-        assert curve.losses == pytest.approx(exact.losses, rel=1e-2)
+def test_bf16_follows_fp32_from_afar(text: Path) -> None:
+    several = [options(text, parallel, precision="bf16") for parallel in ("fsdp", "ddp", "sharded-ddp")]
+    exact, *rounded = run_ranks(curves, 2, options(text, "fsdp"), *several)[0]
+    for records in rounded:
+        assert records.losses != exact.losses
+        assert records.losses == pytest.approx(exact.losses, rel=1e-2)

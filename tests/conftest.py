@@ -1,0 +1,1 @@
+"""Puts this folder into the path: tests of all folders share `trainings`."""
