@@ -331,7 +331,7 @@ def install_lines(page: str) -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_every_install_line_names_what_there_is_and_all_that_it_needs() -> None:
+def test_every_install_line_names_all_that_it_needs() -> None:
     wrong: list[str] = []
     num_lines = 0
     for page in PAGES:
@@ -407,5 +407,5 @@ def test_every_install_line_is_resolved(tmp_path: Path) -> None:
 
 
 @needs_wheels
-def test_a_line_that_misses_a_package_of_the_checkout_is_not_resolved(tmp_path: Path) -> None:
+def test_a_line_that_misses_a_package_is_not_resolved(tmp_path: Path) -> None:
     assert "scale-core" in resolve(("./packages/scale-fsdp",), tmp_path / "line")

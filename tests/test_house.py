@@ -288,7 +288,7 @@ def torch_range(package: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @each_package
-def test_a_package_takes_no_torch_that_one_which_it_needs_does_not_take(package: str) -> None:
+def test_a_package_takes_no_torch_that_its_edges_do_not_take(package: str) -> None:
     """Bounded on both sides: they reach for what torch may change in any release."""
     oldest, end = torch_range(package)
     assert end == torch_range("scale-core")[1]
@@ -341,7 +341,7 @@ print(*(name for name in sys.argv[2:] if name in sys.modules))
 
 
 @each_package
-def test_importing_a_package_loads_only_its_edges_and_starts_nothing(package: str) -> None:
+def test_importing_a_package_loads_only_its_edges(package: str) -> None:
     name = import_name(package)
     run = subprocess.run(
         [sys.executable, "-c", WATCHED_IMPORT, name, *LATE_MODULES],

@@ -239,7 +239,7 @@ def test_the_api_page_shows_inherited_members(package: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- form
 @pytest.mark.parametrize("page", pages)
-def test_a_page_is_short_its_code_is_narrow_and_its_tables_have_headers(page: Path) -> None:
+def test_a_page_is_short_and_its_code_is_narrow(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     wrong = []
     if str(page.relative_to(DOCS)) not in MADE and len(text.split()) > MAX_WORDS:

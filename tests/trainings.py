@@ -243,7 +243,8 @@ def train_beside(
                     recording.tensors[Key(step + 1, Phase.GRADIENT, plain_name(name))] = grad
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+        for each in (plain, model):
+            each.zero_grad()
     for recording, each in ((expected, plain), (actual, model)) if weights else ():
         recording.tensors |= recorded([0.0] * steps, each.state_dict()).tensors
     return assert_parity(expected, [actual], rel=rel)

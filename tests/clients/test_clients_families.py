@@ -45,12 +45,12 @@ def expected(cells: list[tuple[str, str]], found: dict[tuple[str, str], str]) ->
     return {cell: EXACT if (text, found[cell]) == (NEAR, EXACT) else text for cell, text in said.items()}
 
 
-def test_the_guide_has_a_row_for_each_family_and_a_column_for_each_technique() -> None:
+def test_the_guide_has_each_family_and_each_technique() -> None:
     assert list(table()) == all_cells()
     assert written_table(table()) in GUIDE.read_text(encoding="utf-8")
 
 
-def test_each_family_trains_as_on_one_process_and_is_saved_published_and_asked_for_words() -> None:
+def test_each_family_trains_and_is_saved_and_published() -> None:
     assert SOME_CELLS.keys() == FAMILIES.keys() and set(SOME_CELLS.values()) == set(TECHNIQUES)
     cells = list(SOME_CELLS.items())
     for found in run_ranks(outcomes, 2, cells):

@@ -110,7 +110,7 @@ def balanced_over_ranks() -> list[float]:
     return losses
 
 
-def test_a_mixture_of_experts_trains_over_ranks_with_its_balance_loss() -> None:
+def test_experts_train_over_ranks_with_their_balance_loss() -> None:
     torch.manual_seed(0)
     model: Any = models.mixtral().train()
     model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
@@ -137,7 +137,7 @@ def test_a_cut_inside_of_a_layer_has_its_residual_go_around_it() -> None:
         of_language_model(in_turn(stages), use_cache=False)
 
 
-def test_an_encoder_and_a_decoder_whose_blocks_are_given_all_that_they_need() -> None:
+def test_an_encoder_and_a_decoder_are_cut() -> None:
     torch.manual_seed(0)
     model = models.t5().train()
 
@@ -169,7 +169,7 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
 
-def test_stages_on_two_ranks_train_as_the_model_with_its_tied_embedding() -> None:
+def test_stages_train_as_the_model_with_its_tied_embedding() -> None:
     (losses, state), (other_losses, _) = run_ranks(train_over_ranks, 2)
     torch.manual_seed(0)
     model = models.gpt2()

@@ -177,7 +177,7 @@ def test_every_block_of_the_guide_is_run() -> None:
 
 @pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun's agent as Linux has it")
-def test_the_script_of_the_guide_is_restarted_by_torchrun_and_loses_nothing(tmp_path: Path) -> None:
+def test_the_guides_script_is_restarted_and_loses_nothing(tmp_path: Path) -> None:
     """A rank is killed in its third step; the second start goes on from the second one."""
     script, weights = tmp_path / "train.py", tmp_path / "weights.pt"
     script.write_text(

@@ -179,7 +179,7 @@ def load_extra_state(folder: Path) -> None:
     assert [layer.amax for layer in layers.values()] == [{"of": dist.get_rank()}] * 3
 
 
-def test_extra_state_is_saved_by_name_and_loads_into_any_wrapping(tmp_path: Path) -> None:
+def test_extra_state_loads_by_name_into_any_wrapping(tmp_path: Path) -> None:
     run_ranks(save_extra_state, 2, tmp_path)
     run_ranks(load_extra_state, 2, tmp_path)
     model = nn.Sequential(*(Scaled(4, 4) for _ in range(3)))

@@ -10,13 +10,13 @@ ROW = "| scale-pipe × scale-fsdp | the stage is the module | ready | none |"
 PAGE_OF_ONE = f"text\n\n{HEAD}\n|---|---|---|---|\n{ROW}\n\nmore\n"
 
 
-def test_each_row_of_the_page_has_its_tests_and_each_test_its_row() -> None:
+def test_each_row_has_its_tests_and_each_test_its_row() -> None:
     tests = list(marked_tests())
     assert len(tests) > 30
     assert check(PAGE.read_text(encoding="utf-8"), tests) == []
 
 
-def test_no_row_says_ready_without_a_test_and_no_test_goes_unnoticed() -> None:
+def test_no_row_says_ready_without_a_test() -> None:
     (alone,) = check(PAGE_OF_ONE, [])
     assert "| ready | none |" in alone and "| not tested | none |" in alone
     made = write(PAGE_OF_ONE, [TEST])

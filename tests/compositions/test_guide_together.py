@@ -21,7 +21,7 @@ def _train() -> list[tuple[float, float]]:
 
 
 @pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-tp", "scale-fsdp")
-def test_the_guides_program_prints_the_same_on_one_rank_and_on_two_axes_of_two() -> None:
+def test_the_guides_program_prints_the_same_on_two_axes() -> None:
     (alone,) = run_ranks(_train, 1)
     assert alone[-1][0] < alone[0][0] / 2, "it learns"
     assert all(1 <= gain <= 4 for _, gain in alone)

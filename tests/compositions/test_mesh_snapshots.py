@@ -437,7 +437,7 @@ def test_eight_ranks_train_what_one_process_trains(case: Case, tmp_path: Path) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_eight_ranks_have_saved_any_other_mesh_loads_to_the_bit(case: Case, tmp_path: Path) -> None:
+def test_what_eight_ranks_have_saved_any_mesh_loads(case: Case, tmp_path: Path) -> None:
     everything = [*EIGHT, Mesh(), Mesh((("pipe", 2), ("data", 2)), "fsdp"), Mesh((("data", 4),), "oss")]
     possible = [mesh for mesh in everything if can_be_built(mesh, case)]
     random.Random(CASES.index(case)).shuffle(possible)
@@ -487,7 +487,7 @@ def uneven(folder: str) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_uneven_parts_strided_parameters_and_the_buffers_of_rank_0_are_saved(tmp_path: Path) -> None:
+def test_uneven_parts_strides_and_rank_0s_buffers_are_saved(tmp_path: Path) -> None:
     buffers = run_ranks(uneven, RANKS, str(tmp_path))
     states = []
     for wrapper in ("sharded ddp", "fsdp"):

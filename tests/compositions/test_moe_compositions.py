@@ -279,5 +279,5 @@ def gather_state_of_no_expert() -> None:
         torch.testing.assert_close(whole[name]["exp_avg"].square().sum(), own)
 
 
-def test_the_optimizer_state_of_a_rank_without_experts_is_gathered() -> None:
+def test_the_state_of_a_rank_without_experts_is_gathered() -> None:
     run_ranks(gather_state_of_no_expert, 4)

@@ -304,13 +304,13 @@ def flat_parameters() -> None:
         assert torch.equal(state["exp_avg"].reshape(-1)[piece.start : piece.stop], piece.tensor.reshape(-1))
 
 
-def test_flat_parameters_are_stepped_on_where_they_are_or_refused() -> None:
+def test_flat_parameters_are_stepped_on_or_refused() -> None:
     run_ranks(flat_parameters, 2)
 
 
 @pytest.mark.simulation
 @pytest.mark.parametrize("numel", [64 * 64, 4 * 64 * 64])
-def test_a_step_takes_two_collectives_and_the_memory_of_one_bucket(numel: int) -> None:
+def test_a_step_takes_two_collectives_and_one_bucket(numel: int) -> None:
     """On rank 3 of 8: 32 matrices, of which each rank owns 4, in rounds of one or in one of all."""
     with simulate(rank=3, world_size=8) as simulation:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(32)))

@@ -86,6 +86,6 @@ def shifted(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_module_that_computes_something_else_on_one_rank_is_named() -> None:
+def test_a_module_that_differs_on_one_rank_is_named() -> None:
     with pytest.raises(ParityError, match=r"^step 1: output of 2\.(0|1) differs"):
         parity(build, wrap=shifted, batches=batches())

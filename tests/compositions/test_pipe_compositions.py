@@ -333,7 +333,7 @@ def wrap_wrongly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_replicas_of_a_tied_weight_that_do_not_go_together_are_refused(name: str) -> None:
+def test_unlike_replicas_of_a_tied_weight_are_refused(name: str) -> None:
     run_ranks(wrap_wrongly, 4, name)
 
 

@@ -97,7 +97,7 @@ def stored(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_model_on_two_axes_is_what_was_published_and_publishes_that(folder: Path, name: str) -> None:
+def test_a_model_on_two_axes_publishes_what_was_published(folder: Path, name: str) -> None:
     assert stored(folder / f"{name} again") == stored(folder / name)
     kind: Any = MixtralForCausalLM if "mixtral" in name else LlamaForCausalLM
     models = [kind.from_pretrained(f"{folder}/{each}") for each in (name, f"{name} again")]

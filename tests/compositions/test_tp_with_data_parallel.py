@@ -169,7 +169,7 @@ WAYS: dict[str, Callable[[str], Recording]] = {
 @pytest.mark.composition("scale-tp", "scale-fsdp")
 @pytest.mark.composition("scale-tp", "ShardedDataParallel")
 @pytest.mark.parametrize("way", WAYS)
-def test_layers_divided_along_one_axis_train_sharded_along_the_other(way: str, tmp_path: Path) -> None:
+def test_layers_divided_along_one_axis_train_sharded(way: str, tmp_path: Path) -> None:
     expected, by_rank = train_plain(), run_ranks(WAYS[way], 4, str(tmp_path))
     # Both pairs of ranks divide a model, and have one batch each: losses of ranks are those of two of four.
     assert_parity(expected, by_rank, rel=1e-6)

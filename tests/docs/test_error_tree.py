@@ -47,7 +47,7 @@ def test_the_docstring_draws_the_tree_of_the_classes() -> None:
 
 
 @pytest.mark.skipif(not GUIDE.exists(), reason="the guide is in the repository alone")
-def test_the_guide_draws_the_same_tree_and_has_a_section_with_an_example_for_each_error() -> None:
+def test_the_guide_draws_the_same_tree_with_examples() -> None:
     text = GUIDE.read_text()
     assert tree_of_text(text) == tree_of_classes()
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))

@@ -16,7 +16,7 @@ GUIDE = (ROOT / "docs" / "guides" / "faults.md").read_text(encoding="utf-8")
 ROWS = {*range(1, 116)} - {4, 12, 28, 32, 44, 46, 50, 54, 62, 65, 73, 75, 79, 94}
 
 
-def test_every_row_of_the_matrix_has_a_result_and_tests_that_carry_its_mark() -> None:
+def test_every_row_has_a_result_and_tests_with_its_mark() -> None:
     marked = expected_column()
     assert rows().keys() == marked.keys() == ROWS
     for number, (fault, outcome, tests) in rows().items():

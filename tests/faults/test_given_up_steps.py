@@ -81,7 +81,7 @@ def check_raised(kind: str, num_ranks: int, fault: Fault, folder: Path, whole: A
 
 @pytest.mark.fault(11)
 @pytest.mark.parametrize(("kind", "num_ranks", "fault"), RAISED[:1], ids=str)
-def test_what_one_rank_raises_is_told_to_all_and_the_step_can_be_run_again(
+def test_all_hear_what_one_rank_raises_and_run_the_step_again(
     kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Any
 ) -> None:
     check_raised(kind, num_ranks, fault, tmp_path, whole)
@@ -124,9 +124,7 @@ def test_a_full_disk_leaves_out_a_snapshot_and_training_goes_on(point: str, tmp_
 
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("oss", marks=pytest.mark.soak)])
-def test_a_rank_that_runs_out_of_data_is_named_by_those_that_have_more(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_runs_out_of_data_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 2.0)
     with pytest.raises(ScaleDistributedError, match="rank 1"):
         run_ranks(train, 2, kind, str(tmp_path), [], 5.0, {1: STEPS - 1})
@@ -212,9 +210,7 @@ def loader_loses_a_worker(kind: str, folder: str) -> None:
 
 @pytest.mark.fault(14)
 @pytest.mark.parametrize("kind", [*FSDP_QUICKLY, *(pytest.param(kind, marks=pytest.mark.soak) for kind in OVER_DDP)])
-def test_a_killed_worker_of_a_loader_is_named_there_and_the_rank_by_the_others(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_of_a_loader_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
     with pytest.raises(Exception, match=r"rank 1"):
         run_ranks(loader_loses_a_worker, 2, kind, str(tmp_path))
@@ -247,7 +243,7 @@ def validates(kind: str) -> tuple[str, float]:
 @pytest.mark.fault(21)
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_validation_that_is_shorter_on_one_rank_is_an_error_or_changes_nothing(kind: str) -> None:
+def test_a_shorter_validation_is_an_error_or_changes_nothing(kind: str) -> None:
     told = run_ranks(validates, 2, kind)
     if kind == "oss":  # A forward communicates nothing there: ranks may validate what they like.
         assert [text for text, _ in told] == run_ranks(validates_nothing, 2)
@@ -270,7 +266,7 @@ def validates_nothing() -> str:
 
 @pytest.mark.fault(11)
 @pytest.mark.soak
-def test_a_tensor_parallel_rank_that_raises_in_its_forward_is_named_at_once_by_the_others(
+def test_a_tensor_parallel_rank_that_raises_is_named_at_once(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
@@ -302,9 +298,7 @@ def only_rank_0_saves(folder: str) -> None:
 
 
 @pytest.mark.fault(30)
-def test_a_save_on_one_rank_alone_is_an_error_on_all_within_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_on_one_rank_alone_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
     with pytest.raises(ScaleDistributedError):
         run_ranks(only_rank_0_saves, 2, str(tmp_path))
@@ -331,5 +325,5 @@ def losses_of_ranks() -> list[bool]:
 
 
 @pytest.mark.fault(31)
-def test_a_decision_from_a_metric_of_one_rank_is_taken_by_rank_0_for_all() -> None:
+def test_rank_0_decides_from_a_metric_for_all() -> None:
     assert run_ranks(losses_of_ranks, 2) == [[True, False], [True, False]]

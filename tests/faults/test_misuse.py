@@ -43,5 +43,5 @@ def differences() -> list[str]:
 
 
 @pytest.mark.fault(77)
-def test_a_step_without_a_backward_moves_nothing_and_two_backwards_add_up() -> None:
+def test_no_backward_moves_nothing_and_two_add_up() -> None:
     assert run_ranks(differences, 2) == [[], []]

@@ -56,7 +56,7 @@ def _unscale() -> None:
 
 @pytest.mark.fault(86)
 @pytest.mark.parametrize("name", CALLS)
-def test_what_needs_the_other_ranks_says_that_there_is_no_process_group(
+def test_what_needs_other_ranks_asks_for_a_process_group(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

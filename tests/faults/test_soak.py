@@ -30,7 +30,7 @@ def soak(*arguments: str) -> str:
 @pytest.mark.soak  # The default run has test_train_launch.py's restart.
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun's agent as Linux has it")
 @pytest.mark.parametrize("seed", range(1, 11))  # Ranks that start again find each other, or don't, by chance.
-def test_a_killed_rank_is_restarted_by_torchrun_and_nothing_is_lost(seed: int) -> None:
+def test_a_killed_rank_is_restarted_and_nothing_is_lost(seed: int) -> None:
     told = soak("--smoke", "--seed", str(seed))
     assert "1 faults" in told and "different: nothing" in told
 

@@ -121,9 +121,7 @@ def lines(file: Path, beginning: str) -> list[str]:
 
 
 @pytest.mark.soak
-def test_when_the_link_between_two_machines_is_cut_both_name_the_other_and_resume_when_it_is_back(
-    hosts: list[str], tmp_path: Path
-) -> None:
+def test_two_machines_name_each_other_where_their_link_is_cut(hosts: list[str], tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
 
     def said(rank: int, beginning: str) -> list[str]:
@@ -157,7 +155,7 @@ def test_when_the_link_between_two_machines_is_cut_both_name_the_other_and_resum
 @pytest.mark.fault(16)
 @pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun's agent as Linux has it")
-def test_a_machine_that_comes_later_trains_along_and_when_it_goes_the_other_goes_on(tmp_path: Path) -> None:
+def test_a_machine_may_come_later_and_go_again(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     endpoint = f"127.0.0.1:{free_port()}"
 

@@ -16,6 +16,7 @@ A true defect is larger by orders of magnitude.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_adascale import AdaScale
+from scale_check.comparison import BUG_RATIO, compare
 from scale_check.fuzz.models import Boom, Net, batch_of, build, loss_of, tensors_of
+from scale_check.recording import Key, Phase, Recording
 from scale_core.comm.group import Group
 
 ALIKE, SLACK = 2**8, 2**18
@@ -175,10 +178,11 @@ def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 class Comparison:
-    """The first thing that differs."""
+    """Records what the program computes in plain PyTorch and wrapped, step by step, and compares by scale-check."""
 
     def __init__(self, program: Program, net: nn.Module) -> None:
-        self.first: str | None = None
+        self._plain, self._wrapped = Recording(), Recording()
+        self._where: list[str] = []
         eps = max(torch.finfo(param.dtype).eps for param in net.parameters())
         clips = any(isinstance(step, Train) and step.clip is not None for step in program.steps)
         alike = not clips and all(
@@ -191,35 +195,45 @@ class Comparison:
         if program.adascale:
             self.tolerance = max(self.tolerance, 1e-5)
 
-    def of(self, what: str, found: Tensor, expected: Tensor) -> None:
-        """Compares two tensors."""
-        if self.first is not None:
-            return
-        if found.shape != expected.shape or found.dtype != expected.dtype:
-            self.first = f"{what}: {found.dtype} {tuple(found.shape)} for {expected.dtype} {tuple(expected.shape)}"
-            return
-        if torch.equal(found, expected) or not expected.numel():
-            return
-        off = float((found.double() - expected.double()).abs().max())
-        largest = float(expected.double().abs().max())
-        if not off <= self.tolerance * (1 + largest):
-            self.first = f"{what}: off by {off:.3g}, allowed {self.tolerance:.3g} of 1 + {largest:.3g}"
+    def begin(self, where: str) -> None:
+        """What comes now belongs here."""
+        self._where.append(where)
 
-    def numbers(self, what: str, found: Any, expected: Any) -> None:
-        """Compares numbers; None equals None."""
-        if found is None or expected is None:
-            if self.first is None and found is not expected:
-                self.first = f"{what}: {found} for {expected}"
-            return
-        self.of(what, torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
+    def add(self, name: str, found: Any, expected: Any) -> None:
+        """Adds a tensor or a number of both; None where one has none. Another dtype is another name."""
+        tensors = [None if value is None else _as_tensor(value) for value in (expected, found)]
+        for recording, tensor in zip((self._plain, self._wrapped), tensors, strict=True):
+            if tensor is not None:
+                alike = all(other is None or other.dtype == tensor.dtype for other in tensors)
+                key = Key(len(self._where), Phase.BUFFER, name if alike else f"{name} in {tensor.dtype}")
+                recording.tensors[key] = tensor
 
-    def states(self, what: str, found: dict[str, Tensor], expected: dict[str, Tensor], *, in_part: bool) -> None:
-        """Compares states, name by name; `in_part` where one rank has but some of the names."""
-        if self.first is None and found.keys() != expected.keys() and not (in_part and found.keys() < expected.keys()):
-            self.first = f"{what}: keys {sorted(found.keys() ^ expected.keys())} on one side alone"
-        for name in found:
-            if name in expected:
-                self.of(f"{what}: {name}", found[name], expected[name])
+    def add_state(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, in_part: bool = False) -> None:
+        """Adds states, name by name; `in_part` where one rank has but some of the names."""
+        for name in found if in_part else found | expected:
+            self.add(name, found.get(name), expected.get(name))
+
+    def first(self) -> str | None:
+        """Says what differs first, or None."""
+        rounding = {
+            key: self.tolerance * (1 + _largest(tensor)) / BUG_RATIO for key, tensor in self._plain.tensors.items()
+        }
+        missing = next(iter(self._wrapped.tensors.keys() ^ self._plain.tensors.keys()), None)
+        if missing is not None:
+            return f"{self._where[missing.step - 1]}: {missing.name}: on one side alone"
+        difference = compare(self._plain, [self._wrapped], rounding).first
+        if difference is None:
+            return None
+        off = difference.why or f"off by {abs(difference.expected - difference.actual):.3g} at {list(difference.index)}"
+        return f"{self._where[difference.step - 1]}: {difference.name}: {off}"
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
 def follow(program: Program, folder: Path) -> str | None:
@@ -228,24 +242,24 @@ def follow(program: Program, folder: Path) -> str | None:
     plain = Plain(program, wrapped.rank)
     comparison = Comparison(program, plain.net)
     in_part = wrapped.pipe is not None
-    comparison.states("at first", wrapped.state(folder, 1000), plain.state(saved=wrapped.is_divided), in_part=in_part)
+    comparison.begin("at first")
+    comparison.add_state(wrapped.state(folder, 1000), plain.state(saved=wrapped.is_divided), in_part=in_part)
     for number, step in enumerate(program.steps):
-        where = f"step {number}, {type(step).__name__}"
+        comparison.begin(f"step {number}, {type(step).__name__}")
         if isinstance(step, Train):
             expected, norm = plain.train(number, step)
             losses, found = wrapped.train(number, step)
             if not all(abs(loss) < EXPLODED for loss in [*expected, norm or 0.0]):
-                return comparison.first
-            comparison.numbers(f"{where}: losses", losses, expected)
-            comparison.numbers(f"{where}: norm", found, norm)
+                return comparison.first()
+            comparison.add("losses", losses, expected)
+            comparison.add("norm", found, norm)
             if program.adascale:
-                gains = [each.gain() for each in wrapped.optimizers]
-                comparison.numbers(f"{where}: gain", gains[0], plain.optimizer.gain())
+                comparison.add("gain", wrapped.optimizers[0].gain(), plain.optimizer.gain())
         elif isinstance(step, Evaluate):
             expected_output, output = plain.evaluate(number, step), wrapped.evaluate(number, step)
             if output is not None:
-                for one, other in zip(tensors_of(output), expected_output, strict=True):
-                    comparison.of(f"{where}: output", one, other)
+                for place, (one, other) in enumerate(zip(tensors_of(output), expected_output, strict=True)):
+                    comparison.add(f"output {place}", one, other)
         elif isinstance(step, Fail):
             plain.fail(number, step)
             wrapped.fail(number, step)
@@ -255,9 +269,9 @@ def follow(program: Program, folder: Path) -> str | None:
         else:
             wrapped = _reloaded(program, wrapped, plain, step, folder, number)
         expected = plain.state(saved=wrapped.is_divided)
-        comparison.states(where, wrapped.state(folder, 1001 + number), expected, in_part=in_part)
+        comparison.add_state(wrapped.state(folder, 1001 + number), expected, in_part=in_part)
     _compare_saved(program, wrapped, plain, comparison, folder)
-    return comparison.first
+    return comparison.first()
 
 
 def _reloaded(program: Program, wrapped: Wrapped, plain: Plain, step: Reload, folder: Path, number: int) -> Wrapped:
@@ -287,15 +301,13 @@ def _compare_saved(program: Program, wrapped: Wrapped, plain: Plain, comparison:
     optimizer = plain.optimizer_for(net)
     scheduler_of(program, optimizer)
     read_into(net, optimizer, folder, 999)
-    comparison.states("saved", dict(net.state_dict()), plain.state(saved=True), in_part=False)
+    comparison.begin("saved")
+    comparison.add_state(dict(net.state_dict()), plain.state(saved=True))
     names = {param: name for name, param in plain.net.named_parameters()}
     states = {names[param]: state for param, state in plain.optimizer.state.items() if state}
     for name, param in net.named_parameters():
         found, expected = optimizer.state.get(param, {}), states.get(name, {})
-        if found.keys() != expected.keys() and comparison.first is None:
-            comparison.first = f"saved state of {name}: {sorted(found)} for {sorted(expected)}"
-        for key in sorted(found.keys() & expected.keys()):
-            one, other = torch.as_tensor(found[key]), torch.as_tensor(expected[key])
-            comparison.of(f"saved {name}.{key}", one, other)
-    for one, other in zip(optimizer.param_groups, plain.optimizer.param_groups, strict=True):
-        comparison.numbers("saved learning rate", one["lr"], other["lr"])
+        for key in sorted(found.keys() | expected.keys()):
+            comparison.add(f"{name}.{key}", found.get(key), expected.get(key))
+    for place, (one, other) in enumerate(zip(optimizer.param_groups, plain.optimizer.param_groups, strict=True)):
+        comparison.add(f"learning rate {place}", one["lr"], other["lr"])

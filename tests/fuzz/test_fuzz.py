@@ -58,7 +58,7 @@ def test_many_random_programs_equal_plain_pytorch():
     check(range(first, last))
 
 
-def test_a_seed_is_one_program_and_its_text_is_the_code_that_makes_it():
+def test_a_seed_is_one_program_and_prints_as_its_code():
     for seed in range(20):
         program = program_of(seed)
         assert program == program_of(seed)
@@ -89,7 +89,7 @@ def small(**changes: object) -> Program:
     return replace(program, model=model, **changes)
 
 
-def test_what_differs_from_plain_pytorch_is_found_named_and_made_smaller():
+def test_what_differs_is_found_named_and_made_smaller():
     # Known to differ: a flat parameter's gradient is zeros for what no pass has used, so that its weight decays.
     wrapping = Wrapping("fully_shard", (1, 2, 1), options={"flatten_parameters": True})
     program = small(wrapping=wrapping, options={"lr": 0.1, "weight_decay": 0.1}, steps=(Evaluate(), Train()))

@@ -88,7 +88,7 @@ def test_json_has_the_numbers(capsys: pytest.CaptureFixture[str], quick: None) -
     assert by_name["versions"]["values"]["torch"] == torch.__version__
 
 
-def test_packages_of_other_versions_are_named_with_the_command_that_mends_them(
+def test_packages_of_other_versions_are_named_with_their_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
     real = metadata.version
@@ -100,7 +100,7 @@ def test_packages_of_other_versions_are_named_with_the_command_that_mends_them(
     assert "verdict    FAILED  does not work: versions" in out
 
 
-def test_an_interface_that_is_not_there_is_named_before_ranks_wait_for_it(
+def test_an_interface_that_is_not_there_is_named_before_any_wait(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "_on_new_ranks", lambda *_: pytest.fail("ranks were started"))
@@ -112,7 +112,7 @@ def test_an_interface_that_is_not_there_is_named_before_ranks_wait_for_it(
     assert "lo" in wrong["text"] and wrong["advice"] == "unset GLOO_SOCKET_IFNAME, or name one of these"
 
 
-def test_names_of_interfaces_are_read_as_each_transport_reads_them() -> None:
+def test_interfaces_are_read_as_each_transport_reads_them() -> None:
     first = socket.if_nameindex()[0][1]
     for right in (
         {"GLOO_SOCKET_IFNAME": first},

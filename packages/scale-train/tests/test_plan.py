@@ -53,7 +53,7 @@ def run_json(
 
 
 @pytest.mark.simulation
-def test_state_and_traffic_of_each_technique_are_what_its_formula_says() -> None:
+def test_state_and_traffic_are_what_formulas_say() -> None:
     assert count_parameters(planned_model(TINY)) == NUM_PARAMS
     full = 4 * NUM_PARAMS
     for parallel, params, state, sent in (
@@ -180,7 +180,7 @@ def _measured_pipeline() -> dict[str, int]:
 
 
 @pytest.mark.simulation
-def test_a_planned_pipeline_that_shards_its_stages_is_what_four_real_ranks_hold() -> None:
+def test_a_pipeline_of_sharded_stages_is_what_real_ranks_hold() -> None:
     options = PlanOptions(**{**vars(ON_TWO), "ranks": (4,)})
     planned = found_for("pipe", 2, options, shards_stages=True)
     measured = run_ranks(_measured_pipeline, 4)[1]  # The last stage, which has two of three blocks, of one pipeline.
@@ -191,7 +191,7 @@ def test_a_planned_pipeline_that_shards_its_stages_is_what_four_real_ranks_hold(
 
 @pytest.mark.simulation
 @pytest.mark.parametrize("divided", [1, 2, 4])
-def test_experts_are_planned_with_the_bytes_of_the_engine_that_trains_them(divided: int) -> None:
+def test_experts_are_planned_with_the_bytes_of_their_engine(divided: int) -> None:
     options = PlanOptions(**{**vars(TINY), "experts": 4, "expert_parallel": divided})
     found = found_for("fsdp", options=options, expert_ranks=divided)
     with simulate(world_size=4) as simulation:
@@ -203,7 +203,7 @@ def test_experts_are_planned_with_the_bytes_of_the_engine_that_trains_them(divid
 
 
 @pytest.mark.simulation
-def test_experts_of_pipelines_are_divided_between_the_ranks_of_a_stage() -> None:
+def test_experts_of_pipelines_are_divided_within_a_stage() -> None:
     options = PlanOptions(**{**vars(TINY), "experts": 4, "expert_parallel": 2})
     whole, divided = (
         found_for("pipe", 2, options, shards_stages=shards, expert_ranks=ranks)
@@ -257,7 +257,7 @@ def test_experts_that_do_not_fit_are_refused(
 
 
 @pytest.mark.simulation
-def test_operations_are_those_of_the_matrix_products_and_recomputation_adds_a_forward_of_the_blocks() -> None:
+def test_operations_are_matrix_products_and_recomputed_forwards() -> None:
     options = PlanOptions(**{**vars(TINY), "ranks": (1,)})
     kept, recomputed = found_for("none", options=options), found_for("none", options=options, checkpoint="all")
     assert kept.work is not None and recomputed.work is not None
@@ -271,7 +271,7 @@ def test_operations_are_those_of_the_matrix_products_and_recomputation_adds_a_fo
 
 
 @pytest.mark.simulation
-def test_pipelines_and_divided_layers_hold_their_part_and_say_what_they_send() -> None:
+def test_pipelines_and_divided_layers_hold_and_send_their_part() -> None:
     pipe, divided = found_for("pipe", 2), found_for("tensor-parallel", 2)
     assert pipe.problem == divided.problem == ""
     assert pipe.work is not None and divided.work is not None
@@ -287,7 +287,7 @@ def test_pipelines_and_divided_layers_hold_their_part_and_say_what_they_send() -
 
 
 @pytest.mark.simulation
-def test_pipelines_that_shard_or_divide_their_stages_hold_less_and_send_what_that_takes() -> None:
+def test_sharded_or_divided_stages_hold_less_and_send_more() -> None:
     whole, sharded = found_for("pipe", 2), found_for("pipe", 2, shards_stages=True)
     assert sharded.problem == "" and sharded.work is not None
     stage = whole.peak_by_kind["parameters"]
@@ -308,7 +308,7 @@ def test_pipelines_that_shard_or_divide_their_stages_hold_less_and_send_what_tha
     assert least_bytes(sharded.strategy, 1000) == least_bytes(divided.strategy, 1000) == 4000
 
 
-def test_of_a_pipeline_the_ends_and_the_rank_that_keeps_most_are_simulated() -> None:
+def test_a_pipelines_ends_and_its_fullest_rank_are_simulated() -> None:
     # 1, 2 and 2 blocks, of 3, 2 and 1 live micro-batches.
     uneven = planned_model(PlanOptions(**{**vars(TINY), "layers": 5}))
     assert ranks_to_simulate(uneven, Strategy("pipe", 3, 3, 4)) == [0, 1, 2]
@@ -316,7 +316,7 @@ def test_of_a_pipeline_the_ends_and_the_rank_that_keeps_most_are_simulated() -> 
     assert ranks_to_simulate(even, Strategy("pipe", 3, 3, 4)) == [0, 2]
 
 
-def test_a_pipeline_has_the_peak_of_its_fullest_rank_and_the_time_of_its_slowest(
+def test_a_pipeline_has_its_largest_peak_and_longest_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stages(planned: object, strategy: Strategy, options: object, rank: int) -> Estimate:
@@ -330,7 +330,7 @@ def test_a_pipeline_has_the_peak_of_its_fullest_rank_and_the_time_of_its_slowest
 
 
 @pytest.mark.simulation
-def test_where_there_is_a_gpu_other_processes_estimate_that_do_not_see_it(
+def test_processes_that_see_no_gpu_estimate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -372,7 +372,7 @@ def planned_commands(options: PlanOptions) -> Iterator[tuple[Strategy, str, Opti
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_each_command_is_one_that_the_training_program_takes_and_each_python_compiles(precision: Any) -> None:
+def test_each_command_is_taken_and_each_python_compiles(precision: Any) -> None:
     for ranks in ((1, 2, 4, 8, 16), (6, 24)):
         options = PlanOptions("tiny", 4, 64, 8, ranks=ranks, batch=48, sequence=48, precision=precision, loss_chunk=8)
         seen = set()
@@ -392,7 +392,7 @@ def row(ranks: int, seconds: float, fits: bool = True) -> PlanRow:
     return PlanRow(Estimate(Strategy("fsdp", ranks)), fits, "", seconds, ranks * seconds, None, [])
 
 
-def test_cheapest_is_the_fewest_device_seconds_for_a_token_and_others_are_told_where_they_differ() -> None:
+def test_cheapest_is_the_fewest_device_seconds_for_a_token() -> None:
     one, four, eight = row(1, 10.0), row(4, 2.0), row(8, 1.5)
     found = suggest([eight, row(2, 0.1, fits=False), one, four])
     assert found is not None
@@ -409,9 +409,7 @@ def test_cheapest_is_the_fewest_device_seconds_for_a_token_and_others_are_told_w
 
 
 @pytest.mark.simulation
-def test_several_numbers_of_ranks_are_compared_in_table_picture_and_json(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_several_numbers_of_ranks_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     asked = ["--ranks", "2", "4", "--only", "sharded-ddp", "--activations", "keep", "--link", "0.001"]
     found = run_json(capsys, "--picture", str(picture), *asked)
@@ -429,7 +427,7 @@ def test_several_numbers_of_ranks_are_compared_in_table_picture_and_json(
 
 
 @pytest.mark.simulation
-def test_activations_go_to_the_host_where_they_do_not_fit_without(capsys: pytest.CaptureFixture[str]) -> None:
+def test_activations_go_to_the_host_where_they_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     wide = ["--width", "128", "--sequence", "128", "--only", "fsdp", "--activations", "keep", "offload"]
     roomy = run_json(capsys, *wide)
     (kept,) = roomy["strategies"]
@@ -446,7 +444,7 @@ def test_activations_go_to_the_host_where_they_do_not_fit_without(capsys: pytest
 
 
 @pytest.mark.simulation
-def test_ranks_that_divide_sequences_hold_a_part_of_their_activations_and_send_keys_and_values() -> None:
+def test_divided_sequences_keep_less_and_send_keys_and_values() -> None:
     whole, divided = found_for("fsdp"), found_for("context-parallel", context_ranks=2)
     assert divided.problem == "" and whole.work is not None and divided.work is not None
     assert divided.peak_by_kind["parameters"] == whole.peak_by_kind["parameters"]
@@ -458,7 +456,7 @@ def test_ranks_that_divide_sequences_hold_a_part_of_their_activations_and_send_k
 
 
 @pytest.mark.simulation
-def test_what_selective_checkpointing_keeps_is_between_all_and_nothing() -> None:
+def test_selective_checkpointing_keeps_less_than_all() -> None:
     peaks = [found_for("fsdp", checkpoint=each) for each in ("none", "selective", "all")]
     kept, selective, recomputed = (each.peak_by_kind.get("activations", 0) for each in peaks)
     assert kept > selective > recomputed
@@ -570,7 +568,7 @@ def test_what_cannot_be_planned_is_one_line_and_code_two(capsys: pytest.CaptureF
         assert out == "" and err.count("\n") == 1 and line in err, err
 
 
-def test_techniques_are_compared_where_the_batch_divides_among_their_ranks() -> None:
+def test_techniques_are_compared_where_the_batch_divides() -> None:
     found = strategies(PlanOptions(ranks=(16,), ranks_per_host=8, batch=8), num_layers=12)
     assert {each.checkpoint for each in found} == {"none", "selective", "all"}
     assert {(each.parallel, each.model_ranks, each.chunks) for each in found} == {

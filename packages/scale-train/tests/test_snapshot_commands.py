@@ -59,7 +59,7 @@ def test_ls_shows_steps_sizes_ranks_and_states(run, capsys):
     assert len(lines) == 5 and lines[2].endswith("complete") and "has no manifest.json" in lines[1]
 
 
-def test_a_newer_snapshot_is_marked_as_such_and_not_called_damaged(run, capsys):
+def test_a_newer_snapshot_is_not_called_damaged(run, capsys):
     from scale_core.snapshot.format.checksums import checksum
 
     path = run / "checkpoints" / "step-00000003" / "manifest.json"
@@ -127,7 +127,7 @@ def test_diff_compares_formats_and_damage_is_code_1(tmp_path, run, capsys):
     assert "step-00000003 is damaged: the checksum" in capsys.readouterr().err
 
 
-def test_consolidate_writes_the_models_weights_by_their_plain_names(run, tmp_path, capsys):
+def test_consolidate_writes_weights_by_their_plain_names(run, tmp_path, capsys):
     from safetensors.torch import load_file
 
     assert main(["snapshot", "consolidate", str(run), str(tmp_path / "w.safetensors")]) == 0
@@ -161,7 +161,7 @@ def test_convert_maps_and_skips_names(tmp_path, capsys):
     assert load_snapshot(tmp_path / "out", target).step == 5 and target["model.a"].sum() == 2
 
 
-def test_prune_keeps_the_newest_and_leaves_alone_what_is_not_whole(run, capsys):
+def test_prune_keeps_the_newest_and_leaves_what_is_not_whole(run, capsys):
     folder = run / "checkpoints"
     (folder / "step-00000003" / "manifest.json").unlink()
     found = run_json(capsys, "prune", run, "--keep", 1, "--dry-run")

@@ -19,13 +19,13 @@ def test_the_largest_difference_and_how_many_differ(dtype):
     assert compare_tensors("w", one, one.clone(), 0.0) is None
 
 
-def test_bits_that_differ_in_equal_numbers_are_found_unless_a_tolerance_is_given():
+def test_bits_of_equal_numbers_differ_without_a_tolerance():
     found = compare_tensors("w", torch.tensor([0.0]), torch.tensor([-0.0]), 0.0)
     assert found is not None and (found.max_abs_diff, found.num_different) == (0.0, 1)
     assert compare_tensors("w", torch.tensor([0.0]), torch.tensor([-0.0]), 1e-9) is None
 
 
-def test_what_is_no_number_on_one_side_alone_is_an_infinite_difference():
+def test_a_nan_on_one_side_is_an_infinite_difference():
     one, other = torch.tensor([NAN, INF, 1.0]), torch.tensor([NAN, INF, 1.0])
     assert compare_tensors("w", one, other, 0.1) is None
     found = compare_tensors("w", one, torch.tensor([NAN, 1.0, NAN]), 0.1)

@@ -45,7 +45,7 @@ def curve(options: Options) -> list[tuple[Any, ...]]:
     return facts(training.reporter)
 
 
-def test_a_training_is_over_when_its_steps_were_worth_those_of_the_smaller_batch(text):
+def test_a_training_is_over_when_its_gains_add_up_to_its_steps(text):
     training = start(options(text))
     held_out = train(training, lambda now: None)
     records = training.reporter
@@ -108,7 +108,7 @@ def assert_same_facts(found: list[Any], expected: list[Any]) -> None:
         assert mine == pytest.approx(its, rel=1e-3)
 
 
-def test_a_model_in_stages_has_the_same_gains_with_every_schedule(text: Path, tmp_path: Path) -> None:
+def test_stages_have_the_same_gains_with_every_schedule(text: Path, tmp_path: Path) -> None:
     """Each micro-batch is one sample; the embedding and the head are one weight, on one rank or on two."""
     whole = options(text, steps=4, layers=4)
     ways = [changed(whole, parallel="pipe", schedule=each, accumulate=1, chunks=4) for each in SCHEDULES]
@@ -122,7 +122,7 @@ def test_a_model_in_stages_has_the_same_gains_with_every_schedule(text: Path, tm
         assert resumed == went_on and went_on
 
 
-def test_all_ways_to_spread_have_the_same_gains_and_resume_with_them(text: Path, tmp_path: Path) -> None:
+def test_all_ways_to_spread_have_and_resume_the_same_gains(text: Path, tmp_path: Path) -> None:
     """Two ranks of two micro-batches are one of four; ShardedDataParallel measures what fsdp does."""
     expected = curve(options(text, steps=8))
     ways = [options(text, "fsdp", 2, steps=8, sync_each_micro_batch=False), options(text, "sharded-ddp", 2, steps=8)]
@@ -139,7 +139,7 @@ def test_without_it_a_step_is_a_step(text):
     assert set(training.reporter.gains) == {None}
 
 
-def test_the_noise_scale_its_interval_and_what_follows_of_it_are_in_each_record(text, monkeypatch):
+def test_the_noise_scale_and_its_interval_are_in_each_record(text, monkeypatch):
     training = start(options(text))
     seconds = {4: 0.6, 16: 1.0}
     monkeypatch.setattr(training.microbatch_timer, "step_seconds_by_batch", lambda step, batch: seconds)
@@ -176,7 +176,7 @@ def test_what_can_not_be_measured_is_refused(text, parallel, optimizer, words):
         check_options(options(text, parallel, **optimizer), 1)
 
 
-def test_what_adascale_keeps_in_parameter_groups_is_no_option_of_the_command_line(text):
+def test_what_adascale_keeps_in_groups_is_no_option(text):
     training = start(options(text))
     plain = start(options(text, adascale=False))
     keys, plain_keys = ({key for group in each.optimizer.param_groups for key in group} for each in (training, plain))
@@ -197,5 +197,5 @@ def measure_beside_a_hook() -> None:
     model(x).square().mean().backward()
 
 
-def test_a_hook_on_a_shard_that_may_change_measured_gradients_is_refused() -> None:
+def test_a_hook_that_may_change_measured_gradients_is_refused() -> None:
     run_ranks(measure_beside_a_hook, 2)

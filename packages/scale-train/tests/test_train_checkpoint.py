@@ -71,7 +71,7 @@ def full_disk(*_: object) -> None:
 
 
 @pytest.mark.fault(63)
-def test_a_resumed_training_has_the_losses_of_one_that_never_stops(text, tmp_path):
+def test_a_resumed_training_has_the_losses_of_an_unbroken_one(text, tmp_path):
     options = options_for(text, "fsdp", dropout=0.2)
     uninterrupted = run_ranks(save_half_way, 2, options, tmp_path)[0]
     assert run_ranks(go_on, 2, options, tmp_path / "step-00000003")[0] == uninterrupted

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,25 +10,8 @@ import torch
 from scale_train.cli import main, parse
 from scale_train.resolve import MAX_RANKS_PER_CORE
 
-SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "16",
-    "--heads",
-    "2",
-    "--sequence",
-    "16",
-    "--batch",
-    "4",
-    "--steps",
-    "3",
-    "--save-every",
-    "2",
-    "--evaluate-every",
-    "2",
-]
-ALONE = ["--text", "text", "--parallel", "none", "--device", "cpu", "--sample-length", "5", "--log-every", "1"]
+SMALL = "--layers 1 --width 16 --heads 2 --sequence 16 --batch 4 --steps 3 --save-every 2 --evaluate-every 2"
+ALONE = "--text text --parallel none --device cpu --sample-length 5 --log-every 1"
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +24,11 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     torch.save({"a": torch.ones(1)}, "weights.pt")
 
 
-def lm(*arguments: str) -> int:
-    pairs = zip(SMALL[::2], SMALL[1::2], strict=True)
-    rest = (word for flag, value in pairs if flag not in arguments for word in (flag, value))
-    return main(["lm", *rest, *arguments])
+def lm(arguments: str) -> int:
+    """Runs the command with these arguments, and with those of a small model that are not among them."""
+    given, small = arguments.split(), SMALL.split()
+    pairs = zip(small[::2], small[1::2], strict=True)
+    return main(["lm", *(word for flag, value in pairs if flag not in given for word in (flag, value)), *given])
 
 
 def the_only_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -81,13 +66,13 @@ TOO_MANY = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
     ],
 )
 def test_wrong_input_is_one_clear_line_and_code_2(capsys, arguments, words):
-    assert lm(*arguments.split()) == 2
+    assert lm(arguments) == 2
     assert words in the_only_line(capsys)
     assert not Path("scale-runs").exists()
 
 
 @pytest.mark.fault(91)
-def test_an_option_that_does_not_exist_is_code_2_and_help_is_code_0(capsys):
+def test_an_unknown_option_is_code_2_and_help_is_code_0(capsys):
     assert main(["lm", "--stpes", "3"]) == 2
     assert main(["lm", "--parallel", "sharded"]) == 2
     assert main(["lm", "--help"]) == 0
@@ -95,42 +80,19 @@ def test_an_option_that_does_not_exist_is_code_2_and_help_is_code_0(capsys):
 
 
 def test_options_have_the_names_of_the_manual():
-    options = parse(
-        [
-            "lm",
-            "--text",
-            "a",
-            "b",
-            "--ranks",
-            "2",
-            "--parallel",
-            "ddp",
-            "--precision",
-            "bf16",
-            "--accumulate",
-            "2",
-            "--checkpoint-activations",
-            "--reshard-after-forward",
-            "false",
-            "--clip",
-            "0.5",
-            "--size",
-            "gpt3-125m",
-            "--untied-embeddings",
-            "--resume",
-            "r",
-            "--log-format",
-            "json",
-        ]
+    words = (
+        "lm --text a b --ranks 2 --parallel ddp --precision bf16 --accumulate 2 --checkpoint-activations "
+        "--reshard-after-forward false --clip 0.5 --size gpt3-125m --untied-embeddings --resume r --log-format json"
     )
+    options = parse(shlex.split(words))
     assert options.data.text == (Path("a"), Path("b"))
     assert (options.parallel.ranks, options.parallel.parallel, options.parallel.precision) == (2, "ddp", "bf16")
     assert options.parallel.checkpoint_activations == "all" and not options.parallel.reshard_after_forward
     assert options.optimizer.clip == 0.5 and options.model.untied_embeddings and options.run.resume == Path("r")
 
 
-def test_a_run_leaves_checkpoints_metrics_and_a_picture_and_ends_with_its_report(capsys):
-    assert lm("--out", "run", "--log-format", "json", *ALONE) == 0
+def test_a_run_leaves_checkpoints_metrics_and_a_picture(capsys):
+    assert lm(f"--out run --log-format json {ALONE}") == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
     end = events[-1]
@@ -140,19 +102,19 @@ def test_a_run_leaves_checkpoints_metrics_and_a_picture_and_ends_with_its_report
     assert Path("run/loss.png").stat().st_size > 1000
 
 
-def test_a_finished_run_that_is_resumed_reports_its_memory_and_writes_no_second_judgement(capsys):
-    assert lm("--out", "run", "--log-format", "json", *ALONE) == 0
+def test_a_finished_run_that_is_resumed_reports_its_memory(capsys):
+    assert lm(f"--out run --log-format json {ALONE}") == 0
     first = json.loads(capsys.readouterr().out.splitlines()[-1])
     before = Path("run/metrics.jsonl").read_text()
-    assert lm("--resume", "run", "--log-format", "json", *ALONE) == 0
+    assert lm(f"--resume run --log-format json {ALONE}") == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert again["held_memory_bytes"] == first["held_memory_bytes"] == [first["ddp_memory_bytes"]]
     assert Path("run/metrics.jsonl").read_text() == before
 
 
-def test_a_prompt_of_any_bytes_is_continued_and_what_has_no_effect_is_said(capsys):
+def test_a_prompt_of_any_bytes_is_continued(capsys):
     odd = os.fsdecode(b"\xff\xfe")
-    assert lm("--out", "run", "--prompt", odd, "--sync-each-micro-batch=false", *ALONE) == 0
+    assert lm(f"--out run --prompt {odd} --sync-each-micro-batch=false {ALONE}") == 0
     assert "warning: --sync-each-micro-batch has no effect with --parallel none\n" in capsys.readouterr().out
 
 
@@ -164,27 +126,26 @@ def test_a_prompt_of_any_bytes_is_continued_and_what_has_no_effect_is_said(capsy
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(capsys, flag, told):
-    assert lm("--out", "run", *ALONE) == 0
+    assert lm(f"--out run {ALONE}") == 0
     capsys.readouterr()
-    assert lm("--resume", "run", *flag.split(), *ALONE) == 2
+    assert lm(f"--resume run {flag} {ALONE}") == 2
     assert told in the_only_line(capsys)
 
 
 def test_a_model_of_no_numbers_is_no_checkpoint(capsys):
-    too_fast = ["--lr", "1e30", "--clip", "0", "--warmup", "0", "--steps", "9"]
-    rarely_logged = ["--save-every", "1", *ALONE[:-1], "100"]
-    assert lm("--out", "run", *too_fast, *rarely_logged) == 1
+    too_fast = "--lr 1e30 --clip 0 --warmup 0 --steps 9 --save-every 1"
+    assert lm(f"--out run {too_fast} {ALONE.removesuffix('1')}100") == 1
     assert "which is not saved: take a smaller --lr" in capsys.readouterr().err
     assert os.listdir("run/checkpoints") == ["step-00000001"]
 
 
 def test_a_second_run_never_writes_into_the_first_ones_folder(capsys):
-    assert lm("--out", "run", *ALONE) == 0
+    assert lm(f"--out run {ALONE}") == 0
     capsys.readouterr()
-    assert lm("--out", "run", *ALONE) == 2
+    assert lm(f"--out run {ALONE}") == 2
     assert "--out run: exists" in the_only_line(capsys)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_code_1(capsys):
-    assert lm("--lr", "1e30", "--clip", "0", "--warmup", "0", "--steps", "9", *ALONE) == 1
+    assert lm(f"--lr 1e30 --clip 0 --warmup 0 --steps 9 {ALONE}") == 1
     assert re.search(r"the loss is (nan|inf).* at step \d+, which is not saved", capsys.readouterr().err)

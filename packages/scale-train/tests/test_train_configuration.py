@@ -72,7 +72,7 @@ def problems_of(*words: str) -> tuple[str, ...]:
     return told.value.problems
 
 
-def test_every_option_is_changed_in_what_is_printed_and_read_again():
+def test_every_option_is_changed_in_what_is_printed():
     for field in option_fields().values():
         values = {value_of(options, field) for options in ALL_CHANGED}
         assert values != {field.default}, field.key
@@ -162,7 +162,7 @@ def test_every_number_has_a_least_and_a_most():
 @pytest.mark.parametrize(
     "flag", [field for field in option_fields().values() if field.type in (int, float)], ids=lambda field: field.name
 )
-def test_numbers_that_cannot_be_meant_are_told_before_torch_is_loaded(flag):
+def test_numbers_that_cannot_be_meant_are_refused(flag):
     for number in ("-1", "1" + "0" * 30, "nan", "inf"):
         if flag.name == "lr" and number.startswith("1"):
             continue  # A learning rate of any size diverges, which is told in time.
@@ -196,7 +196,7 @@ def test_no_flag_denies_what_its_text_says():
     assert len(names) == len(set(names)), "two tables have a key of one name, and so one flag"
 
 
-def test_help_names_every_option_and_neither_it_nor_an_error_loads_torch():
+def test_help_names_every_option_and_loads_no_torch():
     shown = help_text(80)
     assert all(f"  {flag}" in shown for flag in option_fields())
     of_plan = plan_help_text(80)

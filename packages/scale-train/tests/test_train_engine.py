@@ -45,7 +45,7 @@ def decayed_names() -> list[tuple[list[str], bool, bool]]:
     return found
 
 
-def test_weight_decay_is_for_matrices_whether_they_are_sharded_or_not():
+def test_weight_decay_is_for_matrices_sharded_or_not():
     (by_shards, sharded, _), (whole, _, replicated), *others = run_ranks(decayed_names, 2)[0]
     assert by_shards == whole and sharded and replicated
     assert others == [(whole, False, True), (whole, False, False)]

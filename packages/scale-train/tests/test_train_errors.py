@@ -3,7 +3,7 @@ import pickle
 from scale_train.errors import InputError, Interrupted, TrainingDiverged
 
 
-def test_wrong_input_is_always_one_line_and_survives_the_way_between_processes():
+def test_wrong_input_is_one_line_and_can_be_pickled():
     error = InputError("first\n  second")
     assert str(error) == "first second"
     assert str(pickle.loads(pickle.dumps(error))) == "first second"

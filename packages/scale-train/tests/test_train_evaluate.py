@@ -29,7 +29,7 @@ def evaluated_here(parallel: str) -> float:
     return evaluated(parallel, group_of())
 
 
-def test_windows_are_spread_evenly_from_the_first_byte_to_the_last():
+def test_windows_are_spread_evenly_over_all_bytes():
     starts = held_out_starts(num_bytes=101, sequence=10, most_tokens=50)
     assert starts.tolist() == [0, 22, 45, 67, 90]
     assert held_out_starts(101, 10, 0).tolist() == list(range(0, 100, 10))

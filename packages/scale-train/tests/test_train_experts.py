@@ -105,7 +105,7 @@ def four_ranks(text: Path, alone: Trained, by_two: Trained, folder: Path) -> Non
 @pytest.mark.composition("scale-moe", "scale-tp", "scale-fsdp")
 @pytest.mark.composition("scale-pipe", "scale-moe", "scale-fsdp")
 @pytest.mark.composition("scale-pipe", "scale-moe", "DistributedDataParallel")
-def test_experts_in_stages_and_divided_layers_train_as_one_process(
+def test_experts_in_stages_and_divided_layers_are_one_process(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = trained(mixture(text, "none"))

@@ -93,7 +93,7 @@ def several(*ways: Options) -> list[tuple[list[float], float, int]]:
     return trained
 
 
-def test_two_ranks_train_in_fp16_as_one_and_on_the_host_as_on_the_device(text: Path) -> None:
+def test_two_ranks_train_in_fp16_as_one(text: Path) -> None:
     expected = plain_training(options(text, "none"))[0]
     ways = [options(text, way) for way in ("fsdp", "ddp", "sharded-ddp")]
     ways += [options(text, "pipe", chunks=2), options(text, "fsdp", cpu_offload=True)]

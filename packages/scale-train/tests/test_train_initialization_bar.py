@@ -93,6 +93,6 @@ def give_values_unit_by_unit() -> list[str]:
     return found
 
 
-def test_a_model_on_meta_gets_the_values_of_one_that_was_built_whole():
+def test_a_model_on_meta_gets_the_values_of_a_whole_one():
     assert give_values_unit_by_unit() == []
     assert run_ranks(give_values_unit_by_unit, 2) == [[], []]

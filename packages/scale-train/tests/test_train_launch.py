@@ -100,7 +100,7 @@ def whole(tmp_path_factory) -> dict[int, float]:
 
 @pytest.mark.fault(93)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
-def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_curve(whole):
+def test_a_run_that_loses_a_rank_goes_on_to_the_same_curve(whole):
     with program("--out", "broken") as killed:
         wait_for_step(killed, 3)
         os.kill(pid_of_rank(1, killed), signal.SIGKILL)
@@ -123,9 +123,7 @@ def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_cur
 
 @pytest.mark.fault(15)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
-def test_torchrun_starts_ranks_again_they_end_with_its_agent_and_what_they_saved_goes_on_to_the_same_curve(
-    whole, monkeypatch
-):
+def test_ranks_that_torchrun_restarts_go_on_to_the_same_curve(whole, monkeypatch):
     # The ranks that are started again wait here for their agent's end, in their fourth step.
     late = faults.delay_at("optimizer.step", 0, 4, seconds=600, attempt=1)
     for name, value in faults.to_environment(late).items():
@@ -152,7 +150,7 @@ def test_torchrun_starts_ranks_again_they_end_with_its_agent_and_what_they_saved
     assert losses("restarted") == whole
 
 
-def test_a_request_to_end_to_one_rank_is_obeyed_by_all_after_one_step_and_two_are_one():
+def test_a_sigterm_to_one_rank_ends_all_after_a_step():
     endless = " ".join(ARGUMENTS).replace(f"--steps {STEPS}", "--steps 100000").split()
     command = [sys.executable, "-m", "scale_train", *endless, "--out", "stopped"]
     with program(command=command) as started:
@@ -183,7 +181,7 @@ def test_ranks_that_somebody_else_started_are_joined(monkeypatch):
         _check_environment(Options(parallel=ParallelOptions(ranks=2)))
 
 
-def test_what_one_rank_alone_finds_it_says_and_what_all_find_rank_0_says():
+def test_rank_0_says_what_all_find_and_one_what_it_finds_alone():
     for found_by, speakers in (("all", [0]), ("machine", [0, 2]), ("rank", [0, 1, 2, 3])):
         outcome = RankExit(2, "what", found_by)
         said = [rank for rank in range(4) if outcome.should_print({"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})]
@@ -191,7 +189,7 @@ def test_what_one_rank_alone_finds_it_says_and_what_all_find_rank_0_says():
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_message_is_cut_where_it_is_longer_than_a_pipe_writes_at_once(more):
+def test_a_message_is_cut_to_what_a_pipe_writes_at_once(more):
     prefix = "scale-train: "
     message = _exit_of(2, ValueError("x" * (_PIPE_CHARACTERS - len(prefix) + more)), "all", 0).message
     assert message == prefix + "x" * (_PIPE_CHARACTERS - len(prefix)) + " ..." * more
@@ -206,7 +204,7 @@ def test_a_message_is_cut_where_it_is_longer_than_a_pipe_writes_at_once(more):
         ({"RANK": "y", "WORLD_SIZE": "2"}, "expected a number in RANK, got 'y'"),
     ],
 )
-def test_variables_that_are_wrong_are_one_line_and_code_2_on_any_rank(monkeypatch, capsys, variables, words):
+def test_wrong_variables_are_one_line_and_code_2_on_any_rank(monkeypatch, capsys, variables, words):
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -24,7 +24,7 @@ def stepped(param: torch.nn.Parameter) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_a_whole_parameter_holds_itself_its_gradient_and_two_moments():
+def test_a_parameter_holds_itself_a_gradient_and_two_moments():
     param = torch.nn.Parameter(torch.zeros(10, 3))
     optimizer = stepped(param)
     assert held_bytes([param], [param], optimizer) == 4 * 30 * 4 + 4
@@ -42,7 +42,7 @@ def test_a_shard_says_what_the_whole_would_need():
     assert replicated_bytes([param], optimizer) == 4 * 30 * 4 + 4
 
 
-def test_a_parameter_that_others_update_needs_as_much_state_as_one_that_this_rank_updates():
+def test_a_parameter_that_others_update_needs_state_as_well():
     whole, others = torch.nn.Parameter(torch.zeros(10, 3)), torch.nn.Parameter(torch.zeros(20))
     piece = torch.nn.Parameter(torch.zeros(5, 3))
     set_shard(piece, Shard("weight", (10, 3), 0, 15))
@@ -51,7 +51,7 @@ def test_a_parameter_that_others_update_needs_as_much_state_as_one_that_this_ran
     assert replicated_bytes([whole, others], optimizer) == 4 * 50 * 4 + 2 * 4
 
 
-def test_a_model_that_the_machine_cannot_hold_once_for_each_rank_is_refused(monkeypatch):
+def test_a_model_that_the_machine_cannot_hold_is_refused(monkeypatch):
     model = ModelOptions(layers=1, width=64, heads=2)  # 65 thousand parameters or so
     data = DataOptions(batch=4, sequence=8)
     options = Options(data, model, ParallelOptions(parallel="ddp"))

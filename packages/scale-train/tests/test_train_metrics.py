@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_made_anew_stays_as_it_was(path, monkeypatch, step
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_a_disk_that_fills_up_is_one_note_and_what_fits_later_is_kept(path, monkeypatch):
+def test_a_disk_that_fills_up_is_one_note(path, monkeypatch):
     notes: list[str] = []
     file = MetricsReporter(path, notes.append)
     with monkeypatch.context() as patch:

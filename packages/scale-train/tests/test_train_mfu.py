@@ -13,13 +13,13 @@ from scale_train.training.mfu import flops_per_token, peak_of, utilization_model
 CPU = torch.device("cpu")
 
 
-def test_a_token_costs_six_operations_for_each_parameter_and_those_of_attention():
+def test_a_token_costs_six_operations_for_each_parameter():
     # Brown et al., arXiv 2005.14165, Table D.1: 6 operations for each of 175 B parameters and 300 B tokens, 3.14e23.
     assert flops_per_token(174_600_000_000, 96, 12288, 0) * 300e9 == pytest.approx(3.14e23, rel=2e-3)
     assert flops_per_token(10, 2, 8, 16) == 60 + 12 * 2 * 8 * 16
 
 
-def test_utilization_is_what_the_model_needs_of_the_peak_of_all_ranks():
+def test_utilization_is_of_the_peak_of_all_ranks():
     options = Options(
         DataOptions(sequence=16), ModelOptions(layers=2, width=32, heads=2), run=RunOptions(peak_flops=1e9)
     )
@@ -63,7 +63,7 @@ def test_nothing_is_said_where_the_peak_is_not_known(tmp_path):
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
     ],
 )
-def test_peaks_are_those_of_16_bit_products_by_the_name_of_the_device(name, peak):
+def test_peaks_are_those_of_16_bit_products(name, peak):
     assert peak_of(name, "bf16") == peak_of(name, "fp16") == peak
     assert peak_of(name, "fp32") is None and peak_of("another", "bf16") is None
 
@@ -77,7 +77,7 @@ def test_peaks_are_those_of_16_bit_products_by_the_name_of_the_device(name, peak
         ("Tesla T4", 65e12),
     ],
 )
-def test_of_devices_that_multiply_no_bf16_nothing_is_known_in_bf16(name, peak):
+def test_devices_without_bf16_have_no_peak_in_bf16(name, peak):
     assert (peak_of(name, "fp16"), peak_of(name, "bf16")) == (peak, None)
 
 

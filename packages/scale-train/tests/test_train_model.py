@@ -79,7 +79,7 @@ def test_a_rotation_keeps_lengths_and_depends_on_distance_only():
     torch.testing.assert_close(turned[0] @ turned[2], turned[3] @ turned[5])
 
 
-def test_what_ends_in_the_residual_stream_starts_smaller_the_deeper_the_model():
+def test_residual_projections_start_smaller_in_deeper_models():
     torch.manual_seed(0)
     net = GPT(ModelConfig(layers=8, width=64, heads=2))
     wide, residual = net.blocks[0].feed_in.weight.std(), net.blocks[0].feed_out.weight.std()
@@ -92,7 +92,7 @@ def test_a_new_model_knows_nothing():
     assert model()(x, x.roll(1)).item() == pytest.approx(math.log(256), rel=0.05)
 
 
-def test_the_sizes_of_gpt3_count_what_the_paper_says_without_its_embeddings():
+def test_the_sizes_of_gpt3_count_what_the_paper_says():
     billions = {"gpt3-125m": 0.085, "gpt3-1.3b": 1.21, "gpt3-6.7b": 6.44, "gpt3-13b": 12.6, "gpt3-175b": 174.0}
     for name, expected in billions.items():
         shape = SIZES[name]
@@ -115,7 +115,7 @@ def test_numbers_that_make_no_model_are_named(changes, message):
         model(**changes)
 
 
-def test_generating_again_with_the_same_seed_gives_the_same_text_and_leaves_the_random_state_alone():
+def test_the_same_seed_generates_the_same_text():
     net, prompt = model().train(), torch.tensor([0])
     before = torch.get_rng_state()
     first = generate(net, prompt, 12, context=4, seed=5, temperature=1.0)
@@ -126,7 +126,7 @@ def test_generating_again_with_the_same_seed_gives_the_same_text_and_leaves_the_
     assert net.training
 
 
-def test_parameters_without_memory_are_passed_over_without_a_search(monkeypatch):
+def test_parameters_on_meta_are_passed_over_without_a_search(monkeypatch):
     searches, named_modules = [], GPT.named_modules
     monkeypatch.setattr(GPT, "named_modules", lambda self, *args: searches.append(1) or named_modules(self, *args))
     with torch.device("meta"):

@@ -148,7 +148,7 @@ def test_sequences_that_can_not_be_divided_so_are_refused(parallel, message):
         check_options(Options(parallel=ParallelOptions(**parallel)), 4)
 
 
-def test_divided_sequences_have_a_length_that_divides_and_gradients_of_their_own():
+def test_divided_sequences_have_a_length_that_divides():
     two = ParallelOptions(context_parallel=2)
     with pytest.raises(InputError, match=r"--sequence 7: --context-parallel 2 needs a multiple of 2.*--sequence 6$"):
         check_options(Options(data=DataOptions(sequence=7), parallel=two), 2)

@@ -52,7 +52,7 @@ def test_a_reader_that_has_gone_is_told_once():
 
 @pytest.mark.fault(108)
 @pytest.mark.parametrize("arguments", ["--ranks 1", "--ranks 1 --log-format json", "--ranks 2"])
-def test_a_standard_output_that_is_closed_from_the_start_changes_nothing(arguments):
+def test_a_standard_output_that_is_closed_changes_nothing(arguments):
     assert "Traceback" not in ends_well(">&-", arguments)
 
 

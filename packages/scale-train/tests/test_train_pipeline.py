@@ -208,7 +208,7 @@ def test_a_weight_of_two_stages_on_one_rank_is_not_sharded(text):
     check_options(folded, 2)  # One pipeline: there is nothing to shard among.
 
 
-def test_pipelines_that_solve_alone_do_not_communicate_in_each_micro_batch(text):
+def test_pipelines_that_solve_do_not_communicate_in_between(text):
     """Each would run another schedule after two steps, and wait for the others for ever."""
     two = piped(text, stages=2, schedule="solve")
     check_options(two, 4)  # The gradients of two replicas are averaged once, after the last micro-batch.

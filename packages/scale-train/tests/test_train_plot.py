@@ -41,7 +41,7 @@ def test_the_gain_has_an_axis_of_its_own():
     assert loss.get_ylabel() == "bits per byte"
 
 
-def test_the_noise_scale_stands_below_with_its_interval_and_the_suggested_batches():
+def test_the_noise_scale_stands_below_with_its_interval():
     noise: list[dict[str, object]] = [
         {"noise_scale": None, "noise_scale_low": None, "noise_scale_high": None, "suggested_batch": None},
         {"noise_scale": 90.0, "noise_scale_low": 20.0, "noise_scale_high": None, "suggested_batch": None},

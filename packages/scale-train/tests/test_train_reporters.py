@@ -64,7 +64,7 @@ def test_every_json_line_is_one_object_with_an_event(capsys):
     assert end == {"event": "end", "steps": 10}
 
 
-def test_the_bar_shows_the_numbers_of_the_last_step_and_lets_notes_scroll_by():
+def test_the_bar_shows_the_last_step_and_lets_notes_scroll_by():
     screen = io.StringIO()
     bar = ProgressBarReporter(400, 0, Console(file=screen, force_terminal=True, width=120))
     bar.advance(10)
@@ -99,7 +99,7 @@ def test_metrics_keep_steps_and_judgements(tmp_path):
 @pytest.mark.parametrize(
     "log_format, begins", [("auto", "step 10/400"), ("plain", "step 10/400"), ("json", '{"event"')]
 )
-def test_outside_a_terminal_lines_are_plain_unless_json_is_asked_for(tmp_path, capsys, log_format, begins):
+def test_outside_a_terminal_lines_are_plain_or_json(tmp_path, capsys, log_format, begins):
     begin_metrics(tmp_path / "metrics.jsonl", 0)
     make_reporter(Options(run=RunOptions(log_format=log_format)), 0, tmp_path).step(record())
     assert capsys.readouterr().out.startswith(begins)
@@ -158,7 +158,7 @@ def test_weights_and_biases_gets_options_scalars_and_summary(tmp_path, monkeypat
     assert settings["id"] == again["id"] == (tmp_path / "wandb-run").read_text() and again["resume"] == "allow"
 
 
-def test_a_logger_that_cannot_begin_is_wrong_input_and_the_others_are_closed(tmp_path, monkeypatch):
+def test_a_logger_that_cannot_begin_is_wrong_input(tmp_path, monkeypatch):
     begun, closed = [], []
 
     class Writer:
@@ -189,7 +189,7 @@ def test_a_logger_that_cannot_begin_is_wrong_input_and_the_others_are_closed(tmp
     assert begun == [(tmp_path / "run" / "tensorboard", 1)] and closed == ["tensorboard"]
 
 
-def test_a_logger_that_is_not_installed_is_named_with_its_install_line(monkeypatch):
+def test_a_missing_logger_is_named_with_its_install_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert option_problems(Options(run=RunOptions(log_to=("tensorboard", "wandb")))) == [
         "--log-to tensorboard: tensorboard is not installed: pip install tensorboard",

@@ -109,7 +109,7 @@ def leave_behind(machine: str) -> None:
 
 @pytest.mark.fault(107)
 @pytest.mark.parametrize("locks", [Lock.TAKEN, Lock.UNSUPPORTED], ids=["of one machine alone", "none"])
-def test_where_locks_do_not_reach_other_machines_their_runs_are_known_by_what_they_touch(monkeypatch, locks):
+def test_runs_of_other_machines_are_known_by_what_they_touch(monkeypatch, locks):
     monkeypatch.setattr(run_lock, "try_lock", lambda descriptor, exclusive: locks)
     monkeypatch.setattr(run_lock, "_WATCH_SECONDS", 1.0)
     leave_behind("another")
@@ -150,7 +150,7 @@ def test_the_file_of_this_machine_is_not_watched(monkeypatch):
     lock.release()
 
 
-def test_a_run_of_another_machine_that_ends_while_it_is_watched_leaves_the_folder_free(monkeypatch):
+def test_another_machines_run_that_ends_leaves_the_folder_free(monkeypatch):
     monkeypatch.setattr(run_lock, "_WATCH_SECONDS", 60.0)
     leave_behind("another")
     ending = threading.Timer(0.5, Path(FILE).unlink)

@@ -5,7 +5,7 @@ from scale_train.data import Sampler, slice_of_rank, windows_at
 from scale_train.errors import InputError
 
 
-def test_an_epoch_draws_every_window_once_and_the_next_one_in_another_order():
+def test_each_epoch_draws_every_window_once_in_another_order():
     sampler = Sampler(num_bytes=101, sequence=10, seed=0)
     first, second = sampler.starts(sampler.windows), sampler.starts(sampler.windows)
     for epoch in (first, second):
@@ -42,7 +42,7 @@ def test_the_shortest_text_has_one_window():
 
 
 @pytest.mark.parametrize(("num_ranks", "accumulate"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 3), (3, 2)])
-def test_the_micro_batches_of_all_ranks_one_after_the_other_are_the_global_batch(num_ranks, accumulate):
+def test_micro_batches_of_all_ranks_are_the_global_batch(num_ranks, accumulate):
     starts = torch.arange(24)
     parts = [slice_of_rank(starts, rank, num_ranks, accumulate) for rank in range(num_ranks)]
     assert [[len(piece) for piece in part] for part in parts] == [[24 // num_ranks // accumulate] * accumulate] * (
@@ -51,7 +51,7 @@ def test_the_micro_batches_of_all_ranks_one_after_the_other_are_the_global_batch
     assert torch.equal(torch.cat([torch.cat(together) for together in zip(*parts, strict=True)]), starts)
 
 
-def test_the_last_micro_batch_of_a_pipeline_is_smaller_where_they_do_not_divide():
+def test_the_last_micro_batch_of_a_pipeline_may_be_smaller():
     of_both = [slice_of_rank(torch.arange(10), rank, 2, 3) for rank in range(2)]
     assert [[piece.tolist() for piece in part] for part in of_both] == [
         [[0, 1], [4, 5], [8]],

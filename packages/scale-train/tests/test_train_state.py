@@ -30,7 +30,7 @@ def test_a_bar_is_shown_where_units_get_their_values_one_by_one(text: Path, monk
     assert asked == [shown]
 
 
-def test_speed_leaves_out_what_is_no_training_and_the_time_left_does_not(monkeypatch):
+def test_speed_leaves_out_pauses_and_the_time_left_does_not(monkeypatch):
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr("scale_train.training.state.time", SimpleNamespace(monotonic=lambda: now.seconds))
     clock = StepTimer(started=100.0, _last=100.0)

@@ -20,7 +20,7 @@ def report(**changes) -> RunSummary:
     return RunSummary(**{**facts, **changes})
 
 
-def test_the_report_shows_held_out_loss_memory_beside_ddp_and_a_sample():
+def test_the_report_shows_loss_memory_and_a_sample():
     shown = "\n".join(report().lines())
     for words in (
         "2.346 bits per byte",

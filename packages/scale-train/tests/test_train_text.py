@@ -14,7 +14,7 @@ def folder_with(root: Path, **files: bytes) -> Path:
     return root
 
 
-def test_the_default_text_is_the_standard_library_and_never_empty():
+def test_the_default_text_is_the_standard_library():
     text = read_text()
     assert text.num_documents > 100 and len(text.train) > 1_000_000
     assert "standard library" in text.describe() and "held out" in text.describe()
@@ -34,7 +34,7 @@ def test_of_many_files_every_twentieth_is_held_out_whole(tmp_path):
     assert b"<19>" not in bytes(text.train.tolist())
 
 
-def test_folders_are_read_in_sorted_order_without_hidden_binary_and_test_files(tmp_path):
+def test_folders_are_read_sorted_without_hidden_and_test_files(tmp_path):
     folder_with(
         tmp_path, b=b"B", a__z=b"AZ", a__tests__t=b"no", DOTgit__x=b"no", DOThidden=b"no", binary=b"\x7fELF\0no"
     )
@@ -63,7 +63,7 @@ def test_paths_that_overlap_are_read_once(tmp_path):
     assert "(every 20th document, 1 document)" in once.describe()
 
 
-def test_the_fingerprint_is_that_of_the_text_and_not_of_its_place(tmp_path):
+def test_the_fingerprint_is_of_the_text_and_not_of_its_path(tmp_path):
     one = read_text([folder_with(tmp_path / "one", a=b"text")])
     two = read_text([folder_with(tmp_path / "two", b=b"text")])
     other = read_text([folder_with(tmp_path / "three", a=b"Text")])

@@ -51,7 +51,7 @@ def options(tokenizer, tmp_path, monkeypatch) -> Options:
     return Options(data=data, parallel=ParallelOptions(parallel="none", device="cpu"))
 
 
-def test_tokens_are_those_of_the_library_with_a_separator_before_each_document(options, tokenizer):
+def test_tokens_are_those_of_the_library_with_separators(options, tokenizer):
     text, library = read_data(options), Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     end = library.token_to_id("<end>")
     held = [token for line in LINES[19::20] for token in (end, *library.encode(line).ids)]
@@ -61,7 +61,7 @@ def test_tokens_are_those_of_the_library_with_a_separator_before_each_document(o
     assert gpt_config(options).vocabulary == 300 == library.get_vocab_size()
 
 
-def test_tokens_are_read_from_the_disk_the_next_time_and_from_memory_where_there_is_none(options, monkeypatch):
+def test_tokens_are_read_from_the_disk_the_next_time(options, monkeypatch):
     first = read_data(options)
     assert [path.name for path in Path("cache").glob("*/*")].count("train") == 1
     with monkeypatch.context() as patch:
@@ -83,7 +83,7 @@ def test_a_long_text_is_encoded_in_pieces_that_end_with_a_line(tokenizer, monkey
     ]
 
 
-def test_bits_per_byte_are_those_of_plain_pytorch_at_any_tokenizer(options, capsys):
+def test_bits_per_byte_are_those_of_plain_pytorch(options, capsys):
     options = Options(
         options.data, ModelOptions(layers=1, width=16, heads=2), options.parallel, OptimizerOptions(steps=2),
         RunOptions(out=Path("run"), sample_length=4, prompt="the quick"),
@@ -98,7 +98,7 @@ def test_bits_per_byte_are_those_of_plain_pytorch_at_any_tokenizer(options, caps
     assert summary.sample.startswith("the quick") and torch.isfinite(weights(tokens)).all()
 
 
-def test_a_trained_model_is_judged_by_its_own_tokenizer_from_anywhere(options, tokenizer, monkeypatch, capsys):
+def test_a_trained_model_is_judged_by_its_own_tokenizer(options, tokenizer, monkeypatch, capsys):
     shutil.copytree(tokenizer, "mine")
     options = Options(
         replace(options.data, tokenizer="mine"), ModelOptions(layers=1, width=16, heads=2), options.parallel,

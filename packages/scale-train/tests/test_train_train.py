@@ -30,7 +30,7 @@ def text(sentences: Path) -> Path:
     return sentences
 
 
-def test_all_ranks_come_to_the_same_report_and_hold_half_of_what_ddp_needs(text, tmp_path, capsys):
+def test_all_ranks_report_the_same_and_hold_half_of_ddp(text, tmp_path, capsys):
     first, second = run_ranks(run_here, 2, tmp_path / "run", text)
     assert (first.sample, first.held_out_bits_per_byte) == (second.sample, second.held_out_bits_per_byte)
     assert first.held_memory_bytes == second.held_memory_bytes
@@ -40,7 +40,7 @@ def test_all_ranks_come_to_the_same_report_and_hold_half_of_what_ddp_needs(text,
     assert out.count("fsdp on 2 ranks (cpu)") == 1 and out.count("held-out loss") == 1
 
 
-def test_what_is_sharded_in_part_is_reported_as_what_each_rank_holds(text, tmp_path, capsys):
+def test_partial_sharding_is_reported_as_what_ranks_hold(text, tmp_path, capsys):
     for in_part, state_alone in run_ranks(run_in_part, 2, tmp_path, text):
         needed = in_part.ddp_memory_bytes  # parameters 1, gradients 1 and Adam 2 quarters of it
         assert needed == state_alone.ddp_memory_bytes
@@ -50,7 +50,7 @@ def test_what_is_sharded_in_part_is_reported_as_what_each_rank_holds(text, tmp_p
     assert "sharded-ddp on 2 ranks (cpu)" in capsys.readouterr().out
 
 
-def test_one_process_and_two_shards_judge_the_held_out_text_alike(text, tmp_path, capsys):
+def test_one_process_and_two_shards_judge_text_alike(text, tmp_path, capsys):
     alone = run_here(tmp_path / "alone", text, "none")
     together = run_ranks(run_here, 2, tmp_path / "together", text)[0]
     assert together.held_out_bits_per_byte == pytest.approx(alone.held_out_bits_per_byte, rel=1e-4)

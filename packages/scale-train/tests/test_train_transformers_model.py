@@ -83,7 +83,7 @@ def plain_weights(options: Options, model: torch.nn.Module) -> tuple[list[float]
     return losses, dict(model.state_dict())
 
 
-def test_a_folder_is_trained_as_by_a_plain_loop_to_the_bit_and_from_pretrained_reads_the_export(text, capsys):
+def test_a_folder_is_trained_as_by_a_plain_loop_and_exported(text, capsys):
     options = options_for(text, "llama", "none", "trained")
     _, expected = plain_weights(options, AutoModelForCausalLM.from_pretrained("llama", dtype=torch.float32).train())
     generation = json.loads((text.parent / "llama" / "generation_config.json").read_text())
@@ -170,7 +170,7 @@ def test_shards_are_exported_to_the_bit_and_judged_alike(text, capsys):
         assert each["perplexity"] == pytest.approx(2.718281828459045**nats, rel=1e-4)
 
 
-def test_what_does_not_go_with_a_model_of_transformers_is_told_at_once(text):
+def test_what_does_not_go_with_transformers_is_refused(text):
     options = Options(
         DataOptions(sequence=64),
         ModelOptions(size="small", dropout=0.1, model=Path("llama")),
@@ -204,7 +204,7 @@ def test_what_does_not_go_with_a_model_of_transformers_is_told_at_once(text):
         train_language_model(replace(options_for(text, "llama", "none"), run=RunOptions(export=Path("full"))), Group())
 
 
-def test_the_tokenizer_of_any_name_is_exported_as_transformers_reads_it(text):
+def test_a_tokenizer_of_any_name_is_exported(text):
     vocabulary = {f"<{index}>": index for index in range(4)}
     Tokenizer(models.WordLevel(vocabulary, unk_token="<0>")).save("own.json")
     model = LlamaForCausalLM(LLAMA)
@@ -213,7 +213,7 @@ def test_the_tokenizer_of_any_name_is_exported_as_transformers_reads_it(text):
     assert not (Path("exported") / "own.json").exists()
 
 
-def test_fields_of_another_version_of_transformers_are_no_other_model():
+def test_fields_of_another_transformers_are_no_other_model():
     own = {"model_type": "llama", "rope_theta": 1.0, "new": 1}
     check_same_fields({"model_type": "llama", "rope_theta": 1.0, "old": 2}, own, Path("p"))
     with pytest.raises(InputError, match=r"rope_theta is 2\.0 there, 1\.0 here"):

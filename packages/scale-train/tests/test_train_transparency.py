@@ -32,7 +32,7 @@ def assert_as_plain(text: Path, by_rank: list[list[Records]], loss_rel: float = 
 
 @pytest.mark.composition("scale-checkpoint", "ShardedDataParallel")
 @pytest.mark.composition("scale-checkpoint", "OSS")
-def test_sharded_ranks_train_as_replicas_to_the_bit_however_memory_is_saved(text: Path) -> None:
+def test_sharded_ranks_train_as_replicas_to_the_bit(text: Path) -> None:
     sharded, *same = run_ranks(
         curves,
         2,

@@ -184,7 +184,7 @@ def test_what_two_ranks_saved_four_resume(folder: str, of_one: tuple[Runs, Runs]
 
 
 @pytest.mark.soak
-def test_autocast_and_recomputation_are_as_those_of_the_plain_trainer(tmp_path: Path) -> None:
+def test_autocast_and_recomputation_are_the_plain_trainers(tmp_path: Path) -> None:
     """In bf16, gradients of other batches are rounded at other places: to 8 bits, as is the loss."""
     (expected,) = run_ranks(play_in_bf16, 1, str(tmp_path), [None])
     for runs in run_ranks(play_in_bf16, 2, str(tmp_path), [*SHARDINGS]):
@@ -302,7 +302,7 @@ def numbers_in(value: Any) -> list[Any]:
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of transformers, about its own options
-def test_what_programs_ask_of_a_trainer_is_as_of_the_plain_one_on_as_many_ranks(tmp_path: Path) -> None:
+def test_features_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
     for found in run_ranks(play_features, 2, str(tmp_path), limit_seconds=600):
         for name, by_sharding in found.items():
             expected = numbers_in(by_sharding.pop("None"))

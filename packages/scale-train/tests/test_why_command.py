@@ -26,7 +26,7 @@ def test_json_is_one_object(capsys):
     assert (found["rank"], found["kind"], found["num_logs"]) == (1, "ended", 1)
 
 
-def test_logs_that_do_not_say_why_are_code_1_and_no_logs_are_code_2(capsys, tmp_path):
+def test_logs_that_do_not_say_why_are_code_1_and_none_code_2(capsys, tmp_path):
     (tmp_path / "a.log").write_text("all is well")
     assert main(["why", str(tmp_path)]) == 1
     assert "these 1 logs do not say why" in capsys.readouterr().out
@@ -53,7 +53,7 @@ def rank_that_never_comes() -> None:
             contract.check_equal("the plan", ["b"])
 
 
-def test_ranks_leave_flight_records_where_the_variable_says_and_these_are_enough(capsys, tmp_path, monkeypatch):
+def test_flight_records_alone_are_enough(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("SCALE_FLIGHT_RECORDS", str(tmp_path / "records"))
     run_ranks(rank_that_never_comes, 2)
     assert [path.name.startswith("rank-00000-") for path in (tmp_path / "records").iterdir()] == [True]

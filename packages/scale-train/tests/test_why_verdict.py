@@ -60,7 +60,7 @@ def test_recorded_runs_are_explained(case, rank, step, sentence):
 
 
 @pytest.mark.parametrize("keep", ["records", r"attempt_0/0/"])
-def test_a_rank_that_froze_is_named_by_what_one_source_says_alone(keep):
+def test_a_rank_that_froze_is_named_by_either_source(keep):
     found = verdict(texts_of("freeze", keep))
     assert found.sentence.startswith("rank 1 never entered the gather of unit 'layers.0' in step 4")
 
@@ -113,7 +113,7 @@ def test_a_json_file_of_another_kind_says_nothing(text):
     assert verdict({"rank1.json": text}).kind == "unknown"
 
 
-def test_a_rank_that_was_lost_in_a_save_is_named_with_what_the_others_did_together():
+def test_a_rank_that_was_lost_in_a_save_is_named():
     text = (
         "scale_core.ScaleDistributedError: saving runs/step-00000005 failed: exchange with rank 1 failed: it has "
         "closed the connection, as a process does that ends or times out\nWhat each rank did last:\n"
