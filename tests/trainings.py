@@ -94,9 +94,15 @@ def recorded(losses: Sequence[float], state: Mapping[str, Tensor] | None = None,
     for name, of_steps in numbers.items():
         for step, number in enumerate(of_steps, start=1):
             tensors[Key(step, Phase.BUFFER, name)] = torch.tensor(number, dtype=torch.float64)
-    for name, tensor in (state or {}).items():
-        tensors[Key(len(losses), Phase.WEIGHT, name)] = tensor.detach().clone()
-    return Recording(tensors)
+    recording = Recording(tensors)
+    add_weights(recording, state or {})
+    return recording
+
+
+def add_weights(recording: Recording, state: Mapping[str, Tensor]) -> None:
+    """Adds full parameters and buffers after the last step."""
+    last = max((key.step for key in recording.tensors), default=1)
+    recording.tensors |= {Key(last, Phase.WEIGHT, name): tensor.detach().clone() for name, tensor in state.items()}
 
 
 def train(
@@ -246,7 +252,7 @@ def train_beside(
         for each in (plain, model):
             each.zero_grad()
     for recording, each in ((expected, plain), (actual, model)) if weights else ():
-        recording.tensors |= recorded([0.0] * steps, each.state_dict()).tensors
+        add_weights(recording, each.state_dict())
     return assert_parity(expected, [actual], rel=rel)
 
 

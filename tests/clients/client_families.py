@@ -1,6 +1,6 @@
 """Families of transformers under each technique: the cells of the table in the guide on models, and what fills them.
 
-`python tests/clients/client_families.py` prints the table.
+`PYTHONPATH=tests python tests/clients/client_families.py` prints the table.
 """
 
 from __future__ import annotations

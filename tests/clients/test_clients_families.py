@@ -1,7 +1,7 @@
 """The table of the guide on models of transformers is what these cells come out as.
 
 Each family once, and each technique with several of them, in every run; all cells in `soak`. Where a cell comes out as
-something else than the guide says, `python tests/clients/client_families.py` prints the table.
+something else than the guide says, `PYTHONPATH=tests python tests/clients/client_families.py` prints the table.
 """
 
 from __future__ import annotations

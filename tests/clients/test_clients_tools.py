@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from trainings import mean_gradients, outcomes
 
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
@@ -62,13 +62,12 @@ def plain_model() -> nn.Sequential:
 
 def plain_backward(plain: nn.Module) -> None:
     """The mean of both ranks' gradients, on one process."""
-    summands = []
-    for inputs, labels in zip(*whole_data(), strict=True):
-        plain.zero_grad()
-        nn.functional.cross_entropy(plain(inputs), labels).backward()
-        summands.append([param.grad for param in plain.parameters()])
-    for param, (one, other) in zip(plain.parameters(), zip(*summands, strict=True), strict=True):
-        param.grad = (one + other) / 2
+
+    def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+        inputs, labels = whole_data()
+        return nn.functional.cross_entropy(model(inputs[rank]), labels[rank])
+
+    mean_gradients(plain, loss_of, 0, 2)
 
 
 def has_gradients(model: nn.Module, plain: nn.Module) -> None:
@@ -145,30 +144,25 @@ def is_missing(title: str) -> bool:
     return title in NEEDS and find_spec(NEEDS[title]) is None
 
 
-def play(titles: list[str], folder: str) -> list[str]:
-    """The blocks that did on this rank what they say; ranks start once for all."""
-    for title in titles:
-        (CASES | COMPILED)[title](folder)
-        dist.barrier()
-    return titles
+def run_block(title: str, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (CASES | COMPILED)[title](str(folder))
 
 
-@pytest.fixture(scope="module")
-def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    titles = [title for title in CASES if not is_missing(title)]
-    return run_ranks(play, 2, titles, str(tmp_path_factory.mktemp("snapshots")))
+on_two_ranks = outcomes(run_block, [title for title in CASES if not is_missing(title)], 2)
 
 
 @pytest.mark.parametrize("title", CASES)
-def test_a_block_of_the_guide_does_what_it_says(title: str, of_two_ranks: list[list[str]]) -> None:
+def test_a_block_of_the_guide_does_what_it_says(title: str, on_two_ranks: Callable[[str], Sequence[None]]) -> None:
     if is_missing(title):
         pytest.skip(f"{NEEDS[title]} is not installed")
-    assert all(title in found for found in of_two_ranks)
+    on_two_ranks(title)
 
 
 @pytest.mark.soak
-def test_the_blocks_that_compile_do_what_they_say(tmp_path: Path) -> None:
-    assert run_ranks(play, 2, list(COMPILED), str(tmp_path)) == [list(COMPILED)] * 2
+@pytest.mark.parametrize("title", COMPILED)
+def test_a_block_that_compiles_does_what_it_says(title: str, tmp_path: Path) -> None:
+    run_ranks(run_block, 2, title, tmp_path)
 
 
 def test_every_block_of_the_guide_is_run() -> None:

@@ -144,7 +144,7 @@ def compare(
         gains.append(measured(optimizer))
         optimizer.zero_grad()
     optimizer.unhook()
-    assert len({gain for gain, *_ in gains}) == STEPS  # It is no bound that they have in common.
+    assert len({gain for gain, *_ in gains}) == STEPS, gains  # It is no bound that they have in common.
     assert_same_gains(expected, gains)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainings import assert_parity, recorded, train
+from trainings import add_weights, assert_parity, train
 
 import scale_fsdp
 import scale_tp
@@ -73,7 +73,7 @@ def spread(kind: str, attention: Any) -> Recording:
     if isinstance(optimizer, OSS):
         optimizer.wait()
     full = {"sharded": scale_fsdp.full_state_dict, "layers": scale_tp.full_state_dict}.get(kind, nn.Module.state_dict)
-    trained.tensors |= recorded([0.0] * 3, full(model)).tensors
+    add_weights(trained, full(model))
     scale_tp.destroy_model_parallel()
     return trained
 

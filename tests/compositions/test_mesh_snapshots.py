@@ -300,23 +300,20 @@ def whole(folder: str, case: Case) -> dict[str, Any]:
     return training.state()
 
 
-def differences(training: Training, expected: Mapping[str, Any]) -> list[str]:
-    """The entries of this rank that are not what stands in the full state."""
-    wrong, found = [], training.state()
-    for key, value in found.items():
+def assert_holds(training: Training, expected: Mapping[str, Any], where: str) -> None:
+    """Compares the entries of this rank with the full state, to the bit."""
+    state, saved = training.state(), saved_groups(expected)
+    for key, value in state.items():
         if isinstance(value, Tensor):
-            there, ours = expected.get(key), value.detach()
-            if isinstance(value, LocalShard) and isinstance(there, Tensor):
+            full, ours = expected.get(key), value.detach()
+            if isinstance(value, LocalShard) and isinstance(full, Tensor):
                 ours = value.tensor.reshape(-1)
-                there = elements_of(there, value.start, value.stop, value.ranges)
-            if there is None or not torch.equal(ours, there):
-                wrong.append(key)
-    saved = saved_groups(expected)
+                full = elements_of(full, value.start, value.stop, value.ranges)
+            assert full is not None and torch.equal(ours, full), f"{where}: {key}"
     options = {name: group.options for group in saved for name in group.names}
-    for group in saved_groups(found):
-        wants = [options[name] for name in group.names] or [saved[group.number].options]
-        wrong += [f"options {group.number}" for each in wants if each != group.options]
-    return wrong
+    for group in saved_groups(state):
+        wanted = [options[name] for name in group.names] or [saved[group.number].options]
+        assert all(each == group.options for each in wanted), f"{where}: options of group {group.number}"
 
 
 def groups_of(meshes: Iterable[Mesh]) -> Groups:
@@ -333,53 +330,54 @@ def groups_of(meshes: Iterable[Mesh]) -> Groups:
     return {ranks: dist.new_group(list(ranks)) for ranks in sorted(needed)}
 
 
-def between(folder: str, cases: Mapping[Case, Sequence[Mesh]]) -> list[str]:
-    groups = groups_of(mesh for chosen in cases.values() for mesh in chosen)
-    wrong = []
-    for number, (case, chosen) in enumerate(cases.items()):
-        places = {mesh: f"{folder}/{number}-{at}" for at, mesh in enumerate(chosen)}
-        for mesh, place in places.items():
-            if dist.get_rank() < mesh.num_ranks:
-                training = Training(mesh, case, groups)
-                training.train()
-                training.save(place)
+def save_and_load(folder: Path, case: Case, chosen: Sequence[Mesh]) -> None:
+    """Trains and saves on each mesh, and loads that on each."""
+    groups = groups_of(chosen)
+    places = {mesh: f"{folder}/{number}" for number, mesh in enumerate(chosen)}
+    for mesh, place in places.items():
+        if dist.get_rank() < mesh.num_ranks:
+            training = Training(mesh, case, groups)
+            training.train()
+            training.save(place)
+            training.leave()
+            assert_holds(training, whole(place, case), f"{mesh} as saved")
+        dist.barrier()
+    for (first, place), second in itertools.product(places.items(), chosen):
+        if dist.get_rank() < second.num_ranks:
+            expected = whole(place, case)
+            for load in [Training.load, Training.load_from_dcp][: 1 + (first.num_ranks == dist.get_world_size())]:
+                training = Training(second, case, groups, seed=2)
+                load(training, place)
+                assert_holds(training, expected, f"{first} to {second}")
                 training.leave()
-                found = differences(training, whole(place, case))
-                wrong += [f"{case} {mesh}: {each} as saved" for each in found]
-            dist.barrier()
-        for (first, place), second in itertools.product(places.items(), chosen):
-            if dist.get_rank() < second.num_ranks:
-                expected = whole(place, case)
-                for load in [Training.load, Training.load_from_dcp][: 1 + (first.num_ranks == dist.get_world_size())]:
-                    training = Training(second, case, groups, seed=2)
-                    load(training, place)
-                    wrong += [f"{case} {first} to {second}: {each}" for each in differences(training, expected)]
-                    training.leave()
-            dist.barrier()
-    return wrong
+        dist.barrier()
+
+
+def in_parts(folder: Path, possible: Sequence[Mesh], size: int) -> Iterator[tuple[Path, Sequence[Mesh]]]:
+    """Some meshes at a time, each with a folder of its own."""
+    for number in range(0, len(possible), size):
+        part = folder / str(number)
+        part.mkdir()
+        yield part, possible[number : number + size]
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 @pytest.mark.fault(61)
-def test_what_any_mesh_has_saved_any_other_loads_to_the_bit(tmp_path: Path) -> None:
-    chosen = {}
-    for number, case in enumerate(CASES):
-        everything = list(meshes(case))
-        chosen[case] = random.Random(number).sample(everything, 4)
-    assert run_ranks(between, RANKS, str(tmp_path), chosen, limit_seconds=600) == [[]] * RANKS
+@each_case
+def test_what_any_mesh_has_saved_any_other_loads_to_the_bit(case: Case, tmp_path: Path) -> None:
+    chosen = random.Random(CASES.index(case)).sample(list(meshes(case)), 4)
+    run_ranks(save_and_load, RANKS, tmp_path, case, chosen)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_so_it_is_between_all_meshes(case: Case, tmp_path: Path) -> None:
     everything = list(meshes(case))
     random.Random(0).shuffle(everything)
-    for number in range(0, len(everything), 8):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert (
-            run_ranks(between, RANKS, str(folder), {case: everything[number : number + 8]}, limit_seconds=600)
-            == [[]] * 4
-        )
+    for folder, chosen in in_parts(tmp_path, everything, 8):
+        run_ranks(save_and_load, RANKS, folder, case, chosen)
 
 
 EIGHT = (
@@ -409,42 +407,40 @@ def trained_alone(mesh: Mesh, case: Case) -> tuple[nn.Module, dict[str, Any]]:
     return model, sharded_state_dict(model, optimizer)
 
 
-def as_one_process(meshes: Sequence[Mesh], case: Case, folder: str) -> list[str]:
+def train_as_one_process(mesh: Mesh, case: Case, folder: str) -> None:
     """Compares in fp64, where another order of sums leaves 1e-13; Adam divides by small gradients."""
-    groups, wrong = groups_of(meshes), []
-    for number, mesh in enumerate(meshes):
-        training = Training(mesh, case, groups)
-        training.train()
-        training.save(f"{folder}/{number}")
-        model, expected = trained_alone(mesh, case)
-        start = Net(case.tied).double().parameters()
-        moved = torch.cat([(a - b).flatten() for a, b in zip(model.parameters(), start, strict=True)])
-        found = whole(f"{folder}/{number}", case)
-        assert moved.abs().max() > 1e-3 and found.keys() == expected.keys()
-        for key, value in expected.items():
-            if isinstance(value, Tensor) and not torch.allclose(found[key], value, rtol=1e-8, atol=1e-10):
-                wrong.append(f"{case} {mesh}: {key} off by {(found[key] - value).abs().max():.2g}")
-        dist.barrier()
-    return wrong
+    training = Training(mesh, case, groups_of([mesh]))
+    training.train()
+    training.save(folder)
+    model, expected = trained_alone(mesh, case)
+    moved = [(a - b).abs().max() for a, b in zip(model.parameters(), Net(case.tied).double().parameters(), strict=True)]
+    read = whole(folder, case)
+    assert max(moved) > 1e-3 and read.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(
+                read[key], value, rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}"
+            )
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", [case for case in CASES if not case.adascale], ids=str)
-def test_eight_ranks_train_what_one_process_trains(case: Case, tmp_path: Path) -> None:
-    chosen = [mesh for mesh in EIGHT if can_be_built(mesh, case)]
-    assert run_ranks(as_one_process, 8, chosen, case, str(tmp_path), timeout=900) == [[]] * 8
+@pytest.mark.parametrize(
+    "mesh, case",
+    [(mesh, case) for case in CASES for mesh in EIGHT if not case.adascale and can_be_built(mesh, case)],
+    ids=str,
+)
+def test_eight_ranks_train_what_one_process_trains(mesh: Mesh, case: Case, tmp_path: Path) -> None:
+    run_ranks(train_as_one_process, 8, mesh, case, str(tmp_path), limit_seconds=900)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_what_eight_ranks_have_saved_any_mesh_loads(case: Case, tmp_path: Path) -> None:
     everything = [*EIGHT, Mesh(), Mesh((("pipe", 2), ("data", 2)), "fsdp"), Mesh((("data", 4),), "oss")]
     possible = [mesh for mesh in everything if can_be_built(mesh, case)]
     random.Random(CASES.index(case)).shuffle(possible)
-    for number in range(0, len(possible), 4):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert run_ranks(between, 8, str(folder), {case: possible[number : number + 4]}, timeout=900) == [[]] * 8
+    for folder, chosen in in_parts(tmp_path, possible, 4):
+        run_ranks(save_and_load, 8, folder, case, chosen, limit_seconds=900)
 
 
 class Uneven(nn.Module):

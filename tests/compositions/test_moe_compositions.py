@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from trainings import assert_parity, drawn, recorded, train
+from trainings import add_weights, assert_parity, drawn, recorded, train
 
 from scale_check.recording import Recording
 from scale_checkpoint import checkpoint_wrapper
@@ -129,7 +129,7 @@ def shard_experts(replicas: int, around: Around | None, folder: str) -> Recordin
     assert shard.shape == (EXPERTS, DIM, 8)
     assert [axis.group.size for axis in shard.axes] == [replicas, 4 // replicas]
     assert shard.name == "blocks.0.moe.experts.down_proj"
-    trained.tensors |= recorded([0.0] * STEPS, model.state_dict()).tensors
+    add_weights(trained, model.state_dict())
     return trained
 
 
@@ -170,15 +170,15 @@ def test_experts_beside_replicas_train_as_one_process(way: str, tmp_path: Path) 
     model = plain_net()
     clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
     expected = train(model, optimizer_of(model.parameters()), loss_of, range(STEPS), clip=clip)
-    weights = recorded([0.0] * STEPS, model.state_dict())
-    expected.tensors |= weights.tensors if "fsdp" in way else {}
+    if "fsdp" in way:
+        add_weights(expected, model.state_dict())
     assert_parity(expected, run_ranks(WAYS[way], 4, str(tmp_path)), rel=1e-6)
 
     alone = plain_net()
     fresh = optimizer_of(alone.parameters())
     read = load_snapshot(tmp_path, partial(target_state_dict, alone, fresh), Group())
     load_sharded_state_dict(read.state, alone, fresh, copy=False)
-    assert_parity(weights, [recorded([0.0] * STEPS, alone.state_dict())], rel=1e-6)
+    assert_parity(recorded([0.0], model.state_dict()), [recorded([0.0], alone.state_dict())], rel=1e-6)
 
 
 def wrap_over_all_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:

@@ -39,7 +39,7 @@ def mixtral() -> Any:
     torch.manual_seed(3)
     sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).double()
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
 
 
 def batch_of(rows: slice) -> dict[str, Tensor]:

@@ -236,7 +236,7 @@ Results = Callable[[str], Sequence[None]]
 
 
 @pytest.mark.composition("scale-adascale", "scale-pipe")
-@pytest.mark.parametrize("case", map(str, CASES))
+@pytest.mark.parametrize("case", [str(case) for case in CASES])
 def test_the_gain_of_a_pipeline_is_that_of_one_process(case: str, on_two_ranks: Results) -> None:
     on_two_ranks(case)
 
@@ -244,7 +244,7 @@ def test_the_gain_of_a_pipeline_is_that_of_one_process(case: str, on_two_ranks: 
 @pytest.mark.composition("scale-adascale", "scale-pipe", "scale-fsdp")
 @pytest.mark.composition("scale-adascale", "scale-pipe", "ShardedDataParallel")
 @pytest.mark.composition("scale-adascale", "scale-pipe", "DistributedDataParallel")
-@pytest.mark.parametrize("case", map(str, REPLICATED))
+@pytest.mark.parametrize("case", [str(case) for case in REPLICATED])
 def test_the_gain_of_stages_with_replicas_is_that_of_one_process(case: str, on_four_ranks: Results) -> None:
     on_four_ranks(case)
 

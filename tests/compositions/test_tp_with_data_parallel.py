@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from trainings import assert_parity, recorded, train
+from trainings import add_weights, assert_parity, train
 
 import scale_tp
 from scale_check.recording import Recording
@@ -142,7 +142,7 @@ def in_units(by_block: bool, sequence_parallel: bool, folder: str) -> Recording:
     shard = shard_of(model.get_parameter("blocks.0.down.weight"))
     assert shard.shape == (DIM, HIDDEN)
     assert [axis.group.size for axis in shard.axes] == [2, 2]
-    trained.tensors |= recorded([0.0] * STEPS, read_by_a_plain_model(model, optimizer, folder)).tensors
+    add_weights(trained, read_by_a_plain_model(model, optimizer, folder))
     compare_whole_over_both_axes(model, folder)
     return trained
 
@@ -154,7 +154,7 @@ def in_sharded_ddp(sequence_parallel: bool, folder: str) -> Recording:
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, process_group=group)
     wrapped = ShardedDataParallel(model, optimizer, process_group=group)
     trained = train_divided(wrapped, optimizer, lambda: optimizer.clip_grad_norm_(0.5))
-    trained.tensors |= recorded([0.0] * STEPS, read_by_a_plain_model(model, optimizer, folder)).tensors
+    add_weights(trained, read_by_a_plain_model(model, optimizer, folder))
     return trained
 
 

@@ -40,6 +40,8 @@ KINDS = ("fsdp", "oss", "tp", "pipe")
 OVER_DDP = ("oss-ddp", "adascale")  # where torch's DDP communicates: its errors are torch's own
 STEPS, SAVE_EVERY, WIDTH, CHUNKS = 8, 2, 8, 4
 SNAPSHOTS = "snapshots"
+Whole = Callable[[str, int], Path]
+"""The folder of a run without faults, of a kind and a number of ranks."""
 
 
 class Block(nn.Module):
@@ -266,9 +268,7 @@ def train(
 
 def _tell(place: Path, put: Sequence[faults.Fault], survivors: int, ended: Ended) -> None:
     """Writes how this rank ended, and waits until all others that can do so have: its end is not to be the first."""
-    part = place / f"part-{dist.get_rank()}"
-    part.write_text(json.dumps(asdict(ended)))
-    part.rename(place / f"ended-{dist.get_rank()}")
+    _write(place, ended)
     deadline = time.monotonic() + 60
     while len(list(place.glob("ended-*"))) < survivors and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -276,6 +276,17 @@ def _tell(place: Path, put: Sequence[faults.Fault], survivors: int, ended: Ended
         if fault.action == "stop":  # As a person would who reads the error.
             with suppress(ProcessLookupError):
                 os.kill(int((place / f"pid-{fault.rank}").read_text()), signal.SIGKILL)
+
+
+def say_how_it_ended(folder: Path, error: Exception, seconds: float) -> None:
+    """Writes the error of this rank's own program."""
+    _write(folder, Ended(type(error).__name__, str(error), 0, seconds))
+
+
+def _write(place: Path, ended: Ended) -> None:
+    part = place / f"part-{dist.get_rank()}"
+    part.write_text(json.dumps(asdict(ended)))
+    part.rename(place / f"ended-{dist.get_rank()}")
 
 
 def ended(folder: Path) -> dict[int, Ended]:

@@ -9,12 +9,24 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fault_trainings import KINDS, OVER_DDP, SNAPSHOTS, STEPS, Block, build, digest, ended, losses, train
+from fault_trainings import (
+    KINDS,
+    OVER_DDP,
+    SNAPSHOTS,
+    STEPS,
+    Block,
+    Whole,
+    build,
+    digest,
+    ended,
+    losses,
+    say_how_it_ended,
+    train,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,24 +39,9 @@ from scale_core.testing.faults import Fault, delay_at, enospc_at, raise_at
 FSDP_QUICKLY = [pytest.param(kind, marks=[] if kind == "fsdp" else [pytest.mark.soak]) for kind in KINDS]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of a run without faults, of a kind and a number of ranks."""
-    known: dict[tuple[str, int], Path] = {}
-
-    def folder(kind: str, num_ranks: int) -> Path:
-        if (kind, num_ranks) not in known:
-            path = tmp_path_factory.mktemp(kind)
-            run_ranks(train, num_ranks, kind, str(path))
-            known[kind, num_ranks] = path
-        return known[kind, num_ranks]
-
-    return folder
-
-
-def assert_same_run(folder: Path, whole: Path) -> None:
-    assert losses(folder) == losses(whole)
-    assert digest(folder, STEPS) == digest(whole, STEPS)
+def assert_same_run(folder: Path, expected: Path) -> None:
+    assert losses(folder) == losses(expected)
+    assert digest(folder, STEPS) == digest(expected, STEPS)
     assert not [path.name for path in (folder / SNAPSHOTS).iterdir() if ".tmp" in path.name]
 
 
@@ -59,7 +56,7 @@ RAISED = [
 ]
 
 
-def check_raised(kind: str, num_ranks: int, fault: Fault, folder: Path, whole: Any) -> None:
+def check_raised(kind: str, num_ranks: int, fault: Fault, folder: Path, whole: Whole) -> None:
     first, again = folder / "first", folder / "again"
     first.mkdir()
     again.mkdir()
@@ -82,7 +79,7 @@ def check_raised(kind: str, num_ranks: int, fault: Fault, folder: Path, whole: A
 @pytest.mark.fault(11)
 @pytest.mark.parametrize(("kind", "num_ranks", "fault"), RAISED[:1], ids=str)
 def test_all_hear_what_one_rank_raises_and_run_the_step_again(
-    kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Any
+    kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Whole
 ) -> None:
     check_raised(kind, num_ranks, fault, tmp_path, whole)
 
@@ -91,7 +88,7 @@ def test_all_hear_what_one_rank_raises_and_run_the_step_again(
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "num_ranks", "fault"), RAISED[1:], ids=str)
 def test_it_is_so_with_every_technique_and_in_every_step(
-    kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Any
+    kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Whole
 ) -> None:
     check_raised(kind, num_ranks, fault, tmp_path, whole)
 
@@ -101,14 +98,14 @@ LATE = [("fsdp", "reduce_scatter"), ("oss", "reduce_scatter"), ("tp", "all_gathe
 
 @pytest.mark.fault(19)
 @pytest.mark.parametrize(("kind", "point"), [pytest.param(*each, marks=pytest.mark.soak) for each in LATE])
-def test_a_rank_that_is_late_changes_nothing(kind: str, point: str, tmp_path: Path, whole: Any) -> None:
+def test_a_rank_that_is_late_changes_nothing(kind: str, point: str, tmp_path: Path, whole: Whole) -> None:
     run_ranks(train, 2, kind, str(tmp_path), [delay_at(point, 1, 3, seconds=0.5)])
     assert_same_run(tmp_path, whole(kind, 2))
 
 
 @pytest.mark.fault(42)
 @pytest.mark.parametrize("point", ["snapshot.room", "snapshot.tensor"])
-def test_a_full_disk_leaves_out_a_snapshot_and_training_goes_on(point: str, tmp_path: Path, whole: Any) -> None:
+def test_a_full_disk_leaves_out_a_snapshot_and_training_goes_on(point: str, tmp_path: Path, whole: Whole) -> None:
     told = [enospc_at(point, 0, 4)]
     with pytest.raises(Exception, match=r"failed on rank 0 of 2: OSError: \[Errno 28\] No space left"):
         run_ranks(train, 2, "fsdp", str(tmp_path), told)
@@ -200,9 +197,7 @@ def loader_loses_a_worker(kind: str, folder: str) -> None:
         for step, _ in enumerate(DataLoader(Rows(kills=rank == 1), batch_size=1, num_workers=1)):
             training.step(step)
     except Exception as error:
-        part = Path(folder) / f"part-{rank}"
-        part.write_text(f"{type(error).__name__}\n{time.monotonic() - began}\n{error}")
-        part.rename(Path(folder) / f"told-{rank}")
+        say_how_it_ended(Path(folder), error, time.monotonic() - began)
         if rank == 1:
             os._exit(1)  # As a program does that ends by this error; nobody is left to meet at the end.
         raise
@@ -214,17 +209,18 @@ def test_a_killed_worker_of_a_loader_is_named(kind: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
     with pytest.raises(Exception, match=r"rank 1"):
         run_ranks(loader_loses_a_worker, 2, kind, str(tmp_path))
-    error, seconds, text = (tmp_path / "told-1").read_text().split("\n", 2)
+    (of_0, of_1) = (ended(tmp_path)[rank] for rank in range(2))
     # torch's loader hears of it by a signal, which has the pid, or by the worker's queue, whichever is first.
-    by_signal = error == "RuntimeError" and re.search(r"DataLoader worker \(pid.* \d+\)", text)
-    assert by_signal or error == "ConnectionResetError", text
-    error, seconds, text = (tmp_path / "told-0").read_text().split("\n", 2)
-    assert float(seconds) < 60
+    by_signal = of_1.kind == "RuntimeError" and re.search(r"DataLoader worker \(pid.* \d+\)", of_1.text)
+    assert by_signal or of_1.kind == "ConnectionResetError", of_1
+    assert of_0.seconds < 60
     if kind in OVER_DDP:  # What waits there is torch's reducer; its error is torch's own.
-        assert error in ("RuntimeError", "DistBackendError") and re.search("(closed|reset) by peer", text), text
+        assert of_0.kind in ("RuntimeError", "DistBackendError") and re.search("(closed|reset) by peer", of_0.text), (
+            of_0
+        )
     else:
-        assert error == ("TransferError" if kind == "tp" else "ScaleDistributedError"), text
-        assert "with rank 1" in text and "start from the last checkpoint" in text, text
+        assert of_0.kind == ("TransferError" if kind == "tp" else "ScaleDistributedError"), of_0
+        assert "with rank 1" in of_0.text and "start from the last checkpoint" in of_0.text, of_0
 
 
 def validates(kind: str) -> tuple[str, float]:
@@ -267,7 +263,7 @@ def validates_nothing() -> str:
 @pytest.mark.fault(11)
 @pytest.mark.soak
 def test_a_tensor_parallel_rank_that_raises_is_named_at_once(
-    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", 60.0)
     with pytest.raises((ScaleDistributedError, faults.InjectedError)):
@@ -291,9 +287,7 @@ def only_rank_0_saves(folder: str) -> None:
         else:
             training.step(1)
     except Exception as error:
-        part = Path(folder) / f"part-{rank}"
-        part.write_text(f"{type(error).__name__}\n{time.monotonic() - began}\n{error}")
-        part.rename(Path(folder) / f"told-{rank}")
+        say_how_it_ended(Path(folder), error, time.monotonic() - began)
         raise
 
 
@@ -303,10 +297,10 @@ def test_a_save_on_one_rank_alone_is_an_error_on_all(tmp_path: Path, monkeypatch
     with pytest.raises(ScaleDistributedError):
         run_ranks(only_rank_0_saves, 2, str(tmp_path))
     for rank, other in ((0, "rank 1"), (1, "rank 0")):
-        kind, seconds, text = (tmp_path / f"told-{rank}").read_text().split("\n", 2)
-        assert kind == "ScaleDistributedError" and other in text and float(seconds) < 60, (kind, text)
+        error = ended(tmp_path)[rank]
+        assert error.kind == "ScaleDistributedError" and other in error.text and error.seconds < 60, error
         if rank == 0:
-            assert "  rank 1: elsewhere: " in text and "failed in the comparison of replicas" in text, text
+            assert "  rank 1: elsewhere: " in error.text and "failed in the comparison of replicas" in error.text
     assert not list(tmp_path.glob("step-*"))
 
 

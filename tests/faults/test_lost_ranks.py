@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fault_trainings import SAVE_EVERY, SNAPSHOTS, STEPS, Ended, digest, ended, losses, train
+from fault_trainings import SAVE_EVERY, SNAPSHOTS, STEPS, Ended, Whole, digest, ended, losses, train
 
 import scale_core.testing.ranks
 from scale_core.snapshot import latest_snapshot
@@ -99,23 +98,6 @@ SAVING = tuple(
     )
 )
 
-Undisturbed = Callable[[str, int], Path]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The folder of a run without faults, of a kind and a number of ranks."""
-    known: dict[tuple[str, int], Path] = {}
-
-    def folder(kind: str, num_ranks: int) -> Path:
-        if (kind, num_ranks) not in known:
-            path = tmp_path_factory.mktemp(kind)
-            assert run_ranks(train, num_ranks, kind, str(path)) == [0] * num_ranks
-            known[kind, num_ranks] = path
-        return known[kind, num_ranks]
-
-    return folder
-
 
 @pytest.fixture(autouse=True)
 def _survivors_have_time_to_say_what_they_saw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +112,8 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def check(case: Case, folder: Path, undisturbed: Undisturbed) -> None:
-    whole = undisturbed(case.kind, case.num_ranks)
+def check(case: Case, folder: Path, whole: Whole) -> None:
+    expected = whole(case.kind, case.num_ranks)
     frozen = any(fault.action == "stop" for fault in case.put)
     limit = LIMIT if frozen else 120.0
     with pytest.raises(Exception) as raised:  # noqa: PT011  # Which rank's error it is depends on who ends first.
@@ -146,13 +128,13 @@ def check(case: Case, folder: Path, undisturbed: Undisturbed) -> None:
         assert not is_alive(int(path.read_text())), path.name
     newest = latest_snapshot(folder / SNAPSHOTS)
     assert newest is not None and newest.name == f"step-{case.last:08d}"
-    assert digest(folder, case.last) == digest(whole, case.last)
+    assert digest(folder, case.last) == digest(expected, case.last)
 
     assert run_ranks(train, case.num_ranks, case.kind, str(folder)) == [case.last] * case.num_ranks
-    assert losses(folder) == losses(whole)
+    assert losses(folder) == losses(expected)
     names = sorted(path.name for path in (folder / SNAPSHOTS).iterdir())
     assert names == [f"step-{step:08d}" for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)], names
-    assert digest(folder, STEPS) == digest(whole, STEPS)
+    assert digest(folder, STEPS) == digest(expected, STEPS)
 
 
 def assert_names_the_culprit(case: Case, rank: int, error: Ended) -> None:
@@ -164,19 +146,19 @@ def assert_names_the_culprit(case: Case, rank: int, error: Ended) -> None:
 
 @pytest.mark.fault(2, 18)
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_nothing_is_lost_with_a_rank(case: Case, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    check(case, tmp_path, undisturbed)
+def test_nothing_is_lost_with_a_rank(case: Case, tmp_path: Path, whole: Whole) -> None:
+    check(case, tmp_path, whole)
 
 
 @pytest.mark.fault(1, 2, 3, 5, 6, 7, 8, 18)
 @pytest.mark.soak
 @pytest.mark.parametrize("case", WHOLE, ids=str)
-def test_nothing_is_lost_with_a_rank_wherever_it_is(case: Case, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    check(case, tmp_path, undisturbed)
+def test_nothing_is_lost_with_a_rank_wherever_it_is(case: Case, tmp_path: Path, whole: Whole) -> None:
+    check(case, tmp_path, whole)
 
 
 @pytest.mark.fault(37, 38, 39)
 @pytest.mark.soak
 @pytest.mark.parametrize("case", SAVING, ids=str)
-def test_nothing_is_lost_with_a_rank_that_is_saving(case: Case, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    check(case, tmp_path, undisturbed)
+def test_nothing_is_lost_with_a_rank_that_is_saving(case: Case, tmp_path: Path, whole: Whole) -> None:
+    check(case, tmp_path, whole)

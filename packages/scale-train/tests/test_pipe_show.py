@@ -69,19 +69,7 @@ def _json(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_what_was_measured_stands_beside_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "both.svg"
-    words = (
-        "--ranks",
-        "2",
-        "--stages",
-        "2",
-        "--schedule",
-        "gpipe",
-        "--chunks",
-        "3",
-        "--measure",
-        "--svg",
-        str(picture),
-    )
+    words = f"--ranks 2 --stages 2 --schedule gpipe --chunks 3 --measure --svg {picture}".split()
     content: dict[str, Any] = json.loads(_json(capsys, *words))
     assert content["planned"]["bubble"] == pytest.approx(1 / 4)
     measured, planned = content["measured"], content["planned_with_measured_times"]
@@ -96,16 +84,19 @@ def test_solve_is_measured_and_found(capsys: pytest.CaptureFixture[str]) -> None
     assert "measured: bubble" in out and "planned, measured times: bubble" in out
 
 
-def test_wrong_input_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for words, line in (
-        (["--schedule", "2f2b"], "there is no schedule '2f2b'; there are gpipe"),
-        (["--schedule", "solve"], "--schedule solve: it is found for measured times; add --measure"),
-        (["--stages", "3"], "--stages 3 does not divide among 2 ranks; take 2 or a multiple"),
-        (["--ranks", "1000000"], "--ranks 1000000: a number from 1 to 1024"),
-        (["--chunks", "0"], "--chunks 0: a number from 1"),
-        (["--width", "5"], "--width 5: 40 or more"),
-        (["--device", "tpu"], "invalid choice 'tpu' for argument '--device'"),
-        (["--svg", str(tmp_path / "no" / "such.svg")], "such.svg: No such file or directory"),
-    ):
-        assert main(["pipe", "show", *words]) == 2
-        assert line in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("--schedule 2f2b", "there is no schedule '2f2b'; there are gpipe"),
+        ("--schedule solve", "--schedule solve: it is found for measured times; add --measure"),
+        ("--stages 3", "--stages 3 does not divide among 2 ranks; take 2 or a multiple"),
+        ("--ranks 1000000", "--ranks 1000000: a number from 1 to 1024"),
+        ("--chunks 0", "--chunks 0: a number from 1"),
+        ("--width 5", "--width 5: 40 or more"),
+        ("--device tpu", "invalid choice 'tpu' for argument '--device'"),
+        ("--svg no/such.svg", "such.svg: No such file or directory"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipe", "show", *words.split()]) == 2
+    assert line in capsys.readouterr().err

@@ -97,24 +97,8 @@ def test_diff_finds_keys_shapes_dtypes_and_values(tmp_path, capsys):
         "n": "value",
     }
     assert (found["model.a"]["max_abs_diff"], found["model.a"]["num_different"]) == (0.5, 1)
-    assert (
-        main(
-            [
-                "snapshot",
-                "diff",
-                str(tmp_path / "a"),
-                str(tmp_path / "b"),
-                "--skip",
-                "model.b",
-                "model.c",
-                "optim",
-                "n",
-                "--atol",
-                "0.5",
-            ]
-        )
-        == 0
-    )
+    folders, skipped = f"{tmp_path}/a {tmp_path}/b", "model.b model.c optim n"
+    assert main(["snapshot", *f"diff {folders} --skip {skipped} --atol 0.5".split()]) == 0
     assert "1 tensors, all equal" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ from scale_train.errors import InputError
 from scale_train.memory import count_active_parameters, count_parameters
 from scale_train.model import GPT
 from scale_train.options import ModelOptions, OptimizerOptions, Options, ParallelOptions
-from scale_train.resolve import check_options, model_config
+from scale_train.resolve import model_config
 from scale_train.training.checkpoint import CHECKPOINTS, load, save
 from scale_train.training.experts import balance_of
 from scale_train.training.trainer import evaluate, forward_backward
@@ -304,41 +304,6 @@ def test_the_busiest_expert_and_dropped_choices_are_parts_of_all() -> None:
     even, one = [4, 4, 4, 4, 0], [16, 0, 0, 0, 8]
     assert balance_of(torch.tensor([even])) == {"expert_imbalance": 1.0, "dropped_tokens": 0.0}
     assert balance_of(torch.tensor([even, one])) == {"expert_imbalance": 4.0, "dropped_tokens": 0.25}
-
-
-@pytest.mark.parametrize(
-    ("model", "parallel", "message"),
-    [
-        ({"experts": -1}, {}, "--experts -1: 0 or more is needed"),
-        ({"experts": 10**9}, {}, "--experts 1000000000: more than can be meant; at most 100000"),
-        ({"experts": 8, "top_k": 9}, {}, "--top-k 9: a token goes to at most all 8 of --experts 8"),
-        ({"experts": 8, "top_k": 0}, {}, "--top-k 0: at least 1 is needed"),
-        ({"experts": 8, "capacity_factor": float("nan")}, {}, "--capacity-factor nan: 0 or more is needed"),
-        ({"experts": 8, "aux_loss_coef": -1.0}, {}, "--aux-loss-coef -1.0: 0 or more is needed"),
-        ({"top_k": 3}, {"expert_parallel": 2}, "--top-k and --expert-parallel: for a model with experts; say how many"),
-        ({"experts": 2}, {"expert_parallel": 4}, "--expert-parallel 4: a rank would have none of the 2 of --experts 2"),
-        ({"experts": 8}, {"expert_parallel": 3}, "--expert-parallel 3 does not divide 4 ranks; take 1 or 2 or 4"),
-        (
-            {"experts": 8},
-            {"parallel": "pipe", "stages": 2, "expert_parallel": 4},
-            "--expert-parallel 4: ranks with the same stage divide its experts, and there are 2 pipelines; take 1 or 2",
-        ),
-        (
-            {"experts": 8},
-            {"parallel": "pipe", "stages": 2, "expert_parallel": 2, "data_parallel": "ddp"},
-            "--expert-parallel 2: --adascale measures gradients that are averaged in the backward pass",
-        ),
-        (
-            {"experts": 8},
-            {"tensor_parallel": 2, "sequence_parallel": True},
-            "--sequence-parallel: ranks that divide layers route the same tokens to --experts 8",
-        ),
-    ],
-)
-def test_experts_that_can_not_be_meant_are_refused(model: Any, parallel: Any, message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        adascale = OptimizerOptions(adascale="--adascale" in message)
-        check_options(Options(model=ModelOptions(**model), parallel=ParallelOptions(**parallel), optimizer=adascale), 4)
 
 
 def test_all_that_does_not_go_with_experts_is_told_at_once() -> None:

@@ -9,10 +9,9 @@ from lm_trainings import options_for, start, train_to
 from torch.optim import AdamW
 
 from scale_core.testing import run_ranks
-from scale_train.configuration.checks import option_problems
 from scale_train.data import Sampler, read_text, windows_at
 from scale_train.model import GPT
-from scale_train.options import Options, ParallelOptions
+from scale_train.options import Options
 from scale_train.resolve import model_config
 from scale_train.training.checkpoint import load, save
 from scale_train.training.state import LRSchedule
@@ -104,8 +103,3 @@ def test_two_ranks_train_in_fp16_as_one(text: Path) -> None:
             assert losses == pytest.approx(expected, rel=2e-3) and (scale, skipped) == (FIRST_SCALE, 0)
         assert sharded[0] == pytest.approx(ddp[0], rel=1e-5)
         assert adascale[0] != exact[0] and adascale[0] == pytest.approx(exact[0], rel=2e-3)
-
-
-def test_only_shards_are_kept_on_the_host():
-    (problem,) = option_problems(Options(parallel=ParallelOptions(parallel="oss", cpu_offload=True)))
-    assert problem == "--cpu-offload: --parallel oss keeps its state on the device; take --parallel fsdp"

@@ -167,37 +167,10 @@ def test_ranks_make_one_pipeline_or_several_beside_each_other(text, num_ranks, f
     assert pipeline_shape(piped(text, **flags).parallel, num_ranks) == shape
 
 
-def test_the_batch_divides_among_pipelines(text):
-    options = piped(text, stages=2)
-    with pytest.raises(
-        InputError, match=r"--batch 7 does not divide among 2 pipelines.*4 ranks, 2 stages.*multiple of 2"
-    ):
-        check_options(changed(options, batch=7), 4)
-
-
 def test_blocks_are_divided_evenly():
     assert stage_boundaries(4, 2) == ["blocks.2"]
     assert stage_boundaries(10, 4) == ["blocks.2", "blocks.5", "blocks.7"]
     assert stage_boundaries(3, 1) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"stages": 3}, "--stages 3 does not divide among 2 ranks; take 2 or a multiple of it, or, for several"),
-        ({"stages": 1}, "--stages 1 does not divide among 2 ranks"),
-        ({"schedule": "zb"}, "--schedule zb, --stages None: there is no schedule 'zb'"),
-        ({"schedule": "1f1b", "stages": 4}, "--schedule 1f1b, --stages 4: .*1 stage on each rank"),
-        ({"schedule": "gpipe", "stages": 6}, "has 6 stages, but the model has 4 blocks; take fewer --ranks"),
-        ({"accumulate": 2}, "--accumulate 2: with --parallel pipe it is --chunks that cuts the batch; take --chunks 6"),
-        ({"chunks": 0}, "--chunks 0: at least 1 is needed"),
-        ({"tensor_parallel": 3}, "--tensor-parallel 3 does not divide 2 ranks"),
-        ({"checkpoint_activations": "budget:1GiB"}, "which pipe has on no rank"),
-    ],
-)
-def test_what_makes_no_pipeline_is_said_before_anything_starts(text, changes, message):
-    with pytest.raises(InputError, match=message):
-        check_options(piped(text, **changes), 2)
 
 
 def test_a_weight_of_two_stages_on_one_rank_is_not_sharded(text):

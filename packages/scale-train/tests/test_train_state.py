@@ -1,3 +1,7 @@
+"""What a training begins with, its learning rate, and its timers."""
+
+from __future__ import annotations
+
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -6,7 +10,7 @@ import torch
 from lm_trainings import options_for, start
 
 from scale_train.training import state
-from scale_train.training.state import MicrobatchTimer, StepTimer
+from scale_train.training.state import LRSchedule, MicrobatchTimer, StepTimer
 
 
 def test_the_same_seed_builds_the_same_weights(text: Path) -> None:
@@ -63,3 +67,17 @@ def test_a_step_without_a_pass_to_time_tells_nothing(monkeypatch):
     for index in (0, 1):
         timer.record_start(index)
     assert timer.step_seconds_by_batch(1.0, 32) == {}
+
+
+def test_the_rate_climbs_in_a_line_and_falls_in_half_a_cosine():
+    schedule = LRSchedule(peak=1.0, warmup=2, steps=6, floor=0.1)
+    assert [round(schedule.at(step), 3) for step in range(7)] == [0.5, 1.0, 1.0, 0.868, 0.55, 0.232, 0.1]
+
+
+def test_beyond_the_last_step_the_rate_stays_at_its_floor():
+    assert LRSchedule(peak=2.0, warmup=0, steps=4).at(100) == pytest.approx(0.2)
+
+
+def test_a_warm_up_as_long_as_the_training_never_falls():
+    rates = [LRSchedule(peak=1.0, warmup=5, steps=5).at(step) for step in range(5)]
+    assert rates == sorted(rates)

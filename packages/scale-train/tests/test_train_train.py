@@ -1,4 +1,9 @@
+"""A training from its options to its report."""
+
+from __future__ import annotations
+
 import errno
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,7 @@ from scale_core.comm.group import group_of
 from scale_core.errors import ScaleDistributedError
 from scale_core.testing import run_ranks
 from scale_train.errors import InputError, RanksLost
+from scale_train.tokenizer import ByteTokenizer
 from scale_train.training import train as run
 from scale_train.training.state import TrainState
 from scale_train.training.train import RunSummary, train_language_model
@@ -118,3 +124,46 @@ def test_what_one_rank_cannot_read_all_ranks_say(text, tmp_path):
 def test_ranks_that_read_different_texts_are_named(text, tmp_path):
     for message in run_ranks(read_another_text_on_rank_1, 2, tmp_path / "run", text):
         assert "rank 1 reads another text than rank 0" in message
+
+
+def report(**changes) -> RunSummary:
+    facts = {
+        "steps": 400,
+        "held_out_bits_per_byte": 2.34567,
+        "parallel": "fsdp",
+        "held_memory_bytes": (6_600_000, 6_500_000),
+        "ddp_memory_bytes": 13_200_000,
+        "peak_memory_bytes": (400_000_000, 410_000_000),
+        "device": "cpu",
+        "sample": "def f():\n    pass",
+        "checkpoint": "run/checkpoints/step-00000400",
+        "plot": "run/loss.png",
+    }
+    return RunSummary(**{**facts, **changes})
+
+
+def test_the_report_shows_loss_memory_and_a_sample():
+    shown = "\n".join(report().lines())
+    for words in (
+        "2.346 bits per byte",
+        "6.6 MB",
+        "6.5 MB",
+        "13.2 MB",
+        "410 MB",
+        "| def f():",
+        "step-00000400",
+        "loss.png",
+    ):
+        assert words in shown
+
+
+def test_without_a_sample_nothing_is_said_of_one():
+    assert not any("sample" in line for line in report(sample="").lines())
+
+
+def test_machines_get_the_same_facts():
+    assert asdict(report())["held_memory_bytes"] == (6_600_000, 6_500_000)
+
+
+def test_generated_bytes_never_move_the_terminal():
+    assert ByteTokenizer().decode(b"\0a\n\tb\x1b[2Jc\xff\r") == "a\n\tb\ufffd[2Jc\ufffd\ufffd"

@@ -2,11 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lm_trainings import changed, options_for, start
 from tokenizers import Tokenizer, models
 from torch.nn import functional
 from torch.optim import AdamW
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train import DataOptions, ModelOptions, Options, ParallelOptions, RunOptions
 from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
 from scale_train.data import Sampler, read_text, windows_at
@@ -22,7 +23,7 @@ from scale_train.errors import InputError
 from scale_train.huggingface.model import TransformersSource, export_model
 from scale_train.tokenizer import open_tokenizer
 from scale_train.training.checkpoint import check_same_fields, load
-from scale_train.training.state import LRSchedule, build_state
+from scale_train.training.state import LRSchedule
 from scale_train.training.train import train_language_model
 from scale_train.training.trainer import train_step
 
@@ -34,27 +35,20 @@ LLAMA = LlamaConfig(
 
 
 @pytest.fixture
-def text(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "text"
-    path.write_bytes(bytes(torch.randint(97, 123, (2_000,), generator=torch.Generator().manual_seed(0)).tolist()))
+def text(text: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(text.parent)
     torch.manual_seed(5)
     LlamaForCausalLM(LLAMA).save_pretrained("llama")
     Path("llama.json").write_text((Path("llama") / "config.json").read_text())
-    return path
+    return text
 
 
-def options_for(text: Path, model: str, parallel: str, out: str = "", **more) -> Options:
-    return Options(
-        data=DataOptions(text=(text,), sequence=8, batch=4),
-        model=ModelOptions(model=text.parent / model),
-        parallel=ParallelOptions(parallel=parallel, device="cpu", **more),
-        optimizer=OptimizerOptions(steps=STEPS, clip=0.5, warmup=1, optimizer_kernel="plain"),
-        run=RunOptions(
-            log_every=1, seed=1, log_format="plain", sample_length=3, out=text.parent / f"{out}-run",
-            export=text.parent / out if out else None,
-        ),
-    )  # fmt: skip
+def model_options(text: Path, model: str, parallel: str, out: str = "", **more: Any) -> Options:
+    folder = text.parent
+    sizes = {"layers": None, "width": None, "heads": None, "sequence": 8, "batch": 4, "steps": STEPS, "warmup": 1}
+    how = {"clip": 0.5, "optimizer_kernel": "plain", "seed": 1, "log_format": "plain", "sample_length": 3}
+    where = {"model": folder / model, "out": folder / f"{out}-run", "export": folder / out if out else None}
+    return options_for(text, parallel, **sizes, **how, **where, **more)
 
 
 def plain_weights(options: Options, model: torch.nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -84,12 +78,12 @@ def plain_weights(options: Options, model: torch.nn.Module) -> tuple[list[float]
 
 
 def test_a_folder_is_trained_as_by_a_plain_loop_and_exported(text, capsys):
-    options = options_for(text, "llama", "none", "trained")
-    _, expected = plain_weights(options, AutoModelForCausalLM.from_pretrained("llama", dtype=torch.float32).train())
+    given = model_options(text, "llama", "none", "trained")
+    _, expected = plain_weights(given, AutoModelForCausalLM.from_pretrained("llama", dtype=torch.float32).train())
     generation = json.loads((text.parent / "llama" / "generation_config.json").read_text())
     (text.parent / "llama" / "generation_config.json").write_text(json.dumps({**generation, "temperature": 0.25}))
     (text.parent / "llama" / "chat_template.jinja").write_text("{{ messages }}")
-    summary = train_language_model(options, Group())
+    summary = train_language_model(given, Group())
     found = AutoModelForCausalLM.from_pretrained(summary.export).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     assert main(["export", "trained-run", "again"]) == 0
@@ -108,7 +102,7 @@ def test_a_folder_is_trained_as_by_a_plain_loop_and_exported(text, capsys):
 def trained_on_ranks(*asked: Options) -> list[tuple[list[float], dict[str, float]]]:
     found = []
     for options in asked:
-        training = build_state(options, read_text(options.data.text), group_of())
+        training = start(options)
         losses = []
         while not training.is_over:
             train_step(training)
@@ -122,15 +116,15 @@ def trained_on_ranks(*asked: Options) -> list[tuple[list[float], dict[str, float
 
 @pytest.mark.soak
 def test_two_ranks_train_a_model_of_transformers_as_a_plain_loop(text):
-    from_folder, _ = plain_weights(options_for(text, "llama", "none"), AutoModelForCausalLM.from_pretrained("llama"))
+    from_folder, _ = plain_weights(model_options(text, "llama", "none"), AutoModelForCausalLM.from_pretrained("llama"))
     source = TransformersSource(text.parent / "llama.json", 1)
     drawn = source.build_on_meta()
     source.fill(drawn, torch.device("cpu"))
-    from_config, _ = plain_weights(options_for(text, "llama.json", "none"), drawn)
+    from_config, _ = plain_weights(model_options(text, "llama.json", "none"), drawn)
     assert from_config != from_folder
     ways = ({"parallel": "fsdp"}, {"parallel": "oss"}, {"parallel": "sharded-ddp"}, {"parallel": "ddp"})
     more = ({"parallel": "none", "tensor_parallel": 2}, {"parallel": "fsdp", "checkpoint_activations": "all"})
-    asked = [options_for(text, name, **way) for name in ("llama", "llama.json") for way in (*ways, *more)]
+    asked = [model_options(text, name, **way) for name in ("llama", "llama.json") for way in (*ways, *more)]
     for rank in run_ranks(trained_on_ranks, 2, *asked):
         for options, losses in zip(asked, rank, strict=True):
             expected = from_folder if options.model.model.name == "llama" else from_config
@@ -142,13 +136,10 @@ def export_of_shards(options: Options) -> str:
 
 
 def test_shards_are_exported_to_the_bit_and_judged_alike(text, capsys):
-    options = options_for(text, "llama", "fsdp", "sharded")
-    (folder, _) = run_ranks(export_of_shards, 2, options)
+    given = model_options(text, "llama", "fsdp", "sharded")
+    (folder, _) = run_ranks(export_of_shards, 2, given)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    training = build_state(
-        replace(options, parallel=ParallelOptions(parallel="none", device="cpu")), read_text([text]), Group()
-    )
-
+    training = start(changed(given, parallel="none"))
     load(training, text.parent / "sharded-run" / "checkpoints" / f"step-{STEPS:08}")
     saved = dict(training.engine.raw_model.named_parameters())
     assert all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
@@ -201,7 +192,7 @@ def test_what_does_not_go_with_transformers_is_refused(text):
     Path("full").mkdir()
     Path("full/file").write_text("")
     with pytest.raises(InputError, match="--export full: exists"):
-        train_language_model(replace(options_for(text, "llama", "none"), run=RunOptions(export=Path("full"))), Group())
+        train_language_model(changed(model_options(text, "llama", "none"), export=Path("full"), out=None), Group())
 
 
 def test_a_tokenizer_of_any_name_is_exported(text):
@@ -228,17 +219,17 @@ def test_a_window_is_no_longer_than_the_positions_of_the_model(text, capsys):
 
 
 def test_a_checkpoint_of_another_config_is_refused(text, capsys):
-    train_language_model(options_for(text, "llama", "none", "trained"), Group())
+    train_language_model(model_options(text, "llama", "none", "trained"), Group())
     other = json.loads(Path("llama.json").read_text())
     Path("other.json").write_text(json.dumps({**other, "rms_norm_eps": 0.5}))
-    options = options_for(text, "other.json", "none")
+    given = model_options(text, "other.json", "none")
     with pytest.raises(InputError, match=r"another model: rms_norm_eps is 1e-06 there, 0\.5 here"):
-        train_language_model(replace(options, run=RunOptions(resume=text.parent / "trained-run")), Group())
+        train_language_model(changed(given, resume=text.parent / "trained-run", out=None), Group())
 
 
 def test_gpt2_trains_from_its_config(text):
     GPT2Config(vocab_size=256, n_positions=8, n_embd=16, n_layer=2, n_head=2).save_pretrained("gpt2")
-    training = build_state(options_for(text, "gpt2", "none"), read_text([text]), Group())
+    training = start(model_options(text, "gpt2", "none"))
     assert isinstance(training.engine.raw_model, GPT2LMHeadModel)
     first = [param.clone() for param in training.engine.params()]
     train_step(training)
