@@ -512,7 +512,6 @@ def test_a_model_of_ones_own_and_one_of_transformers_are_planned(
     assert [each["reason"] for each in found["strategies"]] == [""] * len(found["strategies"])
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("only", ["fsdp", "fsdp-offload", "tensor-parallel"])
 def test_a_config_of_transformers_gets_a_command_that_trains_it(tmp_path: Path, only: str) -> None:
     folder = tmp_path / "a llama"
@@ -529,45 +528,6 @@ def test_a_config_of_transformers_gets_a_command_that_trains_it(tmp_path: Path, 
         assert ("no_split_policy(model)" in python) == ("fully_shard_modules" in python) and "Block" not in python
 
 
-def test_what_cannot_be_planned_is_one_line_and_code_two(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert sys.modules[__name__].no_module() == 3
-    for words, line in (
-        (["--only", "zero"], "--only zero: no such way of training; there are ddp, oss,"),
-        (["--ranks", "0"], "--ranks 0: at least 1 is needed"),
-        (["--ranks", "5", "--only", "fsdp"], "--only fsdp: not possible for this model on 5 ranks with --batch 8"),
-        (["--device-memory", "80"], "--device-memory 80: a size is needed, as 5GB or 2GiB"),
-        (["--tflops", "0"], "--tflops 0: a number above 0 is needed"),
-        (["--margin", "1"], "--margin 1: a part from 0 to below 1 is needed"),
-        (["--ranks", "2", "4", "2"], "--ranks 2 4 2: name each once"),
-        (["--jobs", "0"], "--jobs 0: at least 1 is needed"),
-        (["--link", "inf"], "--link inf: a number above 0 is needed"),
-        (["--activations", "offload"], "--activations offload: it is planned beside others"),
-        (["--config", str(tmp_path)], "no config of transformers: it has no model_type"),
-        (["--config", "nowhere"], "--config nowhere: No such file or directory"),
-        (["--factory", f"{__name__}:Blocks"], "--size is for models by name, and --factory gives another one"),
-        (["--only", "ddp", "--ranks", "1"], "--only ddp: not possible for this model on 1 ranks"),
-        (["--factory", "nowhere"], "--factory nowhere: expected package.module:function, which can be imported"),
-        (["--factory", f"{__name__}:no_module"], "expected a torch.nn.Module, got int"),
-        (["--size", "huge"], "--size huge: no such size"),
-        (["--layers", "1000000"], "--layers 1000000: more than can be meant; at most 10000"),
-        (["--width", "0"], "--width 0: at least 1 is needed"),
-        (["--heads", "1000000"], "--heads 1000000: more than can be meant; at most 100000"),
-        (["--batch", "100000000"], "--batch 100000000: more than can be meant"),
-        (["--sequence", "100000000"], "--sequence 100000000: more than can be meant"),
-        (["--ranks", "10000000"], "--ranks 10000000: more than can be meant"),
-        (["--ranks-per-host", "0"], "--ranks-per-host 0: at least 1 is needed"),
-        (["--loss-chunk", "-1"], "--loss-chunk -1: 0 or more is needed"),
-        (["--vocabulary", "1000000000"], "--vocabulary 1000000000: more than can be meant"),
-        (["--experts", "1000000"], "--experts 1000000: more than can be meant"),
-        (["--picture", "plan.gifx"], "--picture plan.gifx: a name that ends in .svg or .png is needed"),
-        (["--picture", "nowhere/plan.svg"], "--picture nowhere/plan.svg: there is no folder nowhere"),
-    ):
-        is_named = words[0] not in ("--config", "--factory") or "Blocks" in words[1]
-        assert main([*(COMMAND if is_named else OF_ANY), *words]) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1 and line in err, err
-=======
 @pytest.mark.parametrize(
     "words, line",
     [
@@ -612,7 +572,6 @@ def test_what_cannot_be_planned_is_one_line_and_code_two(
     assert main([*(COMMAND if is_named else OF_ANY), *words.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and line in err, err
->>>>>>> 6e50cac9 (wip3)
 
 
 def test_techniques_are_compared_where_the_batch_divides() -> None:
