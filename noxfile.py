@@ -310,5 +310,13 @@ def soak(session: nox.Session) -> None:
     session.run("pytest", "-m", "soak", *(session.posargs or ["packages", "tests"]), env=ONE_THREAD)
 
 
+@nox.session
+def ordered(session: nox.Session) -> None:
+    """Run tests of ranks over a transport with NCCL's rules, on CPUs; `nox -s ordered -- packages/scale-fsdp` for one."""
+    install_everything(session, *test_group(PACKAGES), "pytest-xdist>=3.6")
+    where = session.posargs or [f"packages/{package}/tests/{name}" for package, names in ORDERED for name in names]
+    session.run("pytest", *IN_PARALLEL, *where, env={**ONE_THREAD, "SCALE_TEST_BACKEND": "ordered"})
+
+
 if __name__ == "__main__":
     nox.main()

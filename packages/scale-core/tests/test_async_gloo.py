@@ -197,7 +197,7 @@ def make_a_group_with_a_bound_device(new_group: Callable[[list[int]], dist.Proce
     default = dist.group.WORLD
     assert default is not None
     default._set_default_timeout(timedelta(seconds=1))
-    default.bound_device_id = torch.device("cpu", 0)
+    default.bound_device_id = torch.device("cuda", 0)  # as after init_process_group(device_id=...)
     if dist.get_rank() == 2:
         return ""
     try:

@@ -94,6 +94,7 @@ def written() -> int:
     return int(fields["wchar"])
 
 
+@pytest.mark.gloo("sums in rank order and in the wider dtype")
 @pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_operation_is_right_to_the_bit_in_rank_order(num_ranks: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scale_core.consistency.contract import History
 from scale_core.consistency.execution_order import Event, LogEntry, PassKind
 
@@ -25,15 +27,16 @@ def words(log: list[LogEntry]) -> str:
     return "".join(entry.event.unit.upper() if entry.is_transfer else entry.event.unit for entry in log)
 
 
-def rest(history: History, *, in_order: bool = True) -> list[str] | None:
-    left = history.remaining(in_order=in_order)
+def rest(history: History) -> list[str] | None:
+    left = history.remaining()
     return None if left is None else [words(each.log) for each in left]
 
 
-def trained() -> History:
-    history = History()
-    run(history, FORWARD, "AaBb")
-    run(history, BACKWARD, "bBaA", closes=True)
+def trained(num_steps: int = 1, *, in_order: bool = False) -> History:
+    history = History(in_order=in_order)
+    for _ in range(num_steps):
+        run(history, FORWARD, "AaBb")
+        run(history, BACKWARD, "bBaA", closes=True)
     return history
 
 
@@ -56,7 +59,7 @@ def test_the_rest_of_a_cycle_is_that_of_the_last_one() -> None:
     history = trained()
     run(history, FORWARD, "AaB", ends=False)
     assert rest(history) == ["b", "bBaA"]
-    left = history.remaining(in_order=True)
+    left = history.remaining()
     assert left is not None and [(each.kind, each.new_step) for each in left] == [(FORWARD, False), (BACKWARD, False)]
     run(history, FORWARD, "AaBb")
     run(history, BACKWARD, "", ends=False)
@@ -80,13 +83,27 @@ def test_nothing_is_foretold_in_the_first_cycle_or_off_course() -> None:
     assert rest(history) is None
 
 
-def test_earlier_transfers_count_if_they_are_told_apart() -> None:
-    history = trained()
+@pytest.mark.parametrize("in_order, expected", [(True, None), (False, ["b", "bBaA"])])
+def test_earlier_transfers_count_if_they_are_told_apart(in_order: bool, expected: list[str] | None) -> None:
+    history = trained(2, in_order=in_order)
     run(history, FORWARD, "ABa", ends=False)
-    assert rest(history) is None
-    assert rest(history, in_order=False) == ["b", "bBaA"]
+    assert rest(history) == expected
     run(history, FORWARD, "ABBa", ends=False)
-    assert rest(history, in_order=False) is None
+    assert rest(history) is None
+
+
+def test_the_first_step_predicts_nothing_if_order_matches_transfers() -> None:
+    # The second one prefetches units that the first one has gathered late.
+    history = trained(1, in_order=True)
+    run(history, FORWARD, "AaBb")
+    assert history.predicts_nothing
+    run(history, BACKWARD, "b", ends=False)
+    assert rest(history) is None
+    history = trained(2, in_order=True)
+    run(history, FORWARD, "AaBb")
+    assert not history.predicts_nothing
+    run(history, BACKWARD, "b", ends=False)
+    assert rest(history) == ["BaA"]
 
 
 def test_cycles_of_another_kind_between_do_not_matter() -> None:

@@ -26,6 +26,7 @@ from scale_core.launch import init_distributed
 from scale_core.testing import run_ranks
 
 
+@pytest.mark.gloo("ranks whose tags differ time out")
 @pytest.mark.ranks(2)
 def test_on_a_dead_group_every_operation_fails_in_its_wait() -> None:
     group = group_of()
@@ -182,6 +183,7 @@ def wait_with_the_limit_of_the_process() -> list[str]:
     return told
 
 
+@pytest.mark.gloo("data and control messages share a group, which a limit ends")
 def test_one_variable_limits_every_wait_without_a_limit() -> None:
     first, *later = run_ranks(wait_with_the_limit_of_the_process, 2)[0]
     assert first.startswith(

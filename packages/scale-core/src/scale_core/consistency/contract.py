@@ -89,9 +89,14 @@ class History:
     Training repeats itself: a forward, a backward, perhaps several of both until gradients are reduced. So the order of
     the last pass of a kind predicts the next event in this one, and the last complete cycle of passes predicts the
     events that all ranks run until they compare again.
+
+    Args:
+        in_order: Transfers match by their order, and not by tags. Then one pass of a kind predicts nothing: the second
+            one prefetches units that the first one has gathered late, so the order of transfers settles there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool = False) -> None:
+        self.in_order = in_order
         self.order: list[Event] = []  # The events of the last complete pass of the current kind; empty before the first
         self.position = 0  # How many events the current pass has had
         self.matches_last_order = False  # Whether it has kept to that order, so that its next event is predicted
@@ -157,9 +162,14 @@ class History:
         first = self.cycle[0].kind if self.cycle else None
         self.predicts_nothing = (
             first is not None
-            and (first not in self._last_cycles or first in self._unpredictable)
+            and (first in self._unpredictable or not self._is_settled(self._last_cycles.get(first, [])))
             and len(self.cycle) <= _COMPARED_DIRECTIONS
         )
+
+    def _is_settled(self, passes: Sequence[Pass]) -> bool:
+        """Whether these passes predict the order of transfers in the next ones of their kinds."""
+        num_needed = 2 if self.in_order else 1
+        return bool(passes) and all(self._num_completed.get(each.kind, 0) >= num_needed for each in passes)
 
     def reset(self) -> None:
         """Drops the current cycle; the last complete one stays."""
@@ -182,15 +192,15 @@ class History:
         """Records that programs go on in several ways after such a pass: the last cycle predicts nothing."""
         self._unpredictable.add(first)
 
-    def remaining(self, *, in_order: bool) -> list[Pass] | None:
+    def remaining(self) -> list[Pass] | None:
         """The rest of the current cycle, if it goes on as the last one did."""
         if self._current is None:
             return None
         begun = [*self.cycle, self._current]
         last_cycle = self._last_cycles.get(begun[0].kind, [])
-        if len(last_cycle) < len(begun):
+        if len(last_cycle) < len(begun) or not self._is_settled(last_cycle[len(self.cycle) :]):
             return None
-        lefts = [_remaining_of(last, mine, in_order) for last, mine in zip(last_cycle, begun, strict=False)]
+        lefts = [_remaining_of(last, mine, self.in_order) for last, mine in zip(last_cycle, begun, strict=False)]
         here = lefts[-1]
         if here is None or any(left is None or left.log for left in lefts[:-1]):
             return None
@@ -241,7 +251,7 @@ class Contract:
         self.is_single_rank = group.size == 1  # There is nobody to disagree with.
         self.limit_seconds = limit_of(group.process_group, limit_seconds)
         self.step = 0
-        self.history = History()
+        self.history = History(in_order=group.backend not in ("gloo", "none"))
         self.recorded_steps = OptimizerSteps()
         # This rank's parameters, with names that are the same on all ranks; whose they are says so.
         self.named_params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple

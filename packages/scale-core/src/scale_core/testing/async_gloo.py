@@ -95,7 +95,7 @@ class AsyncGloo(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know othe
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> AsyncGloo:
-        if torch.device(device).type != "cpu":
+        if torch.device(device).type != "cpu" and device != self.bound_device_id:
             raise RuntimeError(f"No backend type associated with device type {device}")
         return self
 

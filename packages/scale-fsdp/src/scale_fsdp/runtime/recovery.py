@@ -123,7 +123,7 @@ def raise_aborted(root: UnitContext, error: BaseException | None) -> NoReturn:
 
 def _remaining(root: UnitContext) -> list[Pass] | None:
     """The events that the others expect of this rank until all compare again; None if unknown."""
-    return root.contract.history.remaining(in_order=root.contract.group.backend != "gloo")
+    return root.contract.history.remaining()
 
 
 def _start_last_event(root: UnitContext) -> None:
