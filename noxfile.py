@@ -4,9 +4,10 @@
 # ///
 """Every command of the house, one session each, so that people and machines type the same words.
 
-`nox` alone runs what a change must pass; `nox -l` lists the rest. The environments are made by uv, which links torch
-from its cache instead of copying it: a fresh one takes seconds. torch and our packages are always named in one
-install command, so that one resolution picks them together and nothing replaces torch afterwards.
+`nox` alone runs what a change must pass; `nox -l` lists the rest, such as `ordered`, which runs tests of ranks over a
+transport with NCCL's rules. The environments are made by uv, which links torch from its cache instead of copying it: a
+fresh one takes seconds. torch and our packages are always named in one install command, so that one resolution picks
+them together and nothing replaces torch afterwards.
 """
 
 import os
@@ -47,6 +48,22 @@ CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
         ["tests/clients/test_clients_optimizers.py"],
     ),
     "lightning": ("scale-lightning", [], ["packages/scale-lightning/tests"]),
+}
+# What `ordered` runs: what happens when ranks differ, fail or come late, and a step of each technique.
+ORDERED: dict[str, list[str]] = {
+    "scale-core": [
+        *("test_async_gloo.py", "test_contract.py", "test_desync_report.py", "test_exchange.py", "test_collectives.py"),
+        *("test_work.py", "test_equal_values.py", "test_optimizer_steps.py", "test_all_ranks.py", "test_subgroup.py"),
+    ],
+    "scale-fsdp": [
+        *("test_fsdp_contracts.py", "test_fsdp_recovery.py", "test_skipped_backward.py", "test_step_interrupts.py"),
+        *("test_compared_before_update.py", "test_calls_compared_at_end.py", "test_backward_observers.py"),
+    ],
+    "scale-oss": ["test_oss.py", "test_reducer.py", "test_one_rank_alone.py"],
+    "scale-pipe": ["test_distributed_training.py"],
+    "scale-tp": ["test_comm.py", "test_failed_pass.py", "test_layers_by_hand.py", "test_divergence_hooks.py"],
+    "scale-moe": ["."],
+    "scale-adascale": ["."],
 }
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores of one machine: a thread each
 # Ranks wait for each other, so that one test at a time leaves cores idle: each core runs tests of its own.
@@ -312,10 +329,12 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def ordered(session: nox.Session) -> None:
-    """Run tests of ranks over a transport with NCCL's rules, on CPUs; `nox -s ordered -- packages/scale-fsdp` for one."""
+    """Run tests of ranks on CPUs over a transport with NCCL's rules; `nox -s ordered -- FILE` runs one file."""
     install_everything(session, *test_group(PACKAGES), "pytest-xdist>=3.6")
-    where = session.posargs or [f"packages/{package}/tests/{name}" for package, names in ORDERED for name in names]
-    session.run("pytest", *IN_PARALLEL, *where, env={**ONE_THREAD, "SCALE_TEST_BACKEND": "ordered"})
+    files = [f"packages/{package}/tests/{name}" for package, names in ORDERED.items() for name in names]
+    session.run(
+        "pytest", *IN_PARALLEL, *(session.posargs or files), env={**ONE_THREAD, "SCALE_TEST_BACKEND": "ordered"}
+    )
 
 
 if __name__ == "__main__":

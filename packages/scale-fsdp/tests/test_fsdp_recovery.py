@@ -583,6 +583,7 @@ def test_a_step_that_fails_on_one_rank_is_aborted_on_all_and_leaves_no_trace() -
     assert run_ranks(run_failures, 2, cases) == [[], []]
 
 
+@pytest.mark.gloo("four ranks' sums in rank order, to the bit")
 def test_it_is_so_whatever_stays_gathered_and_however_gradients_accumulate() -> None:
     cases = [
         Failure("forward", 1, reshard=False),

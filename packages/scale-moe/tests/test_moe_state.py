@@ -264,6 +264,7 @@ def one_does_not_come() -> str:
     return "\n".join([str(caught.value), *caught.value.__notes__])
 
 
+@pytest.mark.gloo("one message per rank, so that a limit names the rank")
 def test_a_rank_that_does_not_come_is_named() -> None:
     told = run_ranks(one_does_not_come, 2)[0]
     assert "rank 1" in told
@@ -292,6 +293,7 @@ def other_parameters() -> str:
     return "\n".join([str(caught.value), *caught.value.__notes__])
 
 
+@pytest.mark.gloo("tags keep parameters of one size apart; a ContractError elsewhere")
 def test_gradients_of_other_parameters_are_not_mixed() -> None:
     """Each rank uses one of two parameters of the same shape."""
     told = run_ranks(other_parameters, 2)

@@ -37,6 +37,7 @@ def sum_in_rank_order(shape: tuple[int, ...], dtype: torch.dtype, num_ranks: int
     return total.to(dtype)
 
 
+@pytest.mark.gloo("sums in rank order and in fp32")
 @pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sums_are_in_rank_order_and_parts_are_of_any_size(num_ranks: int) -> None:

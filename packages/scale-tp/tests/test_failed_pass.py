@@ -54,6 +54,7 @@ def fail_in_backward(block: nn.Module, *ranks: int) -> Any:
     return block.register_forward_hook(lambda module, args, output: FailsInBackward.apply(output, ranks))
 
 
+@pytest.mark.gloo("a rank that fails ends the connections that its data takes")
 @pytest.mark.fault(11)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_block", [1, pytest.param(0, marks=pytest.mark.soak)])
