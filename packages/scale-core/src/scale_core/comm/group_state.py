@@ -36,6 +36,8 @@ class CallLog:
         last: The last ones as text, to name the first difference.
     """
 
+    is_used = False  # in this process, by any group
+
     def __init__(self) -> None:
         self.fingerprint = 0
         self.last: deque[str] = deque(maxlen=_KEPT_CALLS)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
+from scale_core.comm.group_state import CallLog
 from scale_core.comm.work import limit_of
 from scale_core.consistency.execution_order import END, Event, LogEntry, Pass, PassKind, fingerprint_of
 from scale_core.consistency.flight_recorder import (
@@ -378,7 +379,7 @@ class Contract:
         Raises:
             ContractError: On the ranks of a group in which they differ; names the first one that does, by rank.
         """
-        if not self.is_single_rank:
+        if CallLog.is_used and not self.is_single_rank:
             with self.waiting("the comparison of calls"):
                 difference = calls_that_differ(self.group.ranks, self.limit_seconds)
             if difference:
@@ -463,7 +464,7 @@ class Contract:
     def forget_passes(self) -> None:
         """Drops the passes since the last comparison, and the calls in them: they were aborted, or have no backward."""
         self.history.reset()
-        if not self.is_single_rank:
+        if CallLog.is_used and not self.is_single_rank:
             forget_calls(self.group.ranks)
 
     def mark_late_failure(self) -> None:

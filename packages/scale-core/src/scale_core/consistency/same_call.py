@@ -12,7 +12,7 @@ from itertools import zip_longest
 from scale_core import compat
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.group_state import group_state
+from scale_core.comm.group_state import CallLog, group_state
 from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
 
 
@@ -44,7 +44,7 @@ def check_same_call(what: str, signature: str, group: Group, *, each_time: bool 
             raise ValueError(f"the ranks are about to do different things: {by_rank}: call it alike on all of them")
         known.add(own)
     if not each_time:
-        calls = group.state.calls
+        calls, CallLog.is_used = group.state.calls, True
         calls.fingerprint = fingerprint_of(calls.fingerprint, own)
         calls.last.append(f"{what}: {signature}")
     return tag

@@ -196,7 +196,7 @@ class Root(UnitContext):
         """A unit is about to start a collective; looks up the unit that the last pass gathered next."""
         event = Event(phase, unit.name)
         try:
-            self.contract.record(event, compares_all=precedes_update(self, event))
+            self.contract.record(event, compares_all=self.calls_reduced_hooks and precedes_update(self, event))
         except StepError as error:
             self.failure = error  # In a backward pass, autograd reports it to nobody.
             raise
