@@ -1,6 +1,6 @@
 """Functions run on N ranks, and what each returned; faults at named points of the code.
 
-Begin with `ranks`; `rank` is what runs inside of each process.
+Begin with `ranks`; `rank` is what runs inside of each process. `async_gloo` is a transport for them with NCCL's rules.
 """
 
 from scale_core.testing import faults
