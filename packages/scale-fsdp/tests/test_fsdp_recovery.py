@@ -609,6 +609,7 @@ def test_accumulated_gradients_are_kept_wherever_the_last_pass_fails() -> None:
     assert run_ranks(accumulated_gradients_stay, 2, cases) == [[], []]
 
 
+@pytest.mark.gloo("three ranks' sums in rank order, to the bit")
 def test_each_rank_keeps_what_it_had_before_the_pass_that_raised_on_it() -> None:
     """Under no_sync the others meet the one that failed in the last micro-batch only."""
     cases = [
