@@ -58,8 +58,12 @@ ORDERED: dict[str, list[str]] = {
     "scale-fsdp": [
         *("test_fsdp_contracts.py", "test_fsdp_recovery.py", "test_skipped_backward.py", "test_step_interrupts.py"),
         *("test_compared_before_update.py", "test_calls_compared_at_end.py", "test_backward_observers.py"),
+        *("test_step.py", "test_precision.py"),
     ],
-    "scale-oss": ["test_oss.py", "test_reducer.py", "test_one_rank_alone.py"],
+    "scale-oss": [
+        *("test_oss.py", "test_reducer.py", "test_one_rank_alone.py"),
+        *("test_oss_transparency.py", "test_sharded_data_parallel.py"),
+    ],
     "scale-pipe": ["test_distributed_training.py"],
     "scale-tp": ["test_comm.py", "test_failed_pass.py", "test_layers_by_hand.py", "test_divergence_hooks.py"],
     "scale-moe": ["."],

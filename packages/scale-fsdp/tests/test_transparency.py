@@ -59,6 +59,7 @@ def case_of(choice: dict[str, Any]) -> Case:
     return Case(accumulate=accumulate, no_sync=no_sync, checkpointing=how, **choice)
 
 
+@pytest.mark.gloo("sums in rank order, and fp16 in the wider dtype")
 @pytest.mark.parametrize("world", WORLDS)
 def test_training_is_bitwise_that_of_the_reference(world):
     cases = [case_of(choice) for number, choice in enumerate(COVER) if number % 4 == world % 4]

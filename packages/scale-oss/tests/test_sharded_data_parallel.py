@@ -612,6 +612,7 @@ def test_parameters_that_took_the_place_of_others_are_named() -> None:
     assert message.startswith("'0.weight' trains, but no optimizer holds it") and "load without assign" in message
 
 
+@pytest.mark.gloo("half precision is added in the wider dtype")
 def test_gradients_can_travel_in_half_precision() -> None:
     run_ranks(half_precision_reduction, 2)
 
