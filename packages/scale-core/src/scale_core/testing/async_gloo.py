@@ -157,13 +157,13 @@ class AsyncGloo(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know othe
         return self._reduce("reduce_scatter", sends, outputs[0], combine, in_chunks=False)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> OrderedWork:
-        return self.reduce_scatter([output], [list(input.view(-1).chunk(self.size()))], opts)
+        return self.reduce_scatter([output], [list(input.view(-1).tensor_split(self.size()))], opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> OrderedWork:
         return self._all_to_all("all_gather", inputs * self.size(), outputs[0])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> OrderedWork:
-        return self.allgather([list(output.view(-1).chunk(self.size()))], [input])
+        return self.allgather([list(output.view(-1).tensor_split(self.size()))], [input])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> OrderedWork:
         return self._all_to_all("all_to_all", inputs, outputs)
@@ -237,7 +237,7 @@ class AsyncGloo(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know othe
         return self._communicators[title]
 
     def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-        return list(tensor.split(sizes) if sizes else tensor.chunk(self.size()))
+        return list(tensor.split(sizes) if sizes else tensor.tensor_split(self.size()))
 
     def _exchange_byte(self, op: str) -> OrderedWork:
         sends, receives = ({peer: torch.zeros(1, dtype=torch.uint8) for peer in self._peers} for _ in range(2))
