@@ -39,7 +39,7 @@ FLOORS = {
     "scale-train": 4,
 }
 FILES_AND_JUMPS = {
-    "fully_shard": (15, 348),
+    "fully_shard": (15, 350),
     "ShardedDataParallel": (18, 157),
     "OSS with DDP": (9, 51),
     "DistributedPipe": (19, 128),
