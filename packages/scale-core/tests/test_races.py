@@ -12,11 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from scale_core import compat
 from scale_core.device.streams import copy_to, stream_for, worker_for
 from scale_core.simulate import Race, RaceError, simulate
+from scale_core.simulate.device_streams import SimulatedStream
 from scale_core.snapshot.staging import copy_to_host
 
 pytestmark = [
@@ -371,6 +375,41 @@ def a_state_that_is_copied_for_a_snapshot() -> None:
 )
 def test_what_has_an_order_is_no_race(program: Callable[[], None]) -> None:
     assert races_of(program) == []
+
+
+def train_torchs_fsdp(replicates: bool = False, **options: Any) -> list[Race]:
+    with simulate(world_size=4, device="sim", races="collect") as simulation:
+        with simulation.aside():
+            shape = (2, 2) if replicates else (4,)
+            mesh = init_device_mesh("sim", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        with torch.device("sim"):
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for layer in model:
+            torch_fully_shard(layer, mesh=mesh, **options)
+        torch_fully_shard(model, mesh=mesh, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(3):
+            model(torch.randn(2, 64, device="sim")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return simulation.races
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, {"replicates": True}],
+    ids=["fp32", "bf16", "hybrid"],
+)
+def test_fsdp2_of_torch_has_no_race(options: dict[str, Any]) -> None:
+    assert train_torchs_fsdp(**options) == []
+
+
+def test_fsdp2_of_torch_without_its_waits_has_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedStream, "wait_stream", lambda *_: None)
+    waits_left_out = train_torchs_fsdp()
+    monkeypatch.undo()
+    monkeypatch.setattr(SimulatedStream, "wait_event", lambda *_: None)
+    assert waits_left_out and train_torchs_fsdp()
 
 
 def test_an_error_names_both_lines_both_streams_and_the_wait() -> None:

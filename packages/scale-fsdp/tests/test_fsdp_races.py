@@ -18,7 +18,15 @@ from scale_core.comm.group import group_of
 from scale_core.flat.buffer import DevicePolicy, FlatBuffer
 from scale_core.flat.layout import FlatLayout
 from scale_core.simulate import Simulation, simulate
-from scale_fsdp import CommunicationPolicy, FSDPModule, OffloadOptimizer, ShardedEMA, fully_shard
+from scale_core.state.state_dict import sharded_state_dict
+from scale_fsdp import (
+    CommunicationPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    OffloadOptimizer,
+    ShardedEMA,
+    fully_shard,
+)
 
 pytestmark = [
     pytest.mark.simulation,
@@ -146,6 +154,62 @@ def test_an_average_of_weights_has_no_race(simulation: Simulation) -> None:
             model(torch.randn(2, WIDTH, device="sim"))
 
     train(model, after=look)
+
+
+@pytest.mark.parametrize("grads_on_host", [False, True], ids=["late", "early"])
+def test_gradients_that_come_to_the_host_have_no_race(grads_on_host: bool, simulation: Simulation) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    options: Any = {"move_params_to_cpu": True, "move_grads_to_cpu": grads_on_host, "compute_device": "sim"}
+    for index in range(LAYERS):
+        model[index] = FullyShardedDataParallel(model[index], **options)
+    train(FullyShardedDataParallel(model, **options))
+
+
+@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
+def test_after_a_failed_backward_there_is_no_race(options: dict[str, Any], simulation: Simulation) -> None:
+    model = sharded("cpu" if options else "sim", **options)
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("hook")
+
+    for _ in range(STEPS):
+        x = model(torch.randn(2, WIDTH, device="sim"))
+        hidden = torch.randn(2, WIDTH, device="sim", requires_grad=True)
+        hidden.register_hook(fail)
+        with pytest.raises(KeyError, match="hook"):
+            (x + model(hidden)).sum().backward()
+        for param in model.parameters():
+            param.data.zero_()
+        train(model)
+
+
+@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
+def test_states_that_are_written_to_have_no_race(options: dict[str, Any], simulation: Simulation) -> None:
+    model = sharded("cpu" if options else "sim", **options)
+
+    def write() -> None:
+        model(torch.randn(2, WIDTH, device="sim"))
+        for shard in sharded_state_dict(model).values():
+            shard.tensor.zero_()
+
+    train(model, after=write)
+
+
+def test_a_full_parameter_is_loaded_without_a_race(simulation: Simulation) -> None:
+    group, weight = group_of(), torch.randn(WIDTH, WIDTH)
+    devices = DevicePolicy(torch.device("cpu"), torch.device("sim", 0))
+    layout = FlatLayout.plan(["weight"], [(WIDTH, WIDTH)], group.size)
+    buffer = FlatBuffer(["weight"], [weight], layout, group, devices=devices)
+    for _ in range(STEPS):
+        buffer.gather(tag=1 << 21)
+        buffer.wait_gathered(10.0)
+        buffer.release()
+        buffer.load(0, weight)
+        buffer.gather(tag=1 << 21)
+        buffer.discard()
+        buffer.shard.zero_()
+        (full,) = buffer.gather_full_params(tag=1 << 21)
+        full.sum()
 
 
 class CastWeight:
