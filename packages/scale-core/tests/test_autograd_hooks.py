@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -22,6 +25,7 @@ from scale_core.hooks.autograd import (
     call_reduced_grad_hooks,
     has_local_grad_hooks,
     has_reduced_grad_hooks,
+    in_autograds_thread,
     in_backward,
     is_consumed_in_backward,
     is_nested,
@@ -235,6 +239,16 @@ def test_whoever_awaits_a_backward_hears_of_one_that_fails_first(fails: bool) ->
     except ValueError:
         log.append("raised")
     assert log == (["failed", "raised"] if fails else ["finished"])
+
+
+def test_threads_of_python_are_not_those_of_autograd() -> None:
+    """Those that C++ has started are as the ones of `_thread`: Python's own list of threads has none of them."""
+    told: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    _thread.start_new_thread(lambda: told.put(in_autograds_thread()), ())
+    assert told.get(timeout=60)
+    threading.Thread(target=lambda: told.put(in_autograds_thread())).start()
+    assert not told.get(timeout=60)
+    assert not in_autograds_thread()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ import scale_core
 from scale_core.comm.group import group_of
 from scale_core.flat.buffer import DevicePolicy, FlatBuffer
 from scale_core.flat.layout import FlatLayout
+from scale_core.hooks import autograd as hooks
 from scale_core.simulate import Simulation, simulate
 from scale_core.state.state_dict import sharded_state_dict
 from scale_fsdp import (
@@ -27,6 +30,7 @@ from scale_fsdp import (
     ShardedEMA,
     fully_shard,
 )
+from scale_fsdp.runtime.root import Root
 
 pytestmark = [
     pytest.mark.simulation,
@@ -242,3 +246,41 @@ def test_a_gather_in_fp8_has_no_race(offloads: bool, copies_shard: bool, simulat
         buffer.release()
         buffer.wait_sent()
         buffer.shard.zero_()
+
+
+def test_a_pass_that_autograds_thread_drops_late_is_aborted_by_the_next(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+    queue_callback = hooks.queue_callback
+
+    def keep(callback: Any) -> None:
+        kept.append(callback)
+        queue_callback(callback)
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("hook")
+
+    model = sharded()
+    monkeypatch.setattr(hooks, "queue_callback", keep)
+    hidden = torch.randn(2, WIDTH, device="sim", requires_grad=True)
+    hidden.register_hook(fail)
+    with pytest.raises(KeyError, match="hook"):
+        model(hidden).sum().backward()
+    dropped = threading.Event()
+
+    def drop() -> None:  # As the engine's own thread, which Python's list of threads does not have.
+        kept.clear()
+        dropped.set()
+
+    aborts: list[str] = []
+    abort = Root.abort
+    monkeypatch.setattr(
+        Root, "abort", lambda root, error: (aborts.append(threading.current_thread().name), abort(root, error))
+    )
+    assert kept
+    _thread.start_new_thread(drop, ())
+    assert dropped.wait(60) and aborts == []
+    train(model)
+    assert aborts == [threading.main_thread().name]
+    assert all(param.grad is None for param in model.parameters())

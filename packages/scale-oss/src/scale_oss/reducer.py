@@ -23,7 +23,13 @@ from scale_core.consistency.all_ranks import all_gather_failures, all_gather_jso
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
-from scale_core.hooks.autograd import after_gradient, in_backward, register_post_backward, weak_hook
+from scale_core.hooks.autograd import (
+    after_gradient,
+    in_autograds_thread,
+    in_backward,
+    register_post_backward,
+    weak_hook,
+)
 from scale_core.live_objects import live_objects, register_live
 from scale_core.shard import on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
@@ -424,7 +430,7 @@ class Reducer:
 
     def _on_backward_failed(self) -> None:
         """Autograd has dropped the pass; its error is about to reach the user."""
-        if self.finalize_is_queued:
+        if self.finalize_is_queued and not in_autograds_thread():  # There `prepare` aborts it, before the next pass.
             last = self.contract.history.last_event
             where = f" after the {last}" if last is not None else ""
             self.abort(RuntimeError(f"its backward pass failed{where}, with an error that is raised there"))

@@ -21,7 +21,7 @@ from scale_core.comm.group import Group
 from scale_core.compat import ends_recomputation, graph_task_id
 from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_core.errors import TransferError, recovery_hint
-from scale_core.hooks.autograd import before_backward, register_post_backward
+from scale_core.hooks.autograd import before_backward, in_autograds_thread, register_post_backward
 from scale_core.hooks.module_parts import ForEachShardHook
 
 # How long the other ranks may take to fail as well, where all of them do.
@@ -45,11 +45,15 @@ class FailedPass(ForEachShardHook):
         self._group = group
         self._recorder = FlightRecorder(group)
         self._backward = -1  # autograd's number of the backward whose end is waited for
+        self._is_failed = False  # A backward has failed, and the others have not heard it.
         group.state.get_or_create(_PassRecorder).recorder = ref(self._recorder)
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if self._is_failed:
+            self._is_failed = False
+            self._fail_backward()
         if output is not None:
             if torch.is_grad_enabled():
                 before_backward(output, self._begin_backward)
@@ -73,6 +77,9 @@ class FailedPass(ForEachShardHook):
 
     def _fail_backward(self) -> None:
         """Autograd gives the error to nobody but the caller of the backward."""
+        self._is_failed = in_autograds_thread()
+        if self._is_failed:
+            return  # The next call tells the others.
         if not any(str(event).startswith(_LOST) for event in self._recorder.events):
             self._all_have_failed("its backward pass failed, with an error that is raised there")
 

@@ -9,6 +9,7 @@ average is in `param.grad`.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -121,8 +122,16 @@ def register_post_backward(finish: Callable[[], None], fail: Callable[[], None])
 
     Autograd has no hook for a failed pass, but it drops the callbacks for its end before the error reaches the user.
     Errors of `fail` itself are suppressed: the user is about to see the error of the pass.
+
+    On an accelerator, a thread of autograd's own may be the last that drops them, while the user has the error already
+    and goes on. A `fail` that talks to other ranks leaves that to the next pass `in_autograds_thread`.
     """
     queue_callback(_EndOfBackward(finish, fail))
+
+
+def in_autograds_thread() -> bool:
+    """Whether the caller runs in a thread that C++ has started, as those in which autograd computes on accelerators."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def in_backward() -> bool:

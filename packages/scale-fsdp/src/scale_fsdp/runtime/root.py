@@ -38,6 +38,7 @@ from scale_core.hooks.autograd import (
     call_grad_published_hooks,
     call_post_accumulate_grad_hooks,
     call_reduced_grad_hooks,
+    in_autograds_thread,
     in_backward,
     is_consumed_in_backward,
 )
@@ -546,7 +547,7 @@ class Root(UnitContext):
 
     def fail(self) -> None:
         """Autograd has dropped the backward pass that ran, and raises its error to the user."""
-        if self.in_backward:
+        if self.in_backward and not in_autograds_thread():  # There `recover` aborts it, before the next pass.
             last = self.contract.history.last_event
             where = f" after the {last}" if last is not None else ""
             unknown = RuntimeError(f"its backward pass failed{where}, with an error that is raised there")
