@@ -160,10 +160,18 @@ def test_an_average_of_weights_has_no_race(simulation: Simulation) -> None:
     train(model, after=look)
 
 
-@pytest.mark.parametrize("grads_on_host", [False, True], ids=["late", "early"])
-def test_gradients_that_come_to_the_host_have_no_race(grads_on_host: bool, simulation: Simulation) -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    options: Any = {"move_params_to_cpu": True, "move_grads_to_cpu": grads_on_host, "compute_device": "sim"}
+@pytest.mark.parametrize("options", [ON_HOST, {"mp_policy": BF16, **ON_HOST}], ids=["fp32", "bf16"])
+def test_shards_on_the_host_of_one_rank_have_no_race(options: dict[str, Any]) -> None:
+    """There no collective comes after the copies, whose wait would be one for them, too."""
+    with simulate(device="sim", races=True):
+        train(sharded("cpu", **options))
+
+
+@pytest.mark.parametrize("params, grads", [(True, False), (True, True), (False, True)], ids=["late", "early", "back"])
+def test_gradients_that_come_to_the_host_have_no_race(params: bool, grads: bool, simulation: Simulation) -> None:
+    with torch.device("cpu" if params else "sim"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    options: Any = {"move_params_to_cpu": params, "move_grads_to_cpu": grads, "compute_device": "sim"}
     for index in range(LAYERS):
         model[index] = FullyShardedDataParallel(model[index], **options)
     train(FullyShardedDataParallel(model, **options))

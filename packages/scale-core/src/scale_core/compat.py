@@ -166,10 +166,11 @@ def add_gradients(edges: Iterable[GradientEdge], gradients: Iterable[Tensor], le
     """Adds gradients from those of `edges` to the `grad` of leaves, as `torch.autograd.backward` does."""
     # The engine is called as that calls it in torch 2.8 to 2.15, without the steps before: it would look at shapes
     # that come from the engine itself, and copy the context, which takes longer than all of the engine's own work where
-    # graphs are small. Where torch has no such engine any more, it is called itself.
+    # graphs are small. Where torch has no such engine any more, it is called itself; so it is in a simulation, which
+    # looks after what it calls.
     edges, gradients, leaves = tuple(edges), tuple(gradients), tuple(leaves)
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is None:
+    if engine is None or stand_in() is not None:
         torch.autograd.backward(edges, gradients, inputs=leaves)
         return
     engine.run_backward(edges, gradients, False, False, leaves, allow_unreachable=True, accumulate_grad=True)

@@ -175,7 +175,8 @@ def _run_backward(run: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a backward pass and raises its error."""
     global _taken_out
     try:
-        return run(*args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False):  # torch.inference_mode(False) has set it to True.
+            return run(*args, **kwargs)
     except SystemError:  # It has failed, and the error that it would say is gone.
         error, _taken_out = _taken_out, None
         if error is None:
