@@ -72,3 +72,12 @@ def test_a_device_that_waits_for_its_copies_has_no_race(
 ) -> None:
     monkeypatch.setattr(store, "_MAX_IN_FLIGHT_BYTES", ROWS * WIDTH * 4)
     train(model(lambda module: checkpoint_wrapper(module, offload_to_cpu=True, min_bytes=0)))
+
+
+def test_activations_that_are_fetched_and_never_used_have_no_race(simulation: Simulation) -> None:
+    module = model(lambda module: checkpoint_wrapper(module, offload_to_cpu=True, min_bytes=0))
+    for _ in range(STEPS):
+        unused, used = (module(torch.randn(ROWS, WIDTH, device="sim", requires_grad=True)) for _ in range(2))
+        used.sum().backward()  # It has fetched ahead what left before it.
+        del unused, used
+        torch.ones(ROWS, WIDTH, device="sim")

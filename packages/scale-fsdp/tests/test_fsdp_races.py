@@ -30,6 +30,8 @@ from scale_fsdp import (
     ShardedEMA,
     fully_shard,
 )
+from scale_fsdp.offload import backward as offload_backward
+from scale_fsdp.offload import host_update
 from scale_fsdp.runtime.root import Root
 
 pytestmark = [
@@ -111,6 +113,41 @@ CASES: dict[str, Callable[[Simulation], None]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_have_no_race(case: str, simulation: Simulation) -> None:
     CASES[case](simulation)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_optimizer_on_the_host_with_many_buckets_has_no_race(
+    overlaps: bool, simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (host_update, offload_backward):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", WIDTH)
+    model = sharded()
+    optimizer = on_host(model.parameters(), overlap_step=overlaps)
+    for _ in range(STEPS):
+        x = torch.randn(2, WIDTH, device="sim", requires_grad=True)
+        model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_step": True}, {"host_fraction": 0.5}], ids=["", "early", "half"])
+def test_an_optimizer_on_the_host_of_plain_parameters_has_no_race(
+    options: dict[str, Any], simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradients are transposed, too, and parts of them are copied once more."""
+    for module in (host_update, offload_backward):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", WIDTH)
+    weights = [nn.Parameter(torch.randn(WIDTH, WIDTH, device="sim").t()) for _ in range(LAYERS)]
+    optimizer = on_host(weights, **options)
+    for _ in range(STEPS):
+        x = torch.randn(2, WIDTH, device="sim")
+        for weight in weights:
+            x = x @ weight
+        x.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("case", ["plain", "shards on the host, bf16", "optimizer on the host, early step"])
@@ -207,21 +244,23 @@ def test_states_that_are_written_to_have_no_race(options: dict[str, Any], simula
     train(model, after=write)
 
 
-def test_a_full_parameter_is_loaded_without_a_race(simulation: Simulation) -> None:
-    group, weight = group_of(), torch.randn(WIDTH, WIDTH)
-    devices = DevicePolicy(torch.device("cpu"), torch.device("sim", 0))
-    layout = FlatLayout.plan(["weight"], [(WIDTH, WIDTH)], group.size)
-    buffer = FlatBuffer(["weight"], [weight], layout, group, devices=devices)
-    for _ in range(STEPS):
-        buffer.gather(tag=1 << 21)
-        buffer.wait_gathered(10.0)
-        buffer.release()
-        buffer.load(0, weight)
-        buffer.gather(tag=1 << 21)
-        buffer.discard()
-        buffer.shard.zero_()
-        (full,) = buffer.gather_full_params(tag=1 << 21)
-        full.sum()
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_buffer_that_is_loaded_released_early_or_discarded_has_no_race(num_ranks: int) -> None:
+    with simulate(world_size=num_ranks, device="sim", races=True):
+        group, weight = group_of(), torch.randn(WIDTH, WIDTH)
+        devices = DevicePolicy(torch.device("cpu"), torch.device("sim", 0))
+        layout = FlatLayout.plan(["weight"], [(WIDTH, WIDTH)], group.size)
+        buffer = FlatBuffer(["weight"], [weight], layout, group, devices=devices)
+        for end in (buffer.wait_gathered, buffer.release, buffer.discard) * STEPS:
+            buffer.gather(tag=1 << 21)
+            end()
+            buffer.release()
+            torch.ones(WIDTH, device="sim")
+            buffer.load(0, weight)
+        for _ in range(STEPS):
+            (full,) = buffer.gather_full_params(tag=1 << 21)
+            full.sum()
+            buffer.wait_sent()
 
 
 class CastWeight:
