@@ -174,13 +174,13 @@ FAULTS = [
         "scale-fsdp/runtime/root.py",
         "            for buffer in unit.buffers:\n                buffer.wait_sent()",
         "            pass",
-        ON_HOST,
+        of_fsdp("evaluation"),
     ),
     Fault(
         "scale-fsdp/runtime/checks.py",
         "        for buffer in unit.buffers:\n            buffer.wait_sent()",
         "        pass",
-        of_fsdp("full_parameters or summon"),
+        of_fsdp("average"),
     ),
     Fault(
         "scale-fsdp/ema.py",

@@ -178,6 +178,8 @@ def test_evaluation_and_full_parameters_have_no_race(options: dict[str, Any], si
     def look() -> None:
         with torch.no_grad():
             model(torch.randn(2, WIDTH, device="sim"))
+        for param in model.parameters():
+            param.data.mul_(0.9)
         model.unshard()
         model.reshard()
         model.state_dict()
@@ -185,14 +187,22 @@ def test_evaluation_and_full_parameters_have_no_race(options: dict[str, Any], si
     train(model, after=look)
 
 
-def test_an_average_of_weights_has_no_race(simulation: Simulation) -> None:
-    model = sharded()
+@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
+def test_an_average_of_weights_has_no_race(options: dict[str, Any], simulation: Simulation) -> None:
+    model = sharded("cpu" if options else "sim", **options)
+    assert isinstance(model, FSDPModule)
     average = ShardedEMA(model, decay=0.9)
+
+    def gather() -> None:
+        model.unshard()
+        model.reshard()
 
     def look() -> None:
         average.update()
+        gather()
         with average.swapped():
             model(torch.randn(2, WIDTH, device="sim"))
+            gather()
 
     train(model, after=look)
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from scale_core.device.streams import InlineExecutor
-from scale_core.simulate.happens_before import Clock, Frames, Timeline
+from scale_core.simulate.happens_before import Clock, Frames, WorkQueue
 
 T = TypeVar("T")
 
@@ -39,9 +39,9 @@ class StreamOrder:
     """That of the simulation that runs now, if it looks for races."""
 
     def __init__(self) -> None:
-        self.thread = Timeline("the main thread", "thread")
-        self.communicators: dict[object, Timeline] = {}
-        self._streams: dict[int, Timeline] = {}
+        self.thread = WorkQueue("the main thread", "thread")
+        self.communicators: dict[object, WorkQueue] = {}
+        self._streams: dict[int, WorkQueue] = {}
 
     @contextmanager
     def activated(self) -> Iterator[None]:
@@ -52,31 +52,31 @@ class StreamOrder:
         finally:
             StreamOrder.active = None
 
-    def stream(self, stream: SimulatedStream | None = None) -> Timeline:
-        """The timeline of a stream, or of the current one, after all that the current host thread has seen.
+    def stream(self, stream: SimulatedStream | None = None) -> WorkQueue:
+        """The queue of a stream, or of the current one, after all that the current host thread has seen.
 
         The host launches what comes next there.
         """
         stream = current_stream() if stream is None else stream
-        timeline = self._streams.get(stream.stream_id)
-        if timeline is None:
-            timeline = self._streams[stream.stream_id] = Timeline(stream.title)
-        timeline.wait(self.thread.clock)
-        return timeline
+        queue = self._streams.get(stream.stream_id)
+        if queue is None:
+            queue = self._streams[stream.stream_id] = WorkQueue(stream.title)
+        queue.wait(self.thread.clock)
+        return queue
 
-    def communicator(self, key: object, name: str) -> Timeline:
-        """The timeline of a communicator."""
+    def communicator(self, key: object, name: str) -> WorkQueue:
+        """The queue of a communicator."""
         if key not in self.communicators:
-            self.communicators[key] = Timeline(name, "communicator")
+            self.communicators[key] = WorkQueue(name, "communicator")
         return self.communicators[key]
 
     def synchronize(self) -> None:
         """The host waits for the device."""
-        for timeline in (*self._streams.values(), *self.communicators.values()):
-            self.thread.wait(timeline.clock)
+        for queue in (*self._streams.values(), *self.communicators.values()):
+            self.thread.wait(queue.clock)
 
     @contextmanager
-    def in_thread(self, thread: Timeline) -> Iterator[None]:
+    def in_thread(self, thread: WorkQueue) -> Iterator[None]:
         """Inside, another host thread runs, which starts after what this one has seen."""
         thread.wait(self.thread.clock)
         caller, self.thread = self.thread, thread
@@ -149,7 +149,7 @@ class SimulatedEvent:
         if self._polls > _POLLS:
             self.synchronize()
         clock = order.thread.clock
-        return all(clock.get(timeline, 0) >= count for timeline, count in self._clock.items())
+        return all(clock.get(queue, 0) >= count for queue, count in self._clock.items())
 
     def elapsed_time(self, other: Any) -> float:
         return 0.0
@@ -167,7 +167,7 @@ class SimulatedWorker(InlineExecutor):
 
     def _begin(self, order: StreamOrder | None) -> None:
         self._order = order  # Of the simulation that this is for; the worker itself may outlive it
-        self._thread = Timeline("a worker thread", "thread")
+        self._thread = WorkQueue("a worker thread", "thread")
         self._tasks: list[tuple[_OrderedFuture[Any], Any]] = []  # Whose results nobody has waited for
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -250,7 +250,7 @@ def in_backward_thread() -> Iterator[None]:
     if order is None:
         yield
         return
-    thread, caller = Timeline("the thread of the backward pass", "thread"), order.thread
+    thread, caller = WorkQueue("the thread of the backward pass", "thread"), order.thread
     try:
         with order.in_thread(thread):
             yield

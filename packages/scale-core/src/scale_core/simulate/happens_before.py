@@ -2,18 +2,18 @@
 
 Work on a stream, on a communicator or in a host thread runs in order; two of them run side by side until one waits for
 the other. So each has a clock that counts its operations, and remembers how far it has seen the clock of every other
-one (Mattern, 1989). An access comes before an operation if the clock of the operation's timeline has seen it. Two
+one (Mattern, 1989). An access comes before an operation if the clock of the operation's queue has seen it. Two
 accesses of the same bytes of which neither has seen the other are a race, if one of them writes (as in FastTrack,
 Flanagan and Freund, 2009). Nothing here knows torch.
 
 A copy on a side stream that nobody waits for, and then the missing wait:
 
-    >>> main, side = Timeline("main stream"), Timeline("side stream")
+    >>> main, side = WorkQueue("main stream"), WorkQueue("side stream")
     >>> memory = AccessHistory()
     >>> memory.add(side.access(0, 64, writes=True, operation="copy"))
     []
     >>> (race,) = memory.add(main.access(0, 64, operation="read"))
-    >>> race.operation, race.timeline.name
+    >>> race.operation, race.queue.name
     ('copy', 'side stream')
     >>> main.wait(side.now())
     >>> memory.add(main.access(0, 64, operation="read"))
@@ -26,16 +26,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-Clock: TypeAlias = "Mapping[Timeline, int]"
-"""How many operations of each timeline have been seen."""
+Clock: TypeAlias = "Mapping[WorkQueue, int]"
+"""How many operations of each queue have been seen."""
 
-TimelineKind: TypeAlias = Literal["stream", "communicator", "thread"]
+QueueKind: TypeAlias = Literal["stream", "communicator", "thread"]
 
 Frames: TypeAlias = tuple[tuple[str, int], ...]
 """Lines of code, (file, line number) each, the innermost first."""
 
 
-class Timeline:
+class WorkQueue:
     """Operations that run in order: those of a stream, a communicator or a host thread.
 
     Attributes:
@@ -44,31 +44,31 @@ class Timeline:
         clock: How far it has seen the others, and itself.
     """
 
-    def __init__(self, name: str, kind: TimelineKind = "stream") -> None:
+    def __init__(self, name: str, kind: QueueKind = "stream") -> None:
         self.name = name
-        self.kind: TimelineKind = kind
-        self.clock: dict[Timeline, int] = {self: 0}
+        self.kind: QueueKind = kind
+        self.clock: dict[WorkQueue, int] = {self: 0}
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
-    def now(self) -> dict[Timeline, int]:
+    def now(self) -> dict[WorkQueue, int]:
         """Its clock as it is now: an event, recorded after all operations so far."""
         return dict(self.clock)
 
     def wait(self, clock: Clock) -> None:
         """Its later operations come after all that `clock` has seen.
 
-        >>> main, side, host = Timeline("main"), Timeline("side"), Timeline("host")
+        >>> main, side, host = WorkQueue("main"), WorkQueue("side"), WorkQueue("host")
         >>> copy = side.access(0, 8, writes=True)
         >>> main.wait(side.now())
         >>> host.wait(main.now())  # Through main, host has seen side as well.
         >>> host.has_seen(copy)
         True
         """
-        for timeline, count in clock.items():
-            if self.clock.get(timeline, 0) < count:
-                self.clock[timeline] = count
+        for queue, count in clock.items():
+            if self.clock.get(queue, 0) < count:
+                self.clock[queue] = count
 
     def access(
         self, start: int, stop: int, *, writes: bool = False, operation: str = "", frames: Frames = ()
@@ -79,15 +79,15 @@ class Timeline:
 
     def has_seen(self, access: Access) -> bool:
         """Whether an access comes before what is next here."""
-        return self.clock.get(access.timeline, 0) >= access.count
+        return self.clock.get(access.queue, 0) >= access.count
 
 
 @dataclass(slots=True, eq=False)
 class Access:
     """A read or write of a range of bytes by one operation."""
 
-    timeline: Timeline
-    count: int  # The operation's number in its timeline
+    queue: WorkQueue
+    count: int  # The operation's number in its queue
     start: int  # In bytes from the start of the storage
     stop: int
     writes: bool
@@ -97,7 +97,7 @@ class Access:
     def overlaps(self, other: Access) -> bool:
         """Whether both are of the same bytes; an empty range overlaps none.
 
-        >>> stream = Timeline("stream")
+        >>> stream = WorkQueue("stream")
         >>> first, second, empty = stream.access(0, 8), stream.access(8, 16), stream.access(4, 4)
         >>> first.overlaps(second), first.overlaps(empty), first.overlaps(stream.access(7, 9))
         (False, False, True)
@@ -118,7 +118,7 @@ class AccessHistory:
     def add(self, new: Access) -> list[Access]:
         """Adds an access; returns those that it races with.
 
-        >>> one, two = Timeline("one"), Timeline("two")
+        >>> one, two = WorkQueue("one"), WorkQueue("two")
         >>> memory = AccessHistory()
         >>> memory.add(one.access(0, 8)) + memory.add(two.access(0, 8))  # Two reads.
         []
@@ -130,7 +130,7 @@ class AccessHistory:
         races: list[Access] = []
         kept: list[Access] = []
         for old in self.accesses:
-            is_seen = new.timeline.has_seen(old)
+            is_seen = new.queue.has_seen(old)
             if not is_seen and (old.writes or new.writes) and old.overlaps(new):
                 races.append(old)
             # Whoever has seen the new one has then seen the old one: the new one stands for both.
@@ -144,7 +144,7 @@ class AccessHistory:
     def unseen(self, *clocks: Clock) -> list[Access]:
         """The accesses that none of these clocks has seen: memory that is released at these times is still in use.
 
-        >>> main, side = Timeline("main"), Timeline("side")
+        >>> main, side = WorkQueue("main"), WorkQueue("side")
         >>> memory = AccessHistory()
         >>> memory.add(side.access(0, 8))
         []
@@ -152,7 +152,7 @@ class AccessHistory:
         (1, [])
         """
         return [
-            access for access in self.accesses if all(clock.get(access.timeline, 0) < access.count for clock in clocks)
+            access for access in self.accesses if all(clock.get(access.queue, 0) < access.count for clock in clocks)
         ]
 
     def clear(self) -> None:

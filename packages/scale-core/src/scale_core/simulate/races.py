@@ -33,7 +33,7 @@ from torch import Tensor
 from scale_core import compat
 from scale_core.errors import ScaleError
 from scale_core.simulate.device_streams import StreamOrder, frames, text_of
-from scale_core.simulate.happens_before import Access, AccessHistory, Clock, Frames, Timeline
+from scale_core.simulate.happens_before import Access, AccessHistory, Clock, Frames, WorkQueue
 from scale_core.simulate.traffic import group_of_call
 
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"))
@@ -101,19 +101,19 @@ class _Memory(AccessHistory):
 
     __slots__ = ("is_on_host", "made", "owner", "recorded", "watch")
 
-    def __init__(self, owner: Timeline, is_on_host: bool) -> None:
+    def __init__(self, owner: WorkQueue, is_on_host: bool) -> None:
         super().__init__()
         self.owner = owner  # The stream, or host thread, that has allocated it
         self.is_on_host = is_on_host
         self.made: Frames = ()
-        self.recorded: set[Timeline] = set()  # Streams that the allocator waits for before it gives the memory away
+        self.recorded: set[WorkQueue] = set()  # Streams that the allocator waits for before it gives the memory away
         self.watch: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class _Transfer(NamedTuple):
     """A collective that was started."""
 
-    communicator: Timeline
+    communicator: WorkQueue
     clock: Clock  # When it has ended
     is_on_host: bool
     work: dist.Work | None = None  # Kept, so that its identity stays its own
@@ -147,8 +147,8 @@ class RaceChecker:
         self._known: set[tuple[object, ...]] = set()
         self._transfers: dict[int, _Transfer] = {}  # by the identity of the handle
         self._functional: dict[int, _Transfer] = {}  # by the identity of the result's storage
-        self._free: dict[Timeline, list[_Freed]] = {}  # by the stream that allocated it
-        self._waited: dict[Timeline, int] = {}  # How many of a communicator's operations were waited for
+        self._free: dict[WorkQueue, list[_Freed]] = {}  # by the stream that allocated it
+        self._waited: dict[WorkQueue, int] = {}  # How many of a communicator's operations were waited for
         self._unraised: RaceError | None = None
         self._is_closed = False
 
@@ -169,23 +169,23 @@ class RaceChecker:
         lines = frames()
         for tensor in fresh:
             self._allocate(tensor.untyped_storage(), tensor.device.type == "cpu", name, lines)
-        timeline = self._order.stream() if on_device else self._order.thread
+        queue = self._order.stream() if on_device else self._order.thread
         if not needs or operator.is_view:
             return
         copies = name in _COPIES
         for tensor, writes in _accesses(operator, args, kwargs):
             # A number in the host's memory is read when a kernel is launched.
             by_host = tensor.device.type == "cpu" and not copies
-            self._access(self._order.thread if by_host else timeline, tensor, writes, name, lines)
+            self._access(self._order.thread if by_host else queue, tensor, writes, name, lines)
         for tensor in fresh:
             if copies and tensor.device.type == "cpu" and on_device:
-                self._access(timeline, tensor, True, name, lines)
+                self._access(queue, tensor, True, name, lines)
         if not name.startswith("aten::"):  # Their schemas don't say what they write.
             for tensor in outputs:
                 if all(tensor is not other for other in fresh):
-                    self._access(timeline, tensor, True, name, lines)
+                    self._access(queue, tensor, True, name, lines)
         if copies and on_device:
-            self._wait_for_copy(timeline, name, args, kwargs, [*inputs, *outputs])
+            self._wait_for_copy(queue, name, args, kwargs, [*inputs, *outputs])
         self.raise_found()
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
@@ -246,15 +246,15 @@ class RaceChecker:
         self._reuse(memory.owner, name, lines)
         memory.add(memory.owner.access(0, storage.nbytes(), writes=True, operation=name, frames=lines))
 
-    def _access(self, timeline: Timeline, tensor: Tensor, writes: bool, name: str, lines: Frames) -> None:
+    def _access(self, queue: WorkQueue, tensor: Tensor, writes: bool, name: str, lines: Frames) -> None:
         memory = self._memory(tensor)
         start, stop = _byte_range(tensor)
-        access = timeline.access(start, stop, writes=writes, operation=name, frames=lines)
+        access = queue.access(start, stop, writes=writes, operation=name, frames=lines)
         for other in memory.add(access):
             self._report(other, access, memory)
 
     def _wait_for_copy(
-        self, stream: Timeline, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Iterable[Tensor]
+        self, stream: WorkQueue, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Iterable[Tensor]
     ) -> None:
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         position = 6 if name == "aten::_to_copy" else 2
@@ -294,7 +294,7 @@ class RaceChecker:
         name: str,
         args: Sequence[Any],
         result: Any,
-        communicator: Timeline,
+        communicator: WorkQueue,
         is_on_host: bool,
         lines: Frames,
     ) -> None:
@@ -308,7 +308,7 @@ class RaceChecker:
         for tensor in outputs:
             self._functional[id(tensor.untyped_storage())] = _Transfer(communicator, communicator.now(), is_on_host)
 
-    def _communicator(self, group: dist.ProcessGroup, name: str, args: Sequence[Any], is_on_host: bool) -> Timeline:
+    def _communicator(self, group: dist.ProcessGroup, name: str, args: Sequence[Any], is_on_host: bool) -> WorkQueue:
         ranks = dist.get_process_group_ranks(group)
         where = "the host's communicator" if is_on_host else "the communicator"
         if name.startswith(("send", "recv")):  # Each pair of ranks has one of its own.
@@ -338,33 +338,31 @@ class RaceChecker:
         if memory.is_on_host:
             return
         for access in memory.unseen(memory.owner.clock, self._order.thread.clock):
-            user = access.timeline
+            user = access.queue
             is_kept = user.kind == "communicator" and access.count > self._waited.get(user, 0) and not is_resize
             if user is not memory.owner and user not in memory.recorded and not is_kept:
                 self._free.setdefault(memory.owner, []).append(_Freed(access, how, lines, self._origin(memory)))
 
-    def _reuse(self, owner: Timeline, name: str, lines: Frames) -> None:
+    def _reuse(self, owner: WorkQueue, name: str, lines: Frames) -> None:
         """Gives memory that was released to what its stream allocates now."""
         for freed in self._free.pop(owner, ()):
             if not owner.has_seen(freed.last_use):
                 self._report_reuse(owner, freed, name, lines)
 
     def _report(self, first: Access, second: Access, memory: _Memory) -> None:
-        place, name = text_of(second.frames[:1]), second.timeline.name
-        if first.timeline.kind == "communicator":
+        place, name = text_of(second.frames[:1]), second.queue.name
+        if first.queue.kind == "communicator":
             wait = "wait for the collective's handle, work.wait(), in the stream that uses its result"
-        elif second.timeline.kind == "thread" and first.timeline.kind == "thread":
+        elif second.queue.kind == "thread" and first.queue.kind == "thread":
             wait = "take the result of the thread's task, such as future.result()"
-        elif second.timeline.kind == "thread":
-            wait = f"make the host wait: event.synchronize(), of an event that {first.timeline.name} has recorded"
-        elif second.timeline.kind == "communicator":
-            wait = (
-                f"make the stream that starts the collective wait: current_stream().wait_stream({first.timeline.name})"
-            )
-        elif first.timeline.kind == "thread":
+        elif second.queue.kind == "thread":
+            wait = f"make the host wait: event.synchronize(), of an event that {first.queue.name} has recorded"
+        elif second.queue.kind == "communicator":
+            wait = f"make the stream that starts the collective wait: current_stream().wait_stream({first.queue.name})"
+        elif first.queue.kind == "thread":
             wait = "let the thread that launches this take the result of the other thread's task first"
         else:
-            wait = f"make {name} wait: wait_stream({first.timeline.name}), or the join() of a scale_core stream"
+            wait = f"make {name} wait: wait_stream({first.queue.name}), or the join() of a scale_core stream"
         self._found(
             (first.operation, first.frames, second.operation, second.frames),
             Race(
@@ -375,8 +373,8 @@ class RaceChecker:
             ),
         )
 
-    def _report_reuse(self, owner: Timeline, freed: _Freed, name: str, lines: Frames) -> None:
-        use, user = freed.last_use, freed.last_use.timeline.name
+    def _report_reuse(self, owner: WorkQueue, freed: _Freed, name: str, lines: Frames) -> None:
+        use, user = freed.last_use, freed.last_use.queue.name
         self._found(
             (use.operation, use.frames, freed.how, freed.frames),
             Race(
@@ -403,7 +401,7 @@ class RaceChecker:
 
 def _text(access: Access) -> str:
     verb = "writes" if access.writes else "reads"
-    return f"{access.operation} {verb} on {access.timeline.name}: {text_of(access.frames)}"
+    return f"{access.operation} {verb} on {access.queue.name}: {text_of(access.frames)}"
 
 
 def _python_caller() -> str:
