@@ -163,6 +163,13 @@ def use_after_release(folder: Path) -> None:
         x * full
 
 
+def race(folder: Path) -> None:
+    with simulate.simulate(rank=0, world_size=2, device="sim", races=True):
+        x = torch.ones(8, device="sim")
+        dist.all_reduce(x, async_op=True)
+        x * 2
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -219,6 +226,7 @@ ALONE: dict[str, Raised] = {
     "SplitError": lambda folder: run_stage(reads=False),
     "PlaceholderTensorError": lambda folder: run_stage(reads=True),
     "UseAfterReleaseError": use_after_release,
+    "RaceError": race,
     "RankError": lambda folder: run_ranks(die, 1),
     "InputError": lambda folder: check_options(
         replace(options(), data=DataOptions(batch=7), parallel=ParallelOptions()), 2
@@ -230,7 +238,7 @@ ALONE: dict[str, Raised] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.simulation) if n == "UseAfterReleaseError" else n for n in ALONE],
+    [pytest.param(n, marks=pytest.mark.simulation) if n in ("UseAfterReleaseError", "RaceError") else n for n in ALONE],
 )
 def test_the_example_of_the_guide_is_what_one_process_raises(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

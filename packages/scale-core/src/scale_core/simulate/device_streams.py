@@ -60,7 +60,9 @@ class StreamOrder:
         stream = current_stream() if stream is None else stream
         queue = self._streams.get(stream.stream_id)
         if queue is None:
-            queue = self._streams[stream.stream_id] = WorkQueue(stream.title)
+            queue = self._streams[stream.stream_id] = WorkQueue(
+                getattr(stream, "title", f"stream {stream.stream_id}")  # An operator gets torch's own class.
+            )
         queue.wait(self.thread.clock)
         return queue
 
