@@ -113,7 +113,7 @@ FAULTS = [
         "scale-core/comm/work.py",
         "        self._keep = list(keep)",
         "        self._keep = []",
-        of_fsdp("plain or int8 or host"),
+        of_fsdp("plain or int8"),
         "NCCL keeps tensors until its handle is waited for; gloo does not",
     ),
     Fault(BUFFER, "            if copies_shard:\n                self.wait_sent()", "            pass", of_fsdp("fp8")),
@@ -134,6 +134,7 @@ FAULTS = [
         "            self._gathering = None\n            self._stream.join()",
         "            self._gathering = None",
         of_fsdp("loaded or failed"),
+        "a transfer that has failed is no wait for what was computed before it; these succeed",
     ),
     Fault(
         BUFFER,
