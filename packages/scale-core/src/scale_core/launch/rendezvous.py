@@ -102,7 +102,8 @@ def init_distributed(
         )
     except (RuntimeError, dist.DistError) as error:  # A rank has ended since it answered, or its address is no good.
         raise _error(f"the {place.world_size} ranks met, but could not connect to each other") from error
-    compat.extend_nccl_limit(compat.process_groups()[0], timedelta(seconds=limit))
+    for group in compat.process_groups():  # the default one
+        compat.extend_nccl_limit(group, timedelta(seconds=limit))
     return group_of()
 
 
