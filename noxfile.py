@@ -52,8 +52,8 @@ CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
 # What `ordered` runs: what happens when ranks differ, fail or come late, and a step of each technique.
 ORDERED: dict[str, list[str]] = {
     "scale-core": [
-        *("test_async_gloo.py", "test_contract.py", "test_desync_report.py", "test_exchange.py", "test_collectives.py"),
-        *("test_work.py", "test_equal_values.py", "test_optimizer_steps.py", "test_all_ranks.py", "test_subgroup.py"),
+        *("test_contract.py", "test_desync_report.py", "test_exchange.py", "test_collectives.py", "test_work.py"),
+        *("test_equal_values.py", "test_optimizer_steps.py", "test_all_ranks.py", "test_subgroup.py"),
     ],
     "scale-fsdp": [
         *("test_fsdp_contracts.py", "test_fsdp_recovery.py", "test_skipped_backward.py", "test_step_interrupts.py"),
