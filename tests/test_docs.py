@@ -32,7 +32,14 @@ import pytest
 HOUSE = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(HOUSE).as_posix()
-    for pattern in ("*.md", "docs/*.md", "docs/guides/**/*.md", "docs/examples/*.md", "packages/*/README.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "docs/guides/**/*.md",
+        "docs/examples/*.md",
+        "docs/tutorials/*.md",
+        "packages/*/README.md",
+    )
     for path in HOUSE.glob(pattern)
     if path.name != "CHANGELOG.md"
 )

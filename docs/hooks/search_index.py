@@ -17,6 +17,7 @@ BOOSTS = {
     "guides/fairscale-names": 0.5,
     "guides/faults": 0.2,
     "guides/reliability-figures": 0.1,
+    "tutorials/": 0.5,
     "guides/adascale.md": 1.5,
     "guides/compared": 0.3,
     "guides/debugging.md": 2,
