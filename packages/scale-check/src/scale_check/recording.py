@@ -122,21 +122,26 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
-def full_value(tensor: Tensor) -> Tensor:
-    """The full tensor of one that may be a shard, on the host; called on all ranks that have a part of it."""
+def full_value(tensor: Tensor, *, copies: bool = True) -> Tensor:
+    """The full tensor of one that may be a shard, on the host; called on all ranks that have a part of it.
+
+    Without `copies`, that of a full tensor is the tensor itself.
+    """
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     with torch.no_grad():
         if hasattr(tensor, "ds_tensor"):
             full: Tensor = _of_deepspeed("safe_get_full_fp32_param", tensor)
         else:
             full = tensor.detach() if gather is None else gather().detach()
-        return full.to("cpu", copy=True).contiguous()  # Ranks send it so.
+        return (
+            full.to("cpu", copy=True).contiguous() if copies else full.detach().to("cpu")
+        )  # Ranks send it contiguous.
 
 
-def full_gradient(param: nn.Parameter) -> Tensor | None:
-    """The full gradient of a parameter, also where ZeRO-3 keeps it elsewhere; called as `full_value`."""
-    grad = _of_deepspeed("safe_get_full_grad", param) if hasattr(param, "ds_tensor") else param.grad
-    return None if grad is None else full_value(grad)
+def gradient_of(param: nn.Parameter) -> Tensor | None:
+    """The gradient of a parameter, also where ZeRO-3 keeps it elsewhere; called on all ranks that have a part of it."""
+    grad: Tensor | None = _of_deepspeed("safe_get_full_grad", param) if hasattr(param, "ds_tensor") else param.grad
+    return grad
 
 
 def _of_deepspeed(function: str, param: Tensor) -> Any:
@@ -191,8 +196,11 @@ class Recorder:
             self._end_step()
 
     def add(self, key: Key, tensor: Tensor) -> None:
-        """Records a tensor. A gradient of an output that arrives in several parts is their sum."""
-        value = kept(tensor, as_it_is=self._whole is None or key.of_all_calls() in self._whole)
+        """Records a tensor, or the sums of it. A gradient of an output that arrives in several parts is their sum."""
+        as_it_is = self._whole is None or key.of_all_calls() in self._whole
+        value = kept(full_value(tensor, copies=False), as_it_is=as_it_is)
+        if isinstance(value, Tensor):  # The training changes its own.
+            value = value.clone(memory_format=torch.contiguous_format)
         earlier = self.recording.tensors.get(key) if key.phase is Phase.OUTPUT_GRADIENT else None
         self.recording.tensors[key] = value if earlier is None else total([earlier, value])
 
@@ -244,7 +252,7 @@ class Recorder:
             number = self._calls.get((Phase.OUTPUT, name), 0)
             self._calls[Phase.OUTPUT, name] = number + 1
             key = Key(self.step, Phase.OUTPUT, name, number)
-            self.add(key, full_value(tensor))
+            self.add(key, tensor)
             if tensor.requires_grad:
                 hook = _GradientHook(self, key._replace(phase=Phase.OUTPUT_GRADIENT))
                 self._handles.append(tensor.register_hook(hook))
@@ -260,7 +268,7 @@ class Recorder:
         self._stepped_copies = of_others and "deepspeed" in sys.modules
         for name, param in named:
             if self._stepped_copies or id(param) in stepped:
-                grad = full_gradient(param)
+                grad = gradient_of(param)
                 if grad is not None:
                     self.add(Key(self.step, Phase.GRADIENT, name), grad)
                 elif self._stepped_copies and param.requires_grad:  # ZeRO-1 and 2 have divided it already.
@@ -275,7 +283,7 @@ class Recorder:
         for param, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and id(param) in names:
-                    self.add(Key(self.step, Phase.STATE, f"{names[id(param)]}: {key}"), full_value(value))
+                    self.add(Key(self.step, Phase.STATE, f"{names[id(param)]}: {key}"), value)
         self._begin_next_step()
 
     def _end_step(self) -> None:
@@ -289,7 +297,7 @@ class Recorder:
         self._record_params(Phase.WEIGHT)
         for model, prefix in self._models.items():
             for name, buffer in model.named_buffers():
-                self.add(Key(self.step, Phase.BUFFER, _joined(prefix, plain_name(name))), full_value(buffer))
+                self.add(Key(self.step, Phase.BUFFER, _joined(prefix, plain_name(name))), buffer)
 
     def _begin_next_step(self) -> None:
         self.step += 1
@@ -314,7 +322,7 @@ class Recorder:
 
     def _record_params(self, phase: Phase, *models: nn.Module) -> None:
         for name, param in self._named_params(*models):
-            self.add(Key(self.step, phase, name), full_value(param))
+            self.add(Key(self.step, phase, name), param)
 
 
 class _GradientHook:
@@ -324,7 +332,7 @@ class _GradientHook:
         self._recorder, self._key = recorder, key
 
     def __call__(self, grad: Tensor) -> None:
-        self._recorder.add(self._key, full_value(grad))
+        self._recorder.add(self._key, grad)
 
 
 def _joined(prefix: str, name: str) -> str:
