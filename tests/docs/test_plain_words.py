@@ -1,6 +1,6 @@
 """The fifteen pages that a new user meets first have no words that make a sentence hard to read.
 
-`python packages/scale-train/tests/docs/test_plain_words.py HEAD~5` prints the numbers of an earlier commit.
+`python tests/docs/test_plain_words.py HEAD~5` prints the numbers of an earlier commit.
 """
 
 from __future__ import annotations

@@ -134,6 +134,86 @@ for epoch in range(3):
         schedule.step()
 """
 
+# torchdata's loader, which torchtitan has, is a subclass that does not use the `__iter__` of its base class.
+LOADER_OF_ITS_OWN = DDP.replace(
+    """
+dist.init_process_group""",
+    """
+class Loader(DataLoader):
+    def __iter__(self):
+        for indices in self.batch_sampler:
+            yield self.collate_fn([self.dataset[index] for index in indices])
+
+dist.init_process_group""",
+).replace("loader = DataLoader(", "loader = Loader(")
+# A loader, and micro-batches that are divided among the ranks, as with torchtitan's `global_batch_size`.
+DIVIDED_WITH_LOADER = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
+data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+accumulation = 4 // dist.get_world_size()
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=len(loader) // accumulation)
+divisor = 4 if "wrong" in sys.argv else accumulation
+for number, (x, y) in enumerate(loader, 1):
+    (nn.functional.cross_entropy(model(x), y) / divisor).backward()
+    if number % accumulation == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+"""
+# Each batch is as long as its longest sample, as those of transformers' collators; the other rank has other lengths.
+OF_MANY_LENGTHS = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+samples = [(torch.randint(1, 30, (2 + number,)), number % 3) for number in range(32)]
+
+
+def collate(samples):
+    length = max(len(tokens) for tokens, _ in samples)
+    tokens = torch.full((len(samples), length), 30)
+    mask = torch.zeros(len(samples), length, dtype=torch.long)
+    for row, (ids, _) in enumerate(samples):
+        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, 1
+    return {"input_ids": tokens, "attention_mask": mask, "label": torch.tensor([label for _, label in samples])}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 3)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    def forward(self, input_ids, attention_mask, label):
+        hidden = self.block(self.embed(input_ids), src_key_padding_mask=attention_mask == 0)
+        logits = self.head(hidden[:, 0])
+        loss = nn.functional.cross_entropy(logits, label)
+        if "other loss" in sys.argv and dist.get_rank() == 1:
+            loss = loss * 1.01
+        return loss
+
+
+model = DistributedDataParallel(Model())
+loader = DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples), collate_fn=collate)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for batch in loader:
+    model(**batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 
 SCRIPTS = {
     "ddp": DDP,
@@ -141,6 +221,9 @@ SCRIPTS = {
     "without_loader": WITHOUT_LOADER,
     "divided": DIVIDED,
     "schedule": WITH_SCHEDULE,
+    "loader": LOADER_OF_ITS_OWN,
+    "divided_loader": DIVIDED_WITH_LOADER,
+    "lengths": OF_MANY_LENGTHS,
 }
 
 
@@ -153,7 +236,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         Path(f"{name}.py").write_text(text)
 
 
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py", "without_loader.py", "divided.py", "schedule.py"])
+@pytest.mark.parametrize("script", sorted(f"{name}.py" for name in SCRIPTS))
 def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--steps", "5" if script == "schedule.py" else "2", script]) == 0
     assert "tensors are equal but for rounding" in capsys.readouterr().out
@@ -165,6 +248,8 @@ def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixtur
         (["ddp.py", "not averaged"], "step 1: gradient of 0.weight differs"),
         (["fsdp2.py", "bn"], "step 1: output of 1 differs on ranks 0, 1"),
         (["divided.py", "wrong"], "step 1: gradient of "),
+        (["divided_loader.py", "wrong"], "step 1: gradient of "),
+        (["lengths.py", "other loss"], "step 1: output of the model"),
     ],
 )
 def test_wrong_scripts_are_found_wrong_where_they_are(

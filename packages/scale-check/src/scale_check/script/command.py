@@ -72,19 +72,24 @@ def _compare_runs(task: ScriptTask, num_ranks: int, folder: Path, limit_seconds:
     """Runs the script on the ranks, and twice in one process on their samples, and compares."""
     folder.mkdir()
     script = task.arguments[0]
-    ranks = _run(task, num_ranks, folder / "ranks", limit_seconds)
+    ranks = _run([task] * num_ranks, folder / "ranks", limit_seconds)
     if not any(result.recording.tensors for result in ranks):
         raise ScriptError(f"{script}: no module ran with gradients; is it a training script?")
+    samples_of_ranks = [result.samples for result in ranks]
+    if (padded := Samples.of_one_length(samples_of_ranks)) is not None:
+        samples_of_ranks = padded
+        ranks = _run([replace(task, samples=samples) for samples in padded], folder / "padded", limit_seconds)
     try:
-        samples = Samples.together([result.samples for result in ranks])
+        samples = Samples.together(samples_of_ranks)
     except SamplesError as error:
         raise ScriptError(f"{script}: {error}") from error
     recordings = [result.recording for result in ranks]
-    plain, perturbed = _run_alone(replace(task, samples=samples), folder / "one", limit_seconds)
-    if not samples.of_loaders and _makes_all_micro_batches(plain, recordings):
-        task = replace(task, samples=Samples.in_turn([result.samples for result in ranks]))
-        alone = _run_alone(task, folder / "one in turn", limit_seconds)
-        plain, perturbed = (with_joined_calls(recording, num_ranks, task.whole) for recording in alone)
+    alone = replace(task, num_forwards=recordings[0].num_forwards.get(1, 0))
+    plain, perturbed = _run_alone(replace(alone, samples=samples), folder / "one", limit_seconds)
+    if not plain.num_steps:  # It makes more forwards in its first step: the micro-batches of all ranks, it seems.
+        in_turn = replace(task, samples=Samples.in_turn(samples_of_ranks))
+        runs = _run_alone(in_turn, folder / "one in turn", limit_seconds)
+        plain, perturbed = (with_joined_calls(recording, num_ranks, task.whole) for recording in runs)
     _check_same_course(script, plain, recordings)
     return compare(plain, recordings, noise.measure(plain, [perturbed]))
 
@@ -94,15 +99,10 @@ def _run_alone(task: ScriptTask, folder: Path, limit_seconds: float) -> list[Rec
     folder.mkdir()
     with ThreadPoolExecutor(2) as executor:  # Each of the two has one process.
         runs = [
-            executor.submit(_run, replace(task, perturbation=seed), 1, folder / name, limit_seconds)
+            executor.submit(_run, [replace(task, perturbation=seed)], folder / name, limit_seconds)
             for seed, name in enumerate(("plain", "noise"))
         ]
         return [run.result()[0].recording for run in runs]
-
-
-def _makes_all_micro_batches(plain: Recording, ranks: Sequence[Recording]) -> bool:
-    """Whether one process makes as many forwards in a step as all ranks together, as where they divide them."""
-    return all(plain.num_calls(1) == len(ranks) * recording.num_calls(1) for recording in ranks)
 
 
 def _check_same_course(script: str, plain: Recording, ranks: Sequence[Recording]) -> None:
@@ -113,25 +113,26 @@ def _check_same_course(script: str, plain: Recording, ranks: Sequence[Recording]
             "script without them"
         )
     for rank, recording in enumerate(ranks):
-        if recording.num_steps != plain.num_steps:
-            raise ScriptError(
-                f"{script}: the one process makes {plain.num_steps} steps of its optimizer, and rank {rank} makes "
-                f"{recording.num_steps}: something in the script depends on the number of ranks"
-            )
         if recording.num_calls(1) != plain.num_calls(1):
             raise ScriptError(
                 f"{script}: the one process calls its model {plain.num_calls(1)} times in a step, and rank {rank} "
                 f"{recording.num_calls(1)} times: let the number of micro-batches not depend on the number of ranks"
             )
+        if recording.num_steps != plain.num_steps:
+            raise ScriptError(
+                f"{script}: the one process makes {plain.num_steps} steps of its optimizer, and rank {rank} makes "
+                f"{recording.num_steps}: something in the script depends on the number of ranks"
+            )
 
 
-def _run(task: ScriptTask, num_ranks: int, folder: Path, limit_seconds: float) -> list[ScriptResult]:
-    """Runs the script on so many ranks, as torchrun does; returns what each has recorded."""
+def _run(tasks: Sequence[ScriptTask], folder: Path, limit_seconds: float) -> list[ScriptResult]:
+    """Runs the script on a rank for each task, as torchrun does; returns what each has recorded."""
     folder.mkdir()
+    num_ranks = len(tasks)
     store = open_store("127.0.0.1", 0, serve=True, timeout=limit_seconds)
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(num_ranks):
+        for rank, task in enumerate(tasks):
             task_of_rank = replace(task, result=folder / f"result-{rank}")
             (folder / f"task-{rank}").write_bytes(pickle.dumps(task_of_rank))
             with (folder / f"output-{rank}").open("wb") as output:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from scale_check.noise import perturb
 from scale_check.recording import Key, Recorder, Recording
-from scale_check.script.data import Samples, keeping, replaying
+from scale_check.script.data import OutOfSamples, Samples, keeping, replaying
 
 SEED = 0
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -39,6 +39,7 @@ class ScriptTask:
         is_module: Whether the script is the name of a module, as after `python -m`.
         steps: How many steps of the optimizer are recorded; then the script is ended.
         samples: What the one process gets; None on ranks, which keep theirs.
+        num_forwards: Of the model in the first step on each rank. A process that begins another one is ended there.
         perturbation: A seed by which the weights are changed in their last place; 0 for none.
         whole: The keys of large tensors that are kept as they are; of others only sums are kept.
         result: Where to write the `ScriptResult`.
@@ -51,6 +52,7 @@ class ScriptTask:
     perturbation: int
     result: Path
     whole: frozenset[Key] = frozenset()
+    num_forwards: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ class ScriptRecorder(Recorder):
         if is_outermost and self._task.perturbation and module not in self._perturbed:
             self._perturbed.add(module)
             perturb(module, self._task.perturbation)
+        is_model = is_outermost and self._models.get(module) == ""
+        if is_model and self.step == 1 and self.recording.num_forwards.get(1) == self._task.num_forwards is not None:
+            self._on_last()
         replaced = self._arguments(args) if is_outermost else None
         super()._before_module(module, args if replaced is None else replaced)
         return replaced
@@ -146,7 +151,7 @@ def run_task(task: ScriptTask) -> int:
             else:
                 sys.path[0:0] = [os.path.dirname(os.path.abspath(script))]
                 runpy.run_path(script, run_name="__main__")
-        except EnoughSteps:
+        except (EnoughSteps, OutOfSamples):
             pass
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
