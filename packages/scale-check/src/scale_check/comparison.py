@@ -70,10 +70,11 @@ class FirstDifference:
             return subject + self.why
         times = f"{self.ratio:,.0f}" if self.ratio < 1e6 else f"{self.ratio:.1e}"
         index = ", ".join(":" if part is None else str(part) for part in self.index)
+        where = f"at [{index}] " if self.index else ""
         a_sum = "a sum of " if None in self.index else ""
         return (
-            f"{subject}at [{index}] one process has {a_sum}{self.expected:.9g}, the ranks have {self.actual:.9g}, "
-            f"which is {times} times the rounding of this program"
+            f"{subject}{where}one process has {a_sum}{self.expected:.9g}, the ranks have {self.actual:.9g}, which "
+            f"is {times} times the rounding of this program"
         )
 
 
@@ -180,6 +181,8 @@ def _compare_one(
     by_rank = {rank: recording.tensors[key] for rank, recording in enumerate(ranks) if key in recording.tensors}
     if key.phase is Phase.STATE and not by_rank:
         return None  # Optimizers that divide their state among the ranks keep it under names of their own.
+    if key.phase is Phase.OPTION and by_rank.keys() != set(range(len(ranks))):
+        return None  # Some make groups of their own.
     if key.phase is Phase.GRADIENT and any(recording.hides_gradients for recording in ranks):
         return None
     if by_rank.keys() != set(range(len(ranks))) and key.phase is not Phase.STATE:

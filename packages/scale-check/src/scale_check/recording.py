@@ -37,6 +37,7 @@ class Phase(enum.Enum):
     LOSS = "loss"
     OUTPUT_GRADIENT = "gradient of the output of"
     GRADIENT = "gradient of"
+    OPTION = "optimizer option"
     WEIGHT = "weight after the step:"
     BUFFER = "buffer after the step:"
     STATE = "optimizer state of"
@@ -273,6 +274,11 @@ class Recorder:
                     self.add(Key(self.step, Phase.GRADIENT, name), grad)
                 elif self._stepped_copies and param.requires_grad:  # ZeRO-1 and 2 have divided it already.
                     self.recording.hides_gradients = True
+        for number, group in enumerate(optimizer.param_groups):
+            for option, value in group.items():
+                if isinstance(value, float) or (isinstance(value, Tensor) and not value.ndim):
+                    key = Key(self.step, Phase.OPTION, f"{option} of group {number}")
+                    self.recording.tensors[key] = torch.tensor(float(value), dtype=torch.float64)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_depth -= 1
