@@ -32,6 +32,7 @@ from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.divergence import check_interval, compare_replicas, named_buffers
 from scale_core.consistency.equal_values import FIRST_PASSES, EqualValues
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
+from scale_core.device.streams import on_host
 from scale_core.errors import StepError
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.hooks.autograd import (
@@ -96,6 +97,10 @@ class Root(UnitContext):
         self._published: set[Tensor] = set()  # in this pass, before its end
         self.escaped_tensors: EscapedTensorSearch | None = None  # in the forward pass that runs now
         self.searched_kinds: set[PassKind] = set()  # of forward passes, for such tensors
+        # On a device a wait stops the stream that computes, so a reduction may run until the next one begins, one unit
+        # later: two flat gradients are in memory then, but where checkpoints make memory scarce `on_recomputed` waits
+        # first. On the host the same would take the memory, and gain little: the transport uses the same processor.
+        self.waits_at_first_gradient = all(on_host(buffer.full) for buffer in self.buffers)
         self.calls_reduced_hooks = False  # someone wants reduced gradients before the end of this pass
         self._is_aborting = False
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
@@ -360,8 +365,8 @@ class Root(UnitContext):
     def wait_previous_reduction(self) -> None:
         """Takes the results of the reduction under way, so that its flat gradient is free before the next is filled.
 
-        It has run during the backward of the next unit up to that unit's first gradient, and during all of its
-        recomputation where it is checkpointed.
+        It has run while the next unit was recomputed, if that is checkpointed. If not, it has run on a device during
+        the backward of the next unit, and on the host until the first gradient of that unit.
         """
         if self.reducing is None:
             return

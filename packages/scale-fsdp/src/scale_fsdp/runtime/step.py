@@ -147,7 +147,8 @@ def pre_accumulate_grads(unit_ref: weakref.ref[Unit], number: int) -> None:
     assert isinstance(root, Root)
     if not root.in_backward:
         _begin_backward(root)
-    root.wait_previous_reduction()
+    if root.waits_at_first_gradient:
+        root.wait_previous_reduction()
     gradient.wide = not (root.synchronizes and unit.synchronizes)
     search = root.nonfinite
     gradient.observer = None if search is None else functools.partial(search.add_gradient, unit, number)
