@@ -229,3 +229,16 @@ def test_a_profiler_that_records_is_seen() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert compat.profiler_runs()
     assert not compat.profiler_runs()
+
+
+def test_an_accelerator_of_any_type_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compat.accelerator() is None and compat.with_index(torch.device("cuda")) == torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert compat.accelerator() == torch.device("xpu", 3)
+    assert compat.with_index(torch.device("xpu")) == torch.device("xpu", 3)
+    assert compat.with_index(torch.device("xpu", 1)) == torch.device("xpu", 1)
+    assert compat.with_index(torch.device("cpu")) == torch.device("cpu")
+    assert compat.with_index(torch.device("cuda")) == torch.device("cuda")
+    assert compat.available_device("xpu") == torch.device("xpu") and compat.available_device("cuda") is None
+    assert compat.available_device("cpu") == torch.device("cpu")

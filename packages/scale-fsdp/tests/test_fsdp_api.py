@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -11,7 +12,7 @@ from fsdp_cases import Case, run_cases
 
 from scale_core.comm.group import Group
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, shard_module
 from scale_fsdp.api import DevicePlacement, UnitOptions, UnitPrecision, placement_of
 from scale_fsdp.mesh_info import MeshInfo
 from scale_fsdp.runtime.unit import unit_of
@@ -103,3 +104,27 @@ def test_options_hold_what_the_arguments_say_under_the_names_of_the_house() -> N
     assert options.precision == UnitPrecision(param_dtype=torch.bfloat16)
     assert options.limit_seconds == 3.0 and options.error_if_nonfinite
     assert options_of() == UnitOptions(ALONE, UnitPrecision(), DevicePlacement())
+
+
+def test_a_model_that_stays_on_the_host_by_mistake_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 moves it to the device of its mesh; here the mesh or the model says where it computes."""
+    over_nccl = dataclasses.replace(Group(), backend="nccl")
+    ranks = MeshInfo(Group(), Group(), over_nccl)
+    monkeypatch.setattr(shard_module, "resolve_mesh_info", lambda mesh: ranks)
+    with pytest.warns(UserWarning, match="Linear is on the CPU and computes there, but its ranks communicate by nccl"):
+        fully_shard(torch.nn.Linear(2, 2))
+    fully_shard(torch.nn.Linear(2, 2), compute_device="cpu")
+    assert not DevicePlacement().stays_on_host([torch.nn.Linear(2, 2)], MeshInfo(Group(), Group(), Group()))
+    assert not DevicePlacement().stays_on_host([torch.nn.Linear(2, 2, device="meta")], ranks)
+    assert not DevicePlacement().stays_on_host([torch.nn.ReLU()], ranks)
+
+
+def test_a_forward_in_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would compare nothing, and read memory that was released."""
+    model = fully_shard(torch.nn.Linear(2, 2))
+    with monkeypatch.context() as patch:
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            patch.setattr(torch.cuda, name, lambda: True)
+        with pytest.raises(RuntimeError, match="runs while a CUDA graph is captured"):
+            model(torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()

@@ -205,15 +205,23 @@ def is_autograd_grad(leaf: Tensor) -> bool:
 
 def accelerator() -> torch.device | None:
     """The current accelerator, or its stand-in in a simulation; None where there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return stand_in()
+    if (simulated := stand_in()) is not None:
+        return simulated
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return None if current is None else torch.device(current.type, torch.accelerator.current_device_index())
 
 
 def stand_in() -> torch.device | None:
     """The device that stands in for an accelerator in the simulation that runs now; None outside of one."""
     module = getattr(torch, STAND_IN, None)
     return torch.device(STAND_IN, 0) if module is not None and module.is_available() else None
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device as its tensors name it: "cuda" is the current one, for example "cuda:0"."""
+    has_index = cast(Any, device).index is not None  # torch says that it always has.
+    current = None if has_index or device.type == "cpu" else accelerator()
+    return current if current is not None and current.type == device.type else device
 
 
 def is_fake_group(group: dist.ProcessGroup) -> bool:
@@ -421,7 +429,8 @@ def wrap_no_grad_function(function: Callable[..., Any], around: Callable[..., An
 def available_device(device: torch.device | str) -> torch.device | None:
     """The device, or None where this machine has no accelerator of that type."""
     requested = torch.device(device)
-    missing = requested.type == "cuda" and not torch.cuda.is_available()
+    current = accelerator()
+    missing = requested.type not in ("cpu", "meta") and (current is None or current.type != requested.type)
     return None if missing else requested
 
 

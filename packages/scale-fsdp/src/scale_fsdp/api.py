@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
@@ -81,6 +82,13 @@ class DevicePlacement:
     grads_on_host: bool = False  # at once, or only when the backward pass is over
     pin_memory: bool = True  # of shards on the host that go to a GPU
 
+    def stays_on_host(self, modules: Sequence[nn.Module], ranks: MeshInfo) -> bool:
+        """Whether a model computes on the host for want of a device, though its ranks communicate by accelerators."""
+        if self.compute is not None or ranks.whole.backend in ("gloo", "fake", "none"):
+            return False
+        params = [param for module in modules for param in module.parameters()]
+        return bool(params) and all(param.device.type == "cpu" for param in params)
+
     def devices_for(self, params: torch.device) -> DevicePolicy:
         """Returns where the buffers of parameters live that are on this device now."""
         compute = self.compute or params
@@ -126,8 +134,8 @@ def placement_of(
     compute = torch.device(compute_device) if compute_device is not None else None
     if compute is None and params_on_host and ranks.whole.backend != "gloo":
         compute = compat.accelerator()
-    if compute is not None and str(compute) == "cuda":
-        compute = compat.accelerator() or compute  # Tensors say which one they are on, and are compared with this.
+    if compute is not None:
+        compute = compat.with_index(compute)  # It is compared with the devices of tensors.
     return DevicePlacement(compute, params_on_host, grads_on_host, pin_memory)
 
 

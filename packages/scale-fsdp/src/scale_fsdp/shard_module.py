@@ -192,6 +192,14 @@ def fully_shard(
         communication=communication,
     )
     shard_modules(modules, options, init, sync=sync_module_states, ignored=ignored)
+    if options.placement.stays_on_host(modules, mesh_info):
+        warnings.warn(
+            f"fully_shard: {type(modules[0]).__name__} is on the CPU and computes there, but its ranks communicate by "
+            f"{mesh_info.whole.backend}: write fully_shard(module.cuda()), or mesh=init_device_mesh('cuda', (size,)), "
+            "which moves it as FSDP2 does; with compute_device='cpu' this warning is gone",
+            UserWarning,
+            stacklevel=2,
+        )
     if shard_placement_fn is not None:
         warnings.warn(
             "shard_placement_fn has no effect here: parameters of a unit stand one after another in one buffer, which "

@@ -75,6 +75,15 @@ def second_derivative(unit: Unit) -> RuntimeError:
     )
 
 
+def captured_in_graph(unit: Unit) -> RuntimeError:
+    """A replay would repeat the kernels, and none of what the ranks compare on the host."""
+    return RuntimeError(
+        f"the forward of {unit_title(unit.name)} runs while a CUDA graph is captured. A replay would gather parameters "
+        "without comparing what the ranks do, and read memory that was released since. Capture modules that are not "
+        "sharded, or call the model outside of torch.cuda.graph(...)"
+    )
+
+
 def hook_on_shard(buffer: FlatBuffer, index: int) -> RuntimeError:
     """A hook of `register_hook` on a shard would never be called: autograd computes gradients of full parameters."""
     return RuntimeError(

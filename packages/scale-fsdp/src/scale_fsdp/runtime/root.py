@@ -44,7 +44,13 @@ from scale_core.hooks.autograd import (
     is_consumed_in_backward,
 )
 from scale_core.hooks.registry import gradient_hooks
-from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
+from scale_fsdp.runtime.checks import (
+    captured_in_graph,
+    check_units,
+    describe_units,
+    param_replaced,
+    prefetch_of_another_model,
+)
 from scale_fsdp.runtime.escaped_tensors import EscapedTensorSearch
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
 from scale_fsdp.runtime.recovery import (
@@ -143,6 +149,8 @@ class Root(UnitContext):
 
     def begin_forward(self, unit: Unit, method: str) -> None:
         """A forward pass begins with `unit`: that of its module or, unless it is "", another method."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise captured_in_graph(unit)
         if self.contract.history.cycle and not self.contract.is_single_rank:
             self._end_skipped_backward()
         if self._check_every and torch.is_grad_enabled():
