@@ -51,3 +51,62 @@ def test_a_thread_may_read_generators_of_host_and_one_device(
     with rng.only_device(torch.device("cpu")):
         assert [one.device for one in rng._generators()] == [torch.device("cpu")]
     assert [one.device for one in rng._generators()] == [torch.device("cpu"), *devices]
+
+
+class _Module:
+    """As the module of a device type in torch: the state of each device is a number that drawing raises."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.states = [torch.tensor([number], dtype=torch.uint8) for number in (3, 7)]
+        self.__dict__.update(attributes)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def draw(self, index: int) -> None:
+        self.states[index] = self.states[index] + 1
+
+
+class _WithState(_Module):
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.states[device.index].clone()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.states[device.index] = state.clone()
+
+
+def _use(module: _Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the module that of this process's accelerator."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("hpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: {"hpu": module}[kind])
+
+
+def test_numbers_of_any_accelerator_are_drawn_again_by_the_functions_for_its_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = _WithState()
+    _use(module, monkeypatch)
+    before = rng.generator_states()
+    assert [str(state.generator.device) for state in before] == ["cpu", "hpu:0", "hpu:1"]
+    module.draw(1)
+    drawn = rng.drawn_since(before)
+    assert [str(state.generator.device) for state in drawn] == ["hpu:1"]
+    with rng.replayed(drawn):
+        assert module.states == [torch.tensor([3]), torch.tensor([7])]
+    assert module.states == [torch.tensor([3]), torch.tensor([8])]
+
+
+def test_an_accelerator_whose_numbers_are_not_known_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout would silently differ between a forward and its recomputation."""
+    _use(_Module(), monkeypatch)
+    with pytest.raises(RuntimeError, match=r"numbers of 'hpu' can't be drawn again: torch\.hpu has no get_rng_state"):
+        rng.generator_states()
+
+
+def test_generators_that_a_module_lists_are_taken_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator()
+    _use(_Module(default_generators=(generator,)), monkeypatch)
+    assert [state.generator for state in rng.generator_states()] == [torch.default_generator, generator]

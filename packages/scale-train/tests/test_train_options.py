@@ -9,7 +9,14 @@ from lm_trainings import changed
 
 from scale_train.errors import InputError
 from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
-from scale_train.resolve import MAX_RANKS_PER_CORE, check_options, model_config, num_local_ranks, options_without_effect
+from scale_train.resolve import (
+    MAX_RANKS_PER_CORE,
+    check_options,
+    model_config,
+    num_local_ranks,
+    options_without_effect,
+    resolve_device,
+)
 
 CPU = Options(parallel=ParallelOptions(device="cpu"))
 PIPED: dict[str, Any] = {"parallel": "pipe", "layers": 4, "width": 16, "heads": 2, "chunks": 3}
@@ -232,3 +239,13 @@ def test_stages_that_are_sharded_may_keep_what_they_gathered():
     assert options_without_effect(Options(parallel=parallel)) == []
     (line,) = options_without_effect(Options(parallel=replace(parallel, data_parallel="ddp")))
     assert line == "--reshard-after-forward has no effect with --parallel pipe and --data-parallel ddp"
+
+
+def test_an_accelerator_without_tests_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training on the CPU in silence would be no less surprising."""
+    assert resolve_device("auto") == "cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    with pytest.raises(InputError, match="an accelerator of type xpu, on which scale-train was not tested"):
+        resolve_device("auto")
+    assert resolve_device("cpu") == "cpu"

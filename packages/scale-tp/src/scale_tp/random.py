@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group
+from scale_core.device.rng import get_device_state, set_device_state
 from scale_core.hooks.autograd import in_backward
 from scale_core.hooks.module_parts import ForEachShardHook
 from scale_tp.parallel_state import get_tensor_model_parallel_rank
 
 
 class RNGState(NamedTuple):
-    """The state of the generator of the host and, where CUDA is used, of that of a device."""
+    """The state of the generator of the host and, where there is an accelerator, of that of a device."""
 
     host: Tensor
     device: Tensor | None
@@ -38,16 +39,23 @@ class RNGState(NamedTuple):
 
 def get_rng_state(device: torch.device | None = None) -> RNGState:
     """Returns the state of the generators; a device says whose numbers are about to be drawn, None the current one."""
-    on_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
-    of_device = torch.cuda.get_rng_state("cuda" if device is None else device) if on_cuda else None
+    accelerator = _with_generator(device)
+    of_device = None if accelerator is None else get_device_state(accelerator)
     return RNGState(torch.get_rng_state(), of_device)
 
 
 def set_rng_state(state: RNGState, device: torch.device | None = None) -> None:
-    """Sets the generators to the state of `get_rng_state`; without CUDA, that of a device is left out."""
+    """Sets the generators to the state of `get_rng_state`; without an accelerator, that of a device is left out."""
     torch.set_rng_state(state.host)
-    if state.device is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state.device, "cuda" if device is None else device)
+    accelerator = _with_generator(device)
+    if state.device is not None and accelerator is not None:
+        set_device_state(accelerator, state.device)
+
+
+def _with_generator(device: torch.device | None) -> torch.device | None:
+    """The accelerator whose generator is meant; None on the host and in a simulation."""
+    device = compat.accelerator() if device is None else compat.with_index(device)
+    return None if device is None or device.type in ("cpu", "meta", compat.STAND_IN) else device
 
 
 _MODEL_PARALLEL = "model-parallel-rng"

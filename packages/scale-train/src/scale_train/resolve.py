@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from scale_core import compat
 from scale_pipe.schedules.registry import SOLVE, get_schedule
 from scale_train.configuration.checks import option_problems
 from scale_train.configuration.derived import budget_bytes, bytes_of, gpt_config, model_shape
@@ -20,12 +21,24 @@ MAX_RANKS_PER_CORE = 4
 
 
 def resolve_device(asked: str) -> str:
-    """Returns what `--device` means on this machine, cpu or cuda; an InputError where there is no CUDA device."""
+    """Returns what `--device` means on this machine, cpu or cuda.
+
+    Raises:
+        InputError: There is no CUDA device, or "auto" finds an accelerator that nothing here was tested on.
+    """
     if asked == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA device that torch can use; take --device cpu")
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked
+    if asked != "auto":
+        return asked
+    if torch.cuda.is_available():
+        return "cuda"
+    accelerator = compat.accelerator()
+    if accelerator is not None and accelerator.type not in ("mps", compat.STAND_IN):
+        raise InputError(
+            f"--device auto: this machine has an accelerator of type {accelerator.type}, on which scale-train was not "
+            "tested; take --device cpu"
+        )
+    return "cpu"
 
 
 def num_local_ranks(options: Options) -> int:

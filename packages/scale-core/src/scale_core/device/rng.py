@@ -12,16 +12,29 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from scale_core import compat
+
+
+class Generator(Protocol):
+    """A generator of random numbers, as `torch.Generator` is one."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def get_state(self) -> Tensor: ...
+
+    def set_state(self, state: Tensor) -> object: ...
 
 
 class GeneratorState(NamedTuple):
     """The state of a generator before a computation."""
 
-    generator: torch.Generator
+    generator: Generator
     state: Tensor  # uint8, on the host
 
 
@@ -80,17 +93,68 @@ def replayed(states: Iterable[GeneratorState]) -> Iterator[None]:
         set_states(present)
 
 
-def _generators() -> list[torch.Generator]:
+def get_device_state(device: torch.device) -> Tensor:
+    """Returns the state of the generator of an accelerator, uint8 on the host. Raises RuntimeError if it has none."""
+    return cast(Tensor, _device_functions(device.type)[0](device))
+
+
+def set_device_state(device: torch.device, state: Tensor) -> None:
+    """Sets the generator of an accelerator to a state of `get_device_state`."""
+    _device_functions(device.type)[1](state, device)
+
+
+class _DeviceGenerator:
+    """The generator of a device whose module in torch lists no generators, by the functions for its state."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def get_state(self) -> Tensor:
+        return get_device_state(self.device)
+
+    def set_state(self, state: Tensor) -> None:
+        set_device_state(self.device, state)
+
+
+def _device_functions(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    module = torch.get_device_module(kind)
+    functions = getattr(module, "get_rng_state", None), getattr(module, "set_rng_state", None)
+    if functions[0] is None or functions[1] is None:
+        raise RuntimeError(
+            f"the random numbers of '{kind}' can't be drawn again: torch.{kind} has no get_rng_state and "
+            "set_rng_state. Dropout would differ between a forward and its recomputation: checkpoint with "
+            "preserve_rng_state=False, or compute on a device whose random state torch knows, such as cuda"
+        )
+    return functions[0], functions[1]
+
+
+def _generators() -> list[Generator]:
     """Those of the host and of each initialized accelerator; the others have not drawn yet."""
-    found = [torch.default_generator]
+    found: list[Generator] = [torch.default_generator]
     for accelerator in (torch.cuda, torch.xpu):
         if accelerator.is_initialized():
             found += getattr(accelerator, "default_generators", ())
+    other = torch.accelerator.current_accelerator()
+    if other is not None and other.type not in ("cuda", "xpu", compat.STAND_IN):
+        found += _generators_of(other.type)
     only = _limit.device
     if only is None:
         return found
     devices = {only, torch.device("cpu")}
     return [one for one in found if one.device in devices or torch.device(one.device.type) in devices]
+
+
+def _generators_of(kind: str) -> list[Generator]:
+    """The generators of another type of accelerator, if it is initialized."""
+    module = torch.get_device_module(kind)
+    if kind == "mps":  # It has one device, and its functions take none.
+        return [cast(Any, module)._get_default_mps_generator()]
+    if not getattr(module, "is_initialized", lambda: True)():
+        return []
+    if hasattr(module, "default_generators"):
+        return list(module.default_generators)
+    _device_functions(kind)
+    return [_DeviceGenerator(torch.device(kind, index)) for index in range(module.device_count())]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
