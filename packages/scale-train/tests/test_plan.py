@@ -21,7 +21,14 @@ from scale_train.cli import main, parse
 from scale_train.errors import InputError
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
-from scale_train.plan.estimate import Estimate, count_parameters, estimate, least_bytes, ranks_to_simulate
+from scale_train.plan.estimate import (
+    Estimate,
+    _host_peak,
+    count_parameters,
+    estimate,
+    least_bytes,
+    ranks_to_simulate,
+)
 from scale_train.plan.model import planned_model
 from scale_train.plan.options import PlanOptions
 from scale_train.plan.rows import PlanRow, suggest
@@ -347,6 +354,21 @@ def test_what_is_kept_on_the_host_is_not_on_the_device() -> None:
     assert set(found.peak_by_kind).isdisjoint({"parameters", "optimizer state"})
     assert found.host_peak_by_kind["optimizer state"] == pytest.approx(2 * NUM_PARAMS, rel=0.05)
     assert found.work.copied_bytes == 3 * found.work.updated_params * 4
+
+
+@pytest.mark.simulation
+def test_pinned_memory_of_a_host_is_counted_as_torch_rounds_it() -> None:
+    with simulate(device="sim") as simulation:
+        shards = [torch.empty(3 << 20, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        state = torch.empty(5 << 20, dtype=torch.uint8, device="cpu")
+        for shard in shards:
+            simulation.label(shard, "parameters")
+        simulation.label(state, "optimizer state")
+        host = _host_peak(simulation.on("cpu"))
+    rounding = "rounding of pinned memory"
+    assert host == {"parameters": 6 << 20, "optimizer state": 5 << 20, rounding: 2 << 20}
+    found = found_for("fsdp-offload")
+    assert 0 < found.host_peak_by_kind[rounding] < found.host_bytes / 2
 
 
 def test_what_state_alone_makes_too_large_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_numel
 from scale_core.simulate import Simulation, simulate
+from scale_core.simulate.memory import Memory
 from scale_core.tree import map_tensors, tensors_in
 from scale_fsdp import plan_units
 from scale_moe import Experts
@@ -424,8 +425,16 @@ def _read(
     # Shards go to the device for the forward and for the backward, gradients to the host; activations there and back.
     copied = (3 * updated * 4 if on_host else 0) + 2 * offloaded
     work = StepWork(flops, overlapped, inside, after, copied, updated, on_host, 0.0)
-    host = simulation.on("cpu").peak_by_kind if strategy.has_host_memory else {}
+    host = _host_peak(simulation.on("cpu")) if strategy.has_host_memory else {}
     return Estimate(strategy, simulation.peak_by_kind, host, simulation.bytes_sent, work)
+
+
+def _host_peak(memory: Memory) -> dict[str, int]:
+    """The peak of the host by kind, with what torch adds to pinned memory: it rounds each piece to a power of two."""
+    # The optimizer's state is updated where it is. All else is pinned, so that it is copied while the device computes.
+    pinned = [item for item in memory.largest_at_peak if item.kind != "optimizer state"]
+    added = sum(item.copies * ((1 << (item.num_bytes - 1).bit_length()) - item.num_bytes) for item in pinned)
+    return memory.peak_by_kind | ({"rounding of pinned memory": added} if added else {})
 
 
 def count_parameters(planned: PlannedModel) -> int:
