@@ -5,14 +5,10 @@ A test marked `ranks(n)` runs its body on each of n ranks, as `run_ranks` does: 
 `pytest --hypothesis-seed=7` tries cases of Hypothesis that other runs have not tried.
 """
 
-import inspect
 import os
 import random
 import re
-import reprlib
 import sys
-import traceback
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,34 +40,33 @@ def _seeded() -> None:
         sys.modules["numpy"].random.seed(0)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeats a test marked `ranks(1, 2)` for each number of ranks."""
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is not None and len(marker.args) > 1:
+        if "num_ranks" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("num_ranks")
+        metafunc.parametrize("num_ranks", marker.args)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs the body of a test marked `ranks` on so many ranks: a number, or the name of an argument that has it."""
+    """Runs the body of a test marked `ranks` on that number of ranks, or on as many as the argument of that name says.
+
+    With 0 it runs in the process of the test, without a process group.
+    """
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
-    from scale_core.testing import run_ranks
+    from scale_core.testing.ranks import run_ranks, run_test
 
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    (num_ranks,) = marker.args
+    num_ranks: Any = marker.args[0] if len(marker.args) == 1 else pyfuncitem.callspec.params["num_ranks"]
     num_ranks = arguments[num_ranks] if isinstance(num_ranks, str) else num_ranks
-    run_ranks(_run_on_rank, num_ranks, pyfuncitem.function, arguments, **marker.kwargs)
+    if not num_ranks:
+        return None
+    run_ranks(run_test, num_ranks, pyfuncitem.function, arguments, **marker.kwargs)
     return True
-
-
-def _run_on_rank(test: Callable[..., None], arguments: dict[str, Any]) -> None:
-    """Runs a test; a failed assertion gets a note with the variables of the test, as pytest rewrites none on ranks."""
-    try:
-        test(**arguments)
-    except AssertionError as error:
-        frames = [
-            frame
-            for frame, _ in traceback.walk_tb(error.__traceback__)
-            if frame.f_code is inspect.unwrap(test).__code__
-        ]
-        variables = [f"{name} = {reprlib.repr(value)}" for frame in frames for name, value in frame.f_locals.items()]
-        error.add_note("\n".join(["the test had:", *variables]))
-        raise
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

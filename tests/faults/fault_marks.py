@@ -189,8 +189,8 @@ def _ranks_of(
         if not isinstance(call, ast.Call) or not call.args:
             continue
         name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-        if name == "ranks" or (name in _STARTERS and len(call.args) > 1):
-            number = call.args[0 if name == "ranks" else 1]
+        numbers = call.args if name == "ranks" else call.args[1:2] if name in _STARTERS else []
+        for number in numbers:
             if name == "ranks" and isinstance(number, ast.Constant) and isinstance(number.value, str):
                 number = ast.Name(number.value)  # The mark names a parameter of the test.
             candidates = [number]

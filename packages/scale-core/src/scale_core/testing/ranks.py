@@ -8,16 +8,19 @@ shows its stack.
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import pickle
 import re
+import reprlib
 import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
@@ -52,6 +55,18 @@ _PRELOADED = [
 # How long the others may take to report, once one rank has failed: what they saw is not what went wrong.
 _GRACE_SECONDS = 1.0
 _QUOTED_LINES = 20  # of a dead rank's output
+
+
+def run_test(test: Callable[..., object], arguments: Mapping[str, Any]) -> None:
+    """Calls a test on a rank. A failed assertion gets the test's variables as a note: pytest rewrites none there."""
+    try:
+        test(**arguments)
+    except AssertionError as error:
+        code = inspect.unwrap(test).__code__
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+        variables = [f"{name} = {reprlib.repr(value)}" for frame in frames for name, value in frame.f_locals.items()]
+        error.add_note("\n".join(["the test had:", *variables]))
+        raise
 
 
 def preload(*modules: str) -> None:
