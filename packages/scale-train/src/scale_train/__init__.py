@@ -35,7 +35,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Loads what is public when it is asked for: torch takes a while, and the command may be stopped meanwhile."""
+    """Loads public names at first use: torch takes a while, and the command may be stopped meanwhile."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES.get(name, "scale_train.options")), name)

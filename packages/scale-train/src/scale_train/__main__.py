@@ -1,6 +1,6 @@
 """`python -m scale_train ...` is `scale-train ...`.
 
-Both begin here: what they need takes a while to load, and Ctrl-C meanwhile should show no traceback.
+Both begin here: their modules take a while to load, and Ctrl-C meanwhile should show no traceback.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _help_page(first: str) -> str:
-    """Returns what --help prints after this word; "" for commands whose help tyro prints."""
+    """Returns the text of --help after this word; "" for commands whose help tyro prints."""
     if first in ("-h", "--help"):
         return overview(COMMANDS.items())
     return {"lm": help_text, "plan": plan_help_text}.get(first, str)()

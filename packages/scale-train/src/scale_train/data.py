@@ -4,7 +4,7 @@ The default needs no download: the bytes of the source files of the running Pyth
 files, or the lines of JSON-lines files. They are read in sorted order, and before each stands a separator (of bytes a
 zero byte), so that the same files give the same text everywhere; it is also the prompt for a sample.
 
-What a tokenizer makes of a text is kept on disk, and mapped into the memory of all ranks from there.
+The tokens of a text are kept on disk, and mapped into the memory of all ranks from there.
 
 The order of the data is a pure function of the seed and of how many sequences were drawn, so it is the same at any
 number of ranks and after a resume, and ranks need no communication for it.
@@ -345,8 +345,9 @@ class Sampler:
 def slice_of_rank(starts: Tensor, rank: int, num_ranks: int, micro_batches: int) -> list[Tensor]:
     """Returns a rank's micro-batches of a global batch, `[batch]`, int64, which its ranks divide.
 
-    A micro-batch of all ranks is one piece of the global batch, whatever their number: what looks at all of it, as the
-    capacity of experts does, sees the same tokens. There may be fewer than asked for, and the last may be smaller.
+    A micro-batch of all ranks is one piece of the global batch, whatever their number: a computation over all of it,
+    as the capacity of experts does, sees the same tokens. There may be fewer than asked for, and the last may be
+    smaller.
     """
     sizes = [num_ranks * size for size in micro_batch_sizes(len(starts) // num_ranks, micro_batches)]
     return [piece.view(num_ranks, -1)[rank] for piece in starts.split(sizes)]

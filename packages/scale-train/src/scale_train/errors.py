@@ -1,9 +1,9 @@
 """Errors that end a training early, with their exit codes.
 
-One exception per exit code, so that the command line maps them in one place and everything below raises what it means:
+One exception per exit code, so that the command line maps them in one place and everything below raises its own:
 
     ScaleError
-    +-- InputError          2    what was asked for cannot be done; its text is one line that says what to change
+    +-- InputError          2    the request cannot be done; its text is one line with the change to make
     +-- Interrupted       128+n  signal n asked to stop (130: Ctrl-C, 143: SIGTERM), and the last step is saved
     +-- TrainingDiverged    1    the loss or the weights are no numbers any more
     +-- RanksLost           1    another rank ended, or cannot be reached

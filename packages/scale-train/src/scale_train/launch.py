@@ -65,11 +65,11 @@ def is_under_torchrun(environment: Mapping[str, str]) -> bool:
 def launch_and_collect(
     fn: Callable[..., object], num_ranks: int, *args: Any, device: str, grace: float
 ) -> tuple[int, list[Any]]:
-    """Calls `launch_local` and returns its exit code and what `fn` returned on each rank, in the order of arrival.
+    """Calls `launch_local` and returns its exit code and the result of `fn` on each rank, in the order of arrival.
 
     None is not sent. Where several ranks return something, each must be small once pickled: `shortened` for messages.
     """
-    receiver, sender = Pipe(duplex=False)  # no file: the disk may be what is full
+    receiver, sender = Pipe(duplex=False)  # no file: the disk may be full
     results: list[Any] = []
     with receiver:
         reader = Thread(target=_receive_all, args=(receiver, results), daemon=True)
@@ -88,14 +88,14 @@ def _receive_all(receiver: Connection, results: list[Any]) -> None:
 
 
 def _send_result(fn: Callable[..., object], sender: Connection, *args: Any) -> None:
-    """Of a started rank: sends what `fn` returns."""
+    """Of a started rank: sends the result of `fn`."""
     result = fn(*args)
     if result is not None:
         sender.send(result)
 
 
 def shortened(message: str) -> str:
-    """Returns a message of a rank in one line, short enough to be sent beside those of other ranks."""
+    """Returns a message of a rank in one line, short enough to be sent with those of other ranks."""
     message = " ".join(message.split())
     return message if len(message) <= _PIPE_CHARACTERS else message[:_PIPE_CHARACTERS] + " ..."
 
@@ -161,7 +161,7 @@ def _own_rank() -> int:
 
 
 def _check_environment(options: Options) -> None:
-    """Checks that the started ranks are those asked for and have devices and memory; alike on all of a machine."""
+    """Checks that the started ranks are those asked for and have devices and memory; equal on all of a machine."""
     num_ranks, started = options.parallel.ranks, _number_in("WORLD_SIZE")
     if num_ranks is not None and num_ranks != started:
         raise InputError(f"--ranks {num_ranks}: torchrun started {started} ranks; leave --ranks away under torchrun")

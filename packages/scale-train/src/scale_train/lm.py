@@ -27,7 +27,7 @@ def train(options: Options) -> RunSummary:
             print(summary.held_out_bits_per_byte)
 
     Args:
-        options: What the flags of the command line set, by the same names.
+        options: The values of the command line's flags, by the same names.
 
     Returns:
         Held-out loss, memory, and where the checkpoint is.
@@ -48,7 +48,7 @@ def train(options: Options) -> RunSummary:
 
 
 def language_model(options: Options) -> int:
-    """Trains, and returns the exit code; what cannot work is printed in one line."""
+    """Trains, and returns the exit code; an impossible request is printed in one line."""
     try:
         ended = _outcome(options)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Memory of a rank: held, without sharding, and what the machine has."""
+"""Memory of a rank: held, without sharding, and of the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 def peak_bytes(device: torch.device) -> int:
     """The most memory that this rank had at one time.
 
-    On CUDA what tensors took; on CPU the whole process, of which Python and torch themselves are some 300 MB.
+    On CUDA that of tensors; on CPU that of the process, where Python and torch themselves are some 300 MB.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -59,7 +59,7 @@ def replicated_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
     states = ((param, state) for param, state in inner.state.items() if param.numel() and state)
     param, state = next(states, (torch.empty(0), {}))
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    # What has the parameter's own shape grows with it; the rest (a step count) does not.
+    # State of the parameter's own shape grows with it; the rest (a step count) does not.
     bytes_per_element = sum(value.element_size() for value in tensors if value.shape == param.shape)
     other_bytes = sum(_bytes(value) for value in tensors if value.shape != param.shape)
     return sum(
@@ -101,7 +101,7 @@ def check_fits(options: Options, local_ranks: int, world_size: int | None = None
 
 @on_local_tensors
 def _check_batch_fits(options: Options, local_ranks: int, num_ranks: int, available: int | None) -> None:
-    """Refuses a batch of which one tensor of activations, the input of the first block, would fill the machine."""
+    """Refuses a batch if one tensor of activations, the input of the first block, would fill the machine."""
     data = options.data
     tokens = data.batch * data.sequence * local_ranks // (num_ranks * options.parallel.accumulate)
     needed = 4 * tokens * model_shape(options).width

@@ -33,7 +33,7 @@ IGNORED = -1
 def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Turns pairs of features by an angle that grows with the position (arXiv 2104.09864, eq. 15).
 
-    The angles are made anew in fp32 at each call: as a buffer they would be rounded where a model is cast to bf16, and
+    The angles are made again in fp32 at each call: as a buffer they would be rounded where a model is cast to bf16, and
     then positions beyond a few hundred coincide.
 
     Args:
@@ -191,8 +191,9 @@ class GPT(nn.Module):
     def init_weights(self, module: nn.Module) -> None:
         """Initializes the parameters that one module of the model holds directly, but for those on meta.
 
-        Normal weights; what ends in the residual stream is smaller, so that depth does not widen the stream. Each is
-        drawn on the host from the seed and its name, so that values are the same in any order and on any device.
+        Normal weights; those that end in the residual stream are smaller, so that depth does not widen the stream.
+        Each is drawn on the host from the seed and its name, so that values are the same in any order and on any
+        device.
         """
         if not all(param.is_meta for param in module.parameters(recurse=False)):
             self._init_weights(next(path for path, candidate in self.named_modules() if candidate is module), module)

@@ -28,7 +28,7 @@ class ModelConfig:
         top_k: How many of them a token goes to.
         shared_experts: Further ones that all tokens go through.
         capacity_factor: How many times its even share of the choices an expert takes in training; 0 for all.
-        aux_loss_coef: What the load balancing loss is multiplied by.
+        aux_loss_coef: The factor of the load balancing loss.
     """
 
     layers: int

@@ -21,7 +21,7 @@ MAX_RANKS_PER_CORE = 4
 
 
 def resolve_device(asked: str) -> str:
-    """Returns what `--device` means on this machine, cpu or cuda.
+    """Returns the device of `--device` on this machine, cpu or cuda.
 
     Raises:
         InputError: There is no CUDA device, or "auto" finds an accelerator that nothing here was tested on.

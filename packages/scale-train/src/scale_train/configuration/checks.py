@@ -1,6 +1,6 @@
-"""Checks of options that need neither torch nor the number of ranks: all that is wrong is told at once.
+"""Checks of options that need neither torch nor the number of ranks: all mistakes are reported at once.
 
-What depends on the ranks is checked in `resolve.py`.
+Options that depend on the ranks are checked in `resolve.py`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ EXPERT_NUMBERS = ("experts", "top_k", "shared_experts", "capacity_factor", "aux_
 
 
 def option_problems(options: Options) -> list[str]:
-    """Returns what cannot be meant, one line for each problem."""
+    """Returns the impossible options, one line for each problem."""
     problems = list(_number_problems(options))
-    if not problems:  # A model of -1 layers was told above.
+    if not problems:  # A model of -1 layers was reported above.
         problems += [*_model_problems(options), *_mixture_problems(options)]
     return [*problems, *_activation_problems(options), *_optimizer_problems(options), *_logger_problems(options)]
 
@@ -86,7 +86,7 @@ def _number_problems(options: Options) -> Iterator[str]:
 
 
 def number_problem(name: str, value: float) -> str:
-    """Returns what is wrong with a number that has limits; "" where nothing is."""
+    """Returns the mistake in a number that has limits; "" if there is none."""
     flag, (least, most) = f"--{name.replace('_', '-')}", LIMITS[name]
     if not value >= least or value == math.inf:
         return f"{flag} {value}: {'0 or more' if least == 0 else f'at least {least:g}'} is needed"
@@ -107,7 +107,7 @@ def _model_problems(options: Options) -> Iterator[str]:
 
 
 def _transformers_problems(options: Options, config: dict[str, Any], vocabulary: int) -> Iterator[str]:
-    """What does not go with a model of transformers."""
+    """Options that do not go with a model of transformers."""
     model, parallel = options.model, options.parallel
     flag = f"--model {model.model}"
     for name in ("size", "layers", "width", "heads", "untied_embeddings", "dropout", "loss_chunk", *EXPERT_NUMBERS):
@@ -131,7 +131,7 @@ def _transformers_problems(options: Options, config: dict[str, Any], vocabulary:
 
 
 def _mixture_problems(options: Options) -> Iterator[str]:
-    """What does not go with experts, or not without them."""
+    """Options that do not go with experts, or not without them."""
     model, parallel = options.model, options.parallel
     ranks = f"--expert-parallel {parallel.expert_parallel}"
     if model.model is not None:
@@ -162,7 +162,7 @@ def _mixture_problems(options: Options) -> Iterator[str]:
 
 
 def expert_problems(experts: int, top_k: int, expert_parallel: int, given: list[str]) -> Iterator[str]:
-    """Yields what is wrong with numbers of experts, of `lm` and of `plan`; `given` are options that need some."""
+    """Yields mistakes in numbers of experts, of `lm` and of `plan`; `given` are options that need some."""
     flag = f"--experts {experts}"
     if not experts and given:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)

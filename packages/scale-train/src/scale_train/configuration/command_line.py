@@ -1,4 +1,4 @@
-"""The command line of `scale-train lm`: flags over a TOML file over the defaults, with all problems told at once."""
+"""The command line of `scale-train lm`: flags over a TOML file over the defaults, with all problems at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG, PRINT_CONFIG, HELP = "--config", "--print-config", "--help"
 
 
 def parse_command_line(words: Sequence[str]) -> Options:
-    """Parses what stands after `scale-train lm`; an OptionsError with all that is wrong, of the values too."""
+    """Parses the words after `scale-train lm`; an OptionsError with all mistakes, also in values."""
     file: str | None = None
     flags = Given({}, [])
     for flag, values in split_flags(words):
@@ -62,7 +62,7 @@ def split_flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _take(flag: str, words: list[str], flags: Given) -> None:
-    """Adds the value of one flag, or what is wrong with it."""
+    """Adds the value of one flag, or the mistake in it."""
     field = option_fields().get(flag)
     if field is None:
         problem = f"{flag}: no such option" if flag else f"{' '.join(words)}: expected options, as --steps 400"

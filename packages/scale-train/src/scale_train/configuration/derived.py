@@ -11,7 +11,7 @@ from scale_train.tokenizer import open_tokenizer, tokenizer_of
 
 
 def model_shape(options: Options) -> ModelSize:
-    """Returns layers, width and heads; 0 for what a config of transformers does not say."""
+    """Returns layers, width and heads; 0 for a number that a config of transformers does not have."""
     if options.model.model is not None:
         return shape_in(read_config(options.model.model))
     config = gpt_config(options)

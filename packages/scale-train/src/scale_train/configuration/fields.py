@@ -30,7 +30,7 @@ class OptionField:
     is_tuple: bool
     default: Any
     bare: str | None  # the value of the flag without a word; None where it needs one
-    placeholder: str  # what stands after the flag in the help text
+    placeholder: str  # the text after the flag in the help
     help: str
 
     @property
@@ -43,14 +43,14 @@ class OptionField:
 
     @property
     def expected(self) -> str:
-        """What a value has to be, for messages."""
+        """The expected kind of value, for messages."""
         if self.choices:
             return " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
         return f"a list, each {names[self.type]}" if self.is_tuple else names[self.type]
 
     def from_text(self, words: Sequence[str]) -> Any:
-        """Converts what stands after the flag; a ValueError where it is none of this type."""
+        """Converts the words after the flag; a ValueError where it is none of this type."""
         if self.is_tuple:
             return tuple(self._one_from_text(word) for word in words)
         (word,) = words

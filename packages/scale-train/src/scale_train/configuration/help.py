@@ -1,4 +1,4 @@
-"""What `scale-train --help` and `scale-train lm --help` print, made from the table of options."""
+"""The texts of `scale-train --help` and `scale-train lm --help`, made from the table of options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def help_page(
     groups: Mapping[str, Sequence[OptionField]],
     width: int | None = None,
 ) -> str:
-    """Returns a help text: the usage, what the command does, and its options by groups with a title each."""
+    """Returns a help text: the usage, the purpose of the command, and its options by groups with a title each."""
     width = width or _terminal_width()
     lines = [usage]
     for paragraph in text.split("\n\n"):

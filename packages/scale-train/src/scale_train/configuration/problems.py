@@ -1,4 +1,4 @@
-"""What is wrong with options, all of it at once; the nearest valid name."""
+"""All mistakes in options at once; the nearest valid name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OptionsError(ValueError):
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Returns what to add to "no such option": the name that was probably meant, or nothing.
+    """Returns an addition to "no such option": the name that was probably meant, or nothing.
 
     >>> nearest("--stpes", ["--steps", "--seed"])
     '; the nearest is --steps'

@@ -1,4 +1,4 @@
-"""Options as a TOML file: a table for each group of options, a key for each field; what is left out is the default."""
+"""Options as a TOML file: a table for each group of options, a key for each field; missing ones have the default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Values = dict[OptionField, Any]
 
 
 class Given(NamedTuple):
-    """What a file or a command line says, and all that is wrong with it."""
+    """The options of a file or a command line, and all mistakes in them."""
 
     values: Values
     problems: list[str]

@@ -1,6 +1,6 @@
 """`scale-train doctor`: looks, tests two ranks, prints a line for each thing and a verdict.
 
-Exit codes: 0 everything works; 1 something does not, and the line below it says what to do; 2 wrong input.
+Exit codes: 0 everything works; 1 something does not, and the line below it has the remedy; 2 wrong input.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _doctor(options: DoctorOptions) -> int:
 
 
 def _device(options: DoctorOptions) -> str:
-    """What the ranks compute on: cuda where each of them has a GPU."""
+    """The device of the ranks: cuda if each of them has a GPU."""
     device = resolve_device(options.device)
     if device == "cpu" or is_under_torchrun(os.environ) or torch.cuda.device_count() >= _RANKS:
         return device
@@ -64,7 +64,7 @@ def _device(options: DoctorOptions) -> str:
 
 
 def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
-    """What the ranks of torchrun have found, or why they could not meet."""
+    """The findings of torchrun's ranks, or why they could not meet."""
     try:
         group = init_distributed(device=device, limit_seconds=options.limit_seconds)
         torch_device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
@@ -77,14 +77,14 @@ def _as_rank(options: DoctorOptions, device: str) -> SelfTest | str:
 
 
 class TimedOut(NamedTuple):
-    """Ranks that were ended, as they took too long: what is said of it, and what to do."""
+    """Ranks that were ended, as they took too long: the message, and the remedy."""
 
     text: str
     advice: str
 
 
 def _on_new_ranks(options: DoctorOptions, device: str) -> SelfTest | TimedOut | str:
-    """Starts two ranks; what they have found, or why they have not."""
+    """Starts two ranks; returns their findings, or why there are none."""
     limit, ended = options.limit_seconds * LIMIT_FACTOR, threading.Event()
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""What can be seen without a second rank: versions, devices, backends, memory, and variables of the environment."""
+"""Checks without a second rank: versions, devices, backends, memory, and variables of the environment."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        name: What was looked at, such as `versions` or `network`.
+        name: The check, for example `versions` or `network`.
         verdict: "ok", "note" where something is missing that a training may not need, or "failed".
-        text: What was found.
-        advice: What to do; "" where nothing is to be done.
+        text: The finding.
+        advice: The remedy; "" if none is needed.
         values: Numbers and names of it, for `--json`.
     """
 
@@ -56,7 +56,7 @@ class Finding:
 
 
 def look() -> list[Finding]:
-    """Returns what is found before any rank is started."""
+    """Returns the findings before any rank is started."""
     return [versions(), devices(), backends(), *interfaces(os.environ), *memory()]
 
 
@@ -105,7 +105,7 @@ def devices() -> Finding:
 
 
 def backends() -> Finding:
-    """What ranks can talk through."""
+    """The backends of the ranks."""
     if not dist.is_available():
         text = "this torch is built without torch.distributed, so that no two ranks can train together"
         advice = "python -m pip install torch: the wheels of PyPI have torch.distributed"
@@ -126,7 +126,7 @@ def interfaces(environment: Mapping[str, str]) -> list[Finding]:
     findings = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         setting = environment.get(variable, "")
-        # NCCL takes beginnings of names, and in front of them ^ for all others, = for whole names.
+        # NCCL takes beginnings of names, and in front of them ^ for all others, = for full names.
         names = [] if setting.startswith("^") else [part for part in setting.lstrip("=").split(",") if part]
         is_exact = variable.startswith("GLOO") or setting.startswith("=")
         if (

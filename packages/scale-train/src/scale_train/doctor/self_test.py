@@ -1,4 +1,4 @@
-"""What every rank of the self-test runs: a sharded step beside one of a plain process, and the speed of the link."""
+"""The self-test on every rank: a sharded step compared with one of a plain process, and the speed of the link."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SENT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What the ranks have found.
+    """The results of the ranks.
 
     Attributes:
-        backend: What they talked through.
+        backend: Their backend.
         ranks: Number of ranks.
         difference: The largest one between a weight after a sharded step and after a plain one.
-        bytes_per_second: By collective, what one rank sends in a second.
+        bytes_per_second: By collective, the bytes that one rank sends in a second.
     """
 
     backend: str

@@ -44,7 +44,7 @@ def number_in(config: dict[str, Any], what: str) -> int | None:
 
 
 def shape_in(config: dict[str, Any]) -> ModelSize:
-    """Returns the shape; 0 for what the config does not say."""
+    """Returns the shape; 0 for a number that the config does not have."""
     return ModelSize(*(number_in(config, size_name) or 0 for size_name in ("layers", "width", "heads")))
 
 

@@ -24,7 +24,7 @@ from scale_train.tokenizer import FileTokenizer, Tokenizer
 
 _SOURCE_FILES = ("generation_config.json", "chat_template.jinja")
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-# What a config says beside the model itself.
+# Entries of a config that are not about the model itself.
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
 
 
@@ -47,7 +47,7 @@ class TransformersSource:
             raise InputError(str(error)) from error
 
     def initializer(self, model: nn.Module) -> Callable[[nn.Module], None]:
-        """Returns what draws the parameters of one module by transformers' rules, from the seed and its name.
+        """Returns a function that draws one module's parameters by transformers' rules, from the seed and its name.
 
         So values are the same in any order, and at any number of ranks.
         """
@@ -109,31 +109,31 @@ def transformers_config(content: Mapping[str, Any]) -> Any:
     values = {name: value for name, value in content.items() if name != "model_type"}
     try:
         return AutoConfig.for_model(content["model_type"], **values)
-    except Exception as error:  # What checks the fields has errors of its own, under no common one.
+    except Exception as error:  # Checks of fields have errors of their own, under no common one.
         raise ValueError(_without_list(error)) from error
 
 
 def _without_list(error: Exception) -> str:
-    """What transformers says, in one line, without all the models that it knows."""
+    """The message of transformers, in one line, without its list of models."""
     message = " ".join(str(error).split())
     return re.split(r"\.? (?:Should contain one of|Model type should be one of)", message)[0]
 
 
 def config_facts(model: nn.Module) -> dict[str, Any]:
-    """Returns what a checkpoint holds of the model's config, as JSON."""
+    """Returns the model's config in a checkpoint, as JSON."""
     config: Any = model.config
     facts: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {name: value for name, value in facts.items() if name not in _VOLATILE}
 
 
 def export_model(model: nn.Module, folder: Path, tokenizer: Tokenizer, source: Path | None, group: Group) -> None:
-    """Writes a folder that `from_pretrained` reads, the tokenizer beside it; called on all ranks, an InputError on all.
+    """Writes a folder that `from_pretrained` reads, with the tokenizer; called on all ranks, an InputError on all.
 
     Args:
         model: Of transformers; sharded, divided or plain.
         folder: New, or empty.
-        tokenizer: What the model was trained with; of bytes there is no file.
-        source: What `--model` named: how text is generated, and the template of a chat, go on from its folder.
+        tokenizer: The tokenizer of the training; of bytes there is no file.
+        source: The value of `--model`: how text is generated, and the template of a chat, go on from its folder.
         group: The ranks that hold the model.
     """
     try:

@@ -1,7 +1,7 @@
 """transformers' `Trainer` over sharded models and optimizers: a mixin for it and for trainers derived from it.
 
-The program stays as it is; what the mixin changes are methods that Trainer documents for subclasses: which model and
-optimizer are built, what is written beside the weights, and what is read again. Needs `scale-train[transformers]`.
+The program stays as it is; the mixin changes methods that Trainer documents for subclasses: which model and
+optimizer are built, what is written with the weights, and read again. Needs `scale-train[transformers]`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ScaleTrainerMixin(_Base):
 
         class ShardedSFTTrainer(ScaleTrainerMixin, trl.SFTTrainer): ...
 
-    Full weights are saved as by `save_pretrained`. Beside them, in `checkpoint-N/scale`, stands a snapshot of weights,
+    Full weights are saved as by `save_pretrained`. Next to them, in `checkpoint-N/scale`, stands a snapshot of weights,
     optimizer and scheduler, from which any number of ranks resumes; so all ranks must see the output directory.
 
     Args:
         args: As of the trainer, as are keywords that are not named here.
         sharding: "fsdp" cuts parameters, gradients and optimizer state (`fully_shard`), "sharded_ddp" the last two
-            (`ShardedDataParallel`), "oss" the optimizer state beside `DistributedDataParallel`.
+            (`ShardedDataParallel`), "oss" the optimizer state, with `DistributedDataParallel`.
         sharding_options: Keywords for `fully_shard_modules`, with `policy` if it is not to be the blocks that the model
             names in `_no_split_modules`; otherwise for `OSS`.
 
@@ -62,7 +62,7 @@ class ScaleTrainerMixin(_Base):
         self.sharding = sharding
         self.sharding_options = dict(sharding_options or {})
         self.optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None  # the trainer's, which has no type
-        self._num_flop_params: int | None = None  # of the whole model; None as long as it isn't sharded
+        self._num_flop_params: int | None = None  # of the full model; None as long as it isn't sharded
         super().__init__(*args, **kwargs)
         self._check_arguments()
 
@@ -112,7 +112,7 @@ class ScaleTrainerMixin(_Base):
                 self.optimizer_cls_and_kwargs = (OSS, {"optim": cls, **self.sharding_options, **kwargs})
         optimizer: Optimizer = super().create_optimizer(model)
         if isinstance(optimizer, OSS) and optimizer.state:
-            optimizer.consolidate_state_dict(-1)  # accelerate reads what an optimizer has before its first step.
+            optimizer.consolidate_state_dict(-1)  # accelerate reads an optimizer's state before its first step.
         return optimizer
 
     def _shard_model(self) -> None:
@@ -141,7 +141,7 @@ class ScaleTrainerMixin(_Base):
         return ShardedDataParallel(model, _plain(self.optimizer))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Returns the operations of a training step, of the whole model and not of this rank's shards."""
+        """Returns the operations of a training step, of the full model and not of this rank's shards."""
         tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         if self._num_flop_params is None or tokens is None:
             return int(super().floating_point_ops(inputs))
@@ -152,7 +152,7 @@ class ScaleTrainerMixin(_Base):
         if isinstance(self.model, FSDPModule) and state_dict is None:
             state_dict = full_state_dict(self.model, rank_0_only=True, device="cpu")
         elif isinstance(_plain(self.optimizer), OSS):
-            _plain(self.optimizer).wait()  # The updated parameters arrive beside the next forward pass.
+            _plain(self.optimizer).wait()  # The updated parameters arrive during the next forward pass.
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -184,7 +184,7 @@ class ScaleTrainer(ScaleTrainerMixin, Trainer):
 
 
 def _plain(optimizer: Any) -> Any:
-    """Returns what accelerate has wrapped."""
+    """Returns the optimizer inside accelerate's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 

@@ -66,7 +66,7 @@ def _show(options: ShowOptions) -> int:
         except RanksLost as error:
             print(f"scale-train: {error}", file=sys.stderr)
             return error.exit_code
-        # The plan with the times that the stages took: what is left beside it is waiting that no plan has.
+        # The plan with the times that the stages took: the rest is waiting that no plan has.
         shown = {
             "planned": simulate(measured.schedule),
             "planned, measured times": simulate(measured.schedule, measured.costs),

@@ -32,7 +32,7 @@ def measure(schedule: Schedule | str, ranks: int, stages: int, chunks: int, devi
 
 
 def _run_rank(schedule: Schedule | str, stages: int, chunks: int, device: str) -> ScheduleSimulation | None:
-    """Returns what was measured on all ranks, on rank 0 alone."""
+    """Returns the measurements of all ranks, on rank 0 only."""
     group = init_distributed(device=device, limit_seconds=LIMIT_SECONDS)
     torch.manual_seed(0)
     model = nn.Sequential(*(_stage() for _ in range(stages)))

@@ -48,6 +48,6 @@ class ListOptions:
 
 @dataclass(frozen=True)
 class PipeOptions:
-    """Draw the schedule of a pipeline, planned beside measured, or list the schedules."""
+    """Draw the schedule of a pipeline, planned and measured, or list the schedules."""
 
     command: Annotated[ShowOptions, subcommand("show")] | Annotated[ListOptions, subcommand("ls")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scale_pipe.schedules.action import COMPUTES, Kind
 from scale_pipe.schedules.simulation import ScheduleSimulation
 
-LETTERS = {  # What a box begins with, what fills it, and what the legend says.
+LETTERS = {  # The first letter of a box, its filling, and its legend.
     Kind.FORWARD: ("F", "=", "forward"),
     Kind.BACKWARD: ("B", "-", "both gradients"),
     Kind.INPUT_GRADIENT: ("I", "~", "gradient of inputs"),
@@ -18,8 +18,8 @@ def draw_text(simulation: ScheduleSimulation, *, makespan: float, width: int) ->
     """Returns a line for each rank: a box for each computation with its micro-batch, and spaces where the rank waits.
 
     Args:
-        simulation: What is drawn.
-        makespan: The time that the whole width stands for; that of the longest of several drawings.
+        simulation: The pass to draw.
+        makespan: The time that the full width stands for; that of the longest of several drawings.
         width: Columns of the drawing.
     """
     scale = (width - MARGIN) / (makespan or 1.0)
@@ -37,6 +37,6 @@ def draw_text(simulation: ScheduleSimulation, *, makespan: float, width: int) ->
 
 
 def legend(simulations: list[ScheduleSimulation]) -> str:
-    """Returns what the letters of these drawings mean."""
+    """Returns the meaning of the letters in these drawings."""
     used = {span.action.kind for simulation in simulations for span in simulation.spans}
     return ", ".join(f"{letter} {words}" for kind, (letter, _, words) in LETTERS.items() if kind in used)

@@ -1,4 +1,4 @@
 """`scale-train snapshot`: lists, verifies, compares, converts and prunes checkpoints.
 
-Begin with `commands`; `options` is the command line, `listing` and `comparison` find out what is said.
+Begin with `commands`; `options` is the command line, `listing` and `comparison` make the results.
 """
