@@ -198,7 +198,15 @@ def clients(session: nox.Session, client: str) -> None:
 def house(session: nox.Session) -> None:
     """Check what holds between the packages: versions, edges, floors, imports, public names."""
     install_everything(session, "pytest>=8", "pytest-xdist>=3.6")
-    session.run("pytest", *IN_PARALLEL, "tests/test_house.py", "tests/test_docs.py", *session.posargs, env=ONE_THREAD)
+    session.run(
+        "pytest",
+        *IN_PARALLEL,
+        "tests/test_house.py",
+        "tests/test_docs.py",
+        "tests/test_language.py",
+        *session.posargs,
+        env=ONE_THREAD,
+    )
     share_bytecode(session, keep=True)
 
 
@@ -217,7 +225,12 @@ def typecheck(session: nox.Session) -> None:
     install_everything(session, "mypy>=2.4,<2.5", "nox", *test_group(PACKAGES))
     for package in PACKAGES:
         session.run("mypy", f"packages/{package}/src")
-    session.run("mypy", "noxfile.py", "conftest.py", *(f"tests/test_{name}.py" for name in ("house", "docs", "site")))
+    session.run(
+        "mypy",
+        "noxfile.py",
+        "conftest.py",
+        *(f"tests/test_{name}.py" for name in ("house", "docs", "language", "site")),
+    )
 
 
 @nox.session(allow_parallel=True)
