@@ -89,6 +89,18 @@ NO_WAIT = "                    works.pop(0)"
 
 FAULTS = [
     Fault(
+        "scale-core/optim/step_checks.py",
+        "            owner.wait_sent()  # A forward",
+        "            pass  # A forward",
+        of_fsdp("without_a_backward"),
+    ),
+    Fault(
+        "scale-fsdp/fsdp_module.py",
+        "                        buffer.wait_sent()  # The caller",
+        "                        pass  # The caller",
+        of_fsdp("by_hand"),
+    ),
+    Fault(
         STREAMS,
         "            self._stream.wait_stream(self._module.current_stream(self._device))",
         "            pass",

@@ -66,7 +66,7 @@ def test_each_collective_sends_what_its_ring_sends(op: str, run: Callable[[], ob
     "run, message",
     [
         (lambda: compat.all_gather_single(zeros(25), zeros(6), world()), r"all_gather among 4 .* \[24\] .* got \[25\]"),
-        (lambda: dist.all_gather([zeros(6), zeros(6), zeros(6), zeros(5)], zeros(6)), r"got \[6, 6, 6, 5\]"),
+        (lambda: dist.all_gather([zeros(5), zeros(6), zeros(6), zeros(6)], zeros(6)), r"got \[5, 6, 6, 6\]"),
         (lambda: compat.reduce_scatter_single(zeros(6), zeros(20), world()), r"reduce_scatter .* \[24\] .* got \[20\]"),
         (lambda: dist.all_to_all_single(zeros(24), zeros(20)), "20 elements of output, got 24"),
         (lambda: dist.all_to_all_single(zeros(6), zeros(6)), "rows of the output that divide into 4 parts, got 6"),
@@ -77,6 +77,14 @@ def test_each_collective_sends_what_its_ring_sends(op: str, run: Callable[[], ob
 def test_buffers_that_do_not_fit_are_an_error_with_both_sizes(run: Callable[[], object], message: str) -> None:
     with simulate(world_size=WORLD), pytest.raises(ValueError, match=message):
         run()
+
+
+def test_lists_may_be_of_other_sizes_on_other_ranks() -> None:
+    """As they may be for NCCL; only what is this rank's own has to fit."""
+    with simulate(world_size=WORLD) as simulation:
+        dist.all_gather([zeros(6), zeros(5), zeros(0), zeros(7)], zeros(6))
+        dist.reduce_scatter(zeros(6), [zeros(6), zeros(5), zeros(0), zeros(7)])
+    assert [collective.op for collective in simulation.collectives] == ["all_gather", "reduce_scatter"]
 
 
 def test_a_buffer_with_gaps_is_an_error() -> None:

@@ -188,18 +188,43 @@ def test_evaluation_and_full_parameters_have_no_race(options: dict[str, Any], si
 
 
 @pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
+def test_a_write_after_a_gather_by_hand_has_no_race(options: dict[str, Any], simulation: Simulation) -> None:
+    model = sharded("cpu" if options else "sim", **options)
+    train(model)
+    for layer in model.children():
+        assert isinstance(layer, FSDPModule)
+        layer.unshard()
+        layer.reshard()
+    for param in model.parameters():
+        param.data.zero_()
+
+
+@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
+def test_a_step_after_a_forward_without_a_backward_has_no_race(options: dict[str, Any], simulation: Simulation) -> None:
+    model = sharded("cpu" if options else "sim", **options)
+    optimizer = adamw(model.parameters())
+    for _ in range(STEPS):
+        model(torch.randn(2, WIDTH, device="sim")).sum().backward()
+        model(torch.randn(2, WIDTH, device="sim"))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
 def test_an_average_of_weights_has_no_race(options: dict[str, Any], simulation: Simulation) -> None:
     model = sharded("cpu" if options else "sim", **options)
     assert isinstance(model, FSDPModule)
     average = ShardedEMA(model, decay=0.9)
 
     def gather() -> None:
-        model.unshard()
-        model.reshard()
+        for layer in model.children():
+            assert isinstance(layer, FSDPModule)
+            layer.unshard()
+            layer.reshard()
 
     def look() -> None:
         average.update()
         gather()
+        model(torch.randn(2, WIDTH, device="sim"))
         with average.swapped():
             model(torch.randn(2, WIDTH, device="sim"))
             gather()

@@ -185,6 +185,8 @@ class FSDPModule(ConversionMethods):
             for owner in (unit, *unit.shared_owners):
                 if not (owner.use_count or owner.in_backward or owner.kept_unsharded):
                     owner.release()
+                    for buffer in owner.buffers:
+                        buffer.wait_sent()  # The caller may write to shards on the host now.
             unit.to_sharded()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> Self:

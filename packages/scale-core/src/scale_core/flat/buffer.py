@@ -236,7 +236,7 @@ class FlatBuffer(FlatReduced):
         if self._gathering is not None:
             pending, self._gathering = self._gathering, None
             pending.wait(limit_seconds)
-            if self._moves:
+            if self.moves:
                 self._stream.join()
             deferred = self.reduction.deferred
             if deferred.error is not None:
@@ -289,7 +289,7 @@ class FlatBuffer(FlatReduced):
 
     def wait_sent(self) -> None:
         """Waits until the shard may be written to: no gather reads it any more."""
-        if self._moves:
+        if self.moves:
             self._sending.wait()
 
     def is_stale(self, *, by_writes_alone: bool = False) -> bool:
@@ -385,13 +385,13 @@ class FlatBuffer(FlatReduced):
 
     def _plan(self, layout: FlatLayout, groups: ShardGroups, devices: DevicePolicy) -> None:
         super()._plan(layout, groups, devices)
-        self._stream = copy_stream(self.compute_device, "shards") if self._moves else Stream()
+        self._stream = copy_stream(self.compute_device, "shards") if self.moves else Stream()
         self._sending = HostToDeviceCopy(self._stream)
 
     @on_local_tensors
     def _init_unsharded(self, trainable: Sequence[bool]) -> None:
         """Makes the full buffer with its views, released, and the transfers between it and the shard."""
-        self.is_aliased = self.group.size == 1 and self.compute_dtype == self.dtype and not self._moves
+        self.is_aliased = self.group.size == 1 and self.compute_dtype == self.dtype and not self.moves
         full = self.shard.data if self.is_aliased else self._new_full(self.compute_dtype)
         self.unsharded_params: list[nn.Parameter] = [
             UnshardedParameter(view_of(full, entry), requires_grad=False) for entry in self.layout.entries
@@ -429,7 +429,7 @@ class FlatBuffer(FlatReduced):
             return self._all_gather_quantized(self.wire.gather, tag)
         if self.gathers_float8:
             return self._all_gather_float8(tag, copies_shard)
-        if not self._moves:
+        if not self.moves:
             return all_gather(self.full, self._sent_shard(self.full, copies_shard), self.group, tag=tag)
         with self._stream.run():  # The collective starts there, when the shard has arrived.
             return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
@@ -475,8 +475,8 @@ class FlatBuffer(FlatReduced):
         assert weights is not None
         shard = self._part(sent, self.group)
         # Its copy comes by the side stream. Work with it runs on the caller's stream, which collectives wait for.
-        local = self._new_local() if self._moves else self._local_shard(copies_shard)
-        if self._moves:
+        local = self._new_local() if self.moves else self._local_shard(copies_shard)
+        if self.moves:
             with self._stream.run():
                 self._sending.start(self.shard.data, local)
             self._stream.join()
@@ -505,7 +505,7 @@ class FlatBuffer(FlatReduced):
 
     def _local_shard(self, copied: bool = False) -> Tensor:
         """The shard where it is computed with, or a copy of it; to be called in the stream of its copies."""
-        if not self._moves:
+        if not self.moves:
             return self.shard.data.clone() if copied else self.shard.data
         local = self._new_local()
         self._sending.start(self.shard.data, local)
@@ -520,10 +520,10 @@ class FlatBuffer(FlatReduced):
     def _sent_shard(self, full: Tensor, copied: bool = False) -> Tensor:
         """The shard in the dtype and on the device of `full`; in its part of `full` if it is converted or copied."""
         shard = self.shard.data
-        if shard.dtype == full.dtype and not (self._moves or copied):
+        if shard.dtype == full.dtype and not (self.moves or copied):
             return shard
         part = self._part(full, self.group)
-        if self._moves:
+        if self.moves:
             self._sending.start(shard, part)
             return part
         return part.copy_(shard)

@@ -178,7 +178,7 @@ class FlatShard:
         self.layout, self.groups, self.devices = layout, groups, devices
         self.group = groups.shard  # The W ranks between which they are cut
         self.compute_device = devices.compute
-        self._moves = devices.shard != devices.compute
+        self.moves = devices.shard != devices.compute  # The shard is copied to another device to be computed with.
         self.spans = layout.spans(self.group.rank)
 
     def _set_shard(self, shard: Tensor) -> None:
@@ -226,7 +226,7 @@ class FlatShard:
     @property
     def _pins(self) -> bool:
         """Whether the shard is pinned, so that its copies overlap with the computation."""
-        return self._moves and has_streams(self.compute_device) and self.devices.pin_memory
+        return self.moves and has_streams(self.compute_device) and self.devices.pin_memory
 
 
 # A shard on the host is copied to the device on a stream of its own, while the device and the host compute; it may

@@ -170,13 +170,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     owners = _checked(optimizer).owners
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure) or not owners:
-        _refuse_unreduced(optimizer, owners)
+        _prepare_shards(optimizer, owners)
         return None
 
     @functools.wraps(closure)
     def closure_and_check(*args: Any) -> Any:  # The last backward pass of an accumulation is in it.
         loss = closure(*args)
-        _refuse_unreduced(optimizer, owners)
+        _prepare_shards(optimizer, owners)
         return loss
 
     if "closure" in kwargs:
@@ -209,7 +209,8 @@ def _cached_check(optimizer: torch.optim.Optimizer) -> _CheckResult | None:
     return record.checks.get(_groups_key(optimizer))
 
 
-def _refuse_unreduced(optimizer: torch.optim.Optimizer, owners: list[weakref.ref[Any]]) -> None:
+def _prepare_shards(optimizer: torch.optim.Optimizer, owners: list[weakref.ref[Any]]) -> None:
+    """Refuses a step on gradients that are not reduced, and waits until shards may be written to."""
     for owner_ref in owners:
         owner = owner_ref()
         if owner is not None and owner.has_gradient:
@@ -218,6 +219,8 @@ def _refuse_unreduced(optimizer: torch.optim.Optimizer, owners: list[weakref.ref
                 "no_sync(), have not been reduced: run the last backward() before the step outside of no_sync(), "
                 "or drop them by model.zero_grad()"
             )
+        if owner is not None and getattr(owner, "moves", False):
+            owner.wait_sent()  # A forward without a backward may have left copies that still read the shard.
 
 
 def _check(optimizer: torch.optim.Optimizer) -> _CheckResult:
