@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import scale_core
+from scale_core.hooks import autograd as hooks
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.simulate import simulate
 from scale_oss import OSS, LocalSGD, ShardedDataParallel
+from scale_oss.reducer import Reducer
 
 pytestmark = [
     pytest.mark.simulation,
@@ -120,3 +124,32 @@ def test_local_sgd_has_no_race() -> None:
     averaging = LocalSGD(model, inner, sync_every=2, outer_momentum=0.9)
     train(model, inner)
     averaging.sync()
+
+
+def test_a_pass_that_autograds_thread_drops_late_is_aborted_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    aborts: list[str] = []
+    queue_callback, abort = hooks.queue_callback, Reducer.abort
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("hook")
+
+    def recorded_abort(reducer: Reducer, error: BaseException) -> None:
+        aborts.append(threading.current_thread().name)
+        abort(reducer, error)
+
+    monkeypatch.setattr(hooks, "queue_callback", lambda callback: (kept.append(callback), queue_callback(callback)))
+    monkeypatch.setattr(Reducer, "abort", recorded_abort)
+    model = mlp()
+    optimizer = OSS(model.parameters(), optim=AdamW, lr=1e-3)
+    wrapped = ShardedDataParallel(model, optimizer)
+    hidden = torch.randn(2, WIDTH, device="sim", requires_grad=True)
+    hidden.register_hook(fail)
+    with pytest.raises(KeyError, match="hook"):
+        wrapped(hidden).sum().backward()
+    dropped = threading.Event()
+    assert kept
+    _thread.start_new_thread(lambda: (kept.clear(), dropped.set()), ())
+    assert dropped.wait(60) and aborts == []
+    train(wrapped, optimizer)
+    assert aborts == [threading.main_thread().name]
